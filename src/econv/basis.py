@@ -1,0 +1,233 @@
+"""Group × operators × stencils → the fixed arrays that turn coefficients into filters.
+
+This room knows what a learned weight means and how it should be drawn; it stays in numpy float64
+and knows nothing of tensors or of how a convolution is run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from econv.groups import FloatArray, Group, GroupLike
+from econv.operators import OperatorsLike, OperatorSet, Polynomial, monomials, operator_set
+from econv.stencils import Central, StencilSet, StencilsLike, check_size, stencil_set
+
+__all__ = ["INITIALISATIONS", "FilterBasis", "Gains", "filter_basis"]
+
+INITIALISATIONS = ("relu", "paper")
+"""``"paper"``: He on the canonical filter (section 4.4). ``"relu"``: the same times one scalar that
+makes the gain of a convolution followed by ReLU 1."""
+
+_TORUS = 24  # pixels along each side of the periodic image that gains are computed on
+_DEPTH = 50  # layers after which the gain of a ReLU network has settled
+
+
+class Gains(NamedTuple):
+    """Factors by which one layer at initialisation multiplies the second moment of its input.
+
+    Expected values for a wide layer; the square roots are the factors for amplitudes.
+    """
+
+    constant: float
+    """For constant images, mean over the orientations, without nonlinearity."""
+    noise: float
+    """For white noise, mean over the orientations, without nonlinearity."""
+    relu: float
+    """For the layer followed by ReLU, deep inside a network of such layers."""
+
+
+@dataclass(frozen=True)
+class FilterBasis:
+    """The filters of one group, operator set and stencil set: a value, made by `filter_basis`.
+
+    A learned weight is a vector of ``len(operators)`` numbers: the *canonical filter* χ^(I) as
+    central differences on their smallest support write it. Where the operators fill that support,
+    as the paper's nine fill 3×3, the numbers are its pixels, row by row from the top; otherwise
+    they are coordinates in an orthonormal basis of the filters that the operators reach. The
+    paper's β follows from the linear system of its section 4.4, β = weight · :attr:`canonical`.
+
+    >>> basis = filter_basis("p8", "paper", "central")
+    >>> basis.size, basis.turned.shape
+    (5, (8, 9, 5, 5))
+    """
+
+    group: Group
+    operators: OperatorSet
+    stencils: StencilSet
+    size: int
+
+    @cached_property
+    def turned(self) -> FloatArray:
+        """Operator s in frame A as weights at spacing 1: ``[order, operators, size, size]``."""
+        coefficients = self.operators.turned(self.group)
+        columns = monomials(self.operators.order, self.operators.dimension)
+        used = np.flatnonzero(np.abs(coefficients).max(axis=(0, 1)))
+        weights = np.stack([self._monomial(columns[j]) for j in used])
+        return _frozen(np.tensordot(coefficients[..., used], weights, axes=1))
+
+    def _monomial(self, exponents: tuple[int, ...]) -> FloatArray:
+        found = self.stencils.stencil(Polynomial.monomial(exponents), self.size).weights
+        return found.astype(np.float64)
+
+    @cached_property
+    def canonical_filters(self) -> FloatArray:
+        """The linear system T: each operator as a canonical filter, ``[operators, taps]``.
+
+        Always central differences of second order on the smallest support that holds the operators
+        themselves (3×3 for the paper's nine), whatever stencils the layer runs with: the system
+        fixes what a weight *means*, so that weights can move between stencil sets.
+        """
+        central = Central()
+        size = central.smallest_size(self.operators.polynomials)
+        rows = [central.weights(exponents, size).ravel() for exponents in self.operators]
+        return _frozen(np.stack(rows))
+
+    @cached_property
+    def canonical(self) -> FloatArray:
+        """The matrix from weights to coefficients at spacing 1, β = weight · canonical."""
+        system = self.canonical_filters
+        if system.shape[0] == system.shape[1]:
+            return _frozen(np.linalg.inv(system))
+        # T = Rᵀ Qᵀ with orthonormal columns in Q: weight = β Rᵀ are the coordinates in Qᵀ.
+        triangular = np.linalg.qr(system.T)[1]
+        signs = np.where(np.diag(triangular) < 0, -1.0, 1.0)
+        return _frozen(np.linalg.inv((triangular * signs[:, None]).T))
+
+    @cached_property
+    def synthesis(self) -> FloatArray:
+        """The filters of each coordinate of the weight: ``[order, operators, size, size]``.
+
+        The filter in frame A is Σ_j weight[j] · synthesis[A, j].
+        """
+        return _frozen(np.einsum("sj,gjyx->gsyx", self.canonical, self.turned))
+
+    def to_coefficients(self, spacing: float) -> FloatArray:
+        """The matrix from weights to the paper's β on a grid of the given spacing.
+
+        A derivative of order m divides by spacing^m, and β multiplies by it: the filters
+        themselves do not depend on the spacing.
+        """
+        return self.canonical * self._spacing_powers(spacing)
+
+    def from_coefficients(self, spacing: float) -> FloatArray:
+        """The inverse of :meth:`to_coefficients`."""
+        return np.linalg.inv(self.canonical) / self._spacing_powers(spacing)[:, None]
+
+    def _spacing_powers(self, spacing: float) -> FloatArray:
+        return np.power(float(spacing), np.array(self.operators.orders, dtype=np.float64))
+
+    def scale(self, initialisation: str) -> float:
+        """The factor that an initialisation puts before He's standard deviation."""
+        if initialisation not in INITIALISATIONS:
+            raise ValueError(
+                f"unknown initialisation {initialisation!r}: expected one of {INITIALISATIONS}"
+            )
+        return 1.0 if initialisation == "paper" else 1.0 / math.sqrt(self._he_gains.relu)
+
+    def standard_deviation(self, fan_in: int, initialisation: str = "relu") -> float:
+        """The standard deviation of a weight; ``fan_in`` counts the maps that one output reads."""
+        return self.scale(initialisation) * math.sqrt(2.0 / (fan_in * len(self.operators)))
+
+    def gains(self, initialisation: str = "relu") -> Gains:
+        """What one layer at initialisation does to constants, to white noise and under ReLU.
+
+        >>> gains = filter_basis("p8", "paper", "central").gains("paper")
+        >>> round(gains.constant, 3), round(gains.noise, 3), gains.relu > 1.2
+        (2.0, 3.174, True)
+        >>> round(filter_basis("p8", "paper", "central").gains("relu").relu, 6)
+        1.0
+        """
+        square = self.scale(initialisation) ** 2
+        return Gains(*(square * gain for gain in self._he_gains))
+
+    @cached_property
+    def _he_gains(self) -> Gains:
+        """The gains of He's initialisation in the limit of many fields.
+
+        Weights are independent between relative orientations and fields, so the power spectrum of
+        output orientation A is the mean input spectrum times Σ_j |ŝ_Aj|², s_Aj the filters of
+        `synthesis`. Over many fields it is a Gaussian field, whose autocovariance ReLU maps in
+        closed form (Cho & Saul 2009). Iterating both from white noise gives the gain at depth.
+        """
+        axes = tuple(range(-self.operators.dimension, 0))
+        torus = (max(_TORUS, 2 * self.size),) * self.operators.dimension
+        spectra = np.abs(np.fft.fftn(self.synthesis, torus, axes=axes)) ** 2
+        power = spectra.sum(axis=1) * (2.0 / len(self.operators))  # [order, *torus]
+        corner = (...,) + (0,) * self.operators.dimension
+        constant, noise = float(power[corner].mean()), float(power.mean())
+        covariance = np.zeros(torus)
+        covariance[corner] = 1.0
+        gain = 1.0
+        for _ in range(_DEPTH):
+            spectrum = np.fft.fftn(covariance, axes=axes).real
+            before = np.fft.ifftn(power * spectrum, axes=axes).real
+            after = _relu_covariance(before, before[corner]).mean(axis=0)
+            gain = float(after[corner])
+            covariance = after / gain
+        return Gains(constant, noise, gain)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Rebuilt from its name, so that no expanded array ever enters a checkpoint.
+        return filter_basis, (self.group, self.operators, self.stencils, self.size)
+
+    def __repr__(self) -> str:
+        return (
+            f"FilterBasis({self.group}, {self.operators.name!r}, {self.stencils!r}, "
+            f"size={self.size})"
+        )
+
+
+def filter_basis(
+    group: GroupLike,
+    operators: OperatorsLike = "paper",
+    stencils: StencilsLike = "central",
+    size: int | None = None,
+    accuracy: int = 2,
+) -> FilterBasis:
+    """The filter basis of a group, an operator set and a stencil set, made once per process.
+
+    ``size`` is the support of the filters, the smallest odd one that holds every turned operator
+    by default.
+    """
+    found = Group(group)
+    return _filter_basis(
+        found,
+        operator_set(operators, found.dimension),
+        stencil_set(stencils, accuracy),
+        size,
+    )
+
+
+@lru_cache(maxsize=256)
+def _filter_basis(
+    group: Group, operators: OperatorSet, stencils: StencilSet, size: int | None
+) -> FilterBasis:
+    columns = monomials(operators.order, operators.dimension)
+    used = np.abs(operators.turned(group)).max(axis=(0, 1)) > 0
+    needed = [Polynomial.monomial(e) for e, kept in zip(columns, used, strict=True) if kept]
+    smallest = stencils.smallest_size(needed)
+    what = f"the operators {operators.name!r} in {group.name}"
+    return FilterBasis(
+        group,
+        operators,
+        stencils,
+        check_size(smallest if size is None else size, smallest, what, stencils),
+    )
+
+
+def _relu_covariance(covariance: FloatArray, variance: FloatArray) -> FloatArray:
+    """E[relu(u) relu(v)] for Gaussian u, v with the given covariance and equal variances."""
+    scale = variance.reshape(variance.shape + (1,) * (covariance.ndim - variance.ndim))
+    cosine = np.clip(covariance / scale, -1.0, 1.0)
+    angle = np.arccos(cosine)
+    return scale * (np.sin(angle) + (np.pi - angle) * cosine) / (2 * np.pi)
+
+
+def _frozen(array: FloatArray) -> FloatArray:
+    array.flags.writeable = False
+    return array

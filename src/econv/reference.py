@@ -1,0 +1,155 @@
+"""The paper's sums as plain loops in float64: slow, obvious, and independent of `basis`.
+
+Everything fast in this library is tested against this file. Nothing here is shared with the
+engines: a filter is built term by term from equations 14 and 16, a convolution tap by tap.
+The functions take and give tensors, so that autograd gives the reference for every gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from econv.groups import Group, GroupLike
+from econv.operators import OperatorsLike, operator_set
+from econv.stencils import StencilsLike, stencil_set
+
+__all__ = ["convolve", "group_filters", "lift_filters", "vector_filters"]
+
+
+def lift_filters(
+    coefficients: Tensor,
+    group: GroupLike,
+    operators: OperatorsLike = "paper",
+    stencils: StencilsLike = "central",
+    size: int = 5,
+    spacing: float = 1.0,
+    vectors: int = 0,
+) -> Tensor:
+    """Ψ̃ as a filter bank: β ``[out, in, operators]`` → ``[out * order, in, size, size]``.
+
+    The last 2·``vectors`` input channels are vectors (x, y), read in frame A: A⁻¹v.
+    """
+    found = Group(group)
+    out_fields, in_channels, _ = coefficients.shape
+    filters = torch.zeros(out_fields * found.order, in_channels, size, size, dtype=torch.float64)
+    scalars = in_channels - 2 * vectors
+    for o in range(out_fields):
+        for g in range(found.order):
+            for c in range(in_channels):
+                beta = coefficients[o, c]
+                chi = turned_filter(beta, found, g, operators, stencils, size, spacing)
+                if c < scalars:
+                    filters[o * found.order + g, c] += chi
+                    continue
+                vector, component = divmod(c - scalars, 2)
+                for d in range(2):
+                    # Component c of A⁻¹v is Σ_d (A⁻¹)_cd v_d.
+                    inverse = float(found.matrices[found.inverse[g], component, d])
+                    filters[o * found.order + g, scalars + 2 * vector + d] += inverse * chi
+    return filters
+
+
+def group_filters(
+    coefficients: Tensor,
+    group: GroupLike,
+    operators: OperatorsLike = "paper",
+    stencils: StencilsLike = "central",
+    size: int = 5,
+    spacing: float = 1.0,
+) -> Tensor:
+    """Φ̃ as a filter bank: β ``[out, in, order, operators]`` → ``[out * order, in * order, …]``.
+
+    Equation 16: output orientation A reads input orientation Ak through χ_k^(A).
+    """
+    found = Group(group)
+    out_fields, in_fields, order, _ = coefficients.shape
+    filters = torch.zeros(out_fields * order, in_fields * order, size, size, dtype=torch.float64)
+    for o in range(out_fields):
+        for i in range(in_fields):
+            for g in range(order):
+                for k in range(order):
+                    beta = coefficients[o, i, k]
+                    chi = turned_filter(beta, found, g, operators, stencils, size, spacing)
+                    filters[o * order + g, i * order + int(found.product[g, k])] += chi
+    return filters
+
+
+def vector_filters(
+    coefficients: Tensor,
+    group: GroupLike,
+    operators: OperatorsLike = "paper",
+    stencils: StencilsLike = "central",
+    size: int = 5,
+    spacing: float = 1.0,
+) -> Tensor:
+    """Group features to vector fields: β ``[2 * out, in, order, operators]`` → ``[2 * out, …]``.
+
+    out(x) = Σ_A A · [s₁(x, A), s₂(x, A)], where s = Φ̃[e] has two fields for each vector.
+    """
+    found = Group(group)
+    fields = group_filters(coefficients, found, operators, stencils, size, spacing)
+    filters = torch.zeros(coefficients.shape[0], *fields.shape[1:], dtype=torch.float64)
+    for vector in range(coefficients.shape[0] // 2):
+        for g in range(found.order):
+            for row in range(2):
+                for column in range(2):
+                    entry = float(found.matrices[g, row, column])
+                    field = (2 * vector + column) * found.order + g
+                    filters[2 * vector + row] += entry * fields[field]
+    return filters
+
+
+def turned_filter(
+    beta: Tensor,
+    group: Group,
+    element: int,
+    operators: OperatorsLike,
+    stencils: StencilsLike,
+    size: int,
+    spacing: float,
+) -> Tensor:
+    """χ̃^(A) = Σ_i C_i^(A) ũ_i (equation 14), for one element and one β, ``[size, size]``."""
+    total = torch.zeros(size, size, dtype=torch.float64)
+    differences = stencil_set(stencils)
+    polynomials = operator_set(operators).polynomials
+    for b, polynomial in zip(beta.double(), polynomials, strict=True):
+        for exponents, c in polynomial.in_frame(group.matrices[element]).terms:
+            if abs(c) > 1e-13:
+                u = torch.from_numpy(differences.weights(exponents, size).copy())
+                total = total + b * float(c) * u / spacing ** sum(exponents)
+    return total
+
+
+def convolve(
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Cross-correlation with zero padding, tap by tap: what `conv2d` means."""
+    batch, channels, height, width = x.shape
+    out_channels, in_channels, size, _ = filters.shape
+    if channels != in_channels * groups:
+        raise ValueError(f"expected {in_channels * groups} channels; got {channels}")
+    padded = torch.zeros(batch, channels, height + 2 * padding, width + 2 * padding).double()
+    padded[:, :, padding : padding + height, padding : padding + width] = x.double()
+    extent = dilation * (size - 1) + 1
+    rows = (height + 2 * padding - extent) // stride + 1
+    columns = (width + 2 * padding - extent) // stride + 1
+    per_group = out_channels // groups
+    out = torch.zeros(batch, out_channels, rows, columns, dtype=torch.float64)
+    for group in range(groups):
+        o = slice(group * per_group, (group + 1) * per_group)
+        c = slice(group * in_channels, (group + 1) * in_channels)
+        for r in range(size):
+            for s in range(size):
+                top, left = r * dilation, s * dilation
+                down = slice(top, top + stride * (rows - 1) + 1, stride)
+                right = slice(left, left + stride * (columns - 1) + 1, stride)
+                tap = torch.einsum("oc,bcyx->boyx", filters[o, :, r, s], padded[:, c, down, right])
+                out[:, o] += tap
+    return out if bias is None else out + bias.double()[:, None, None]

@@ -1,0 +1,335 @@
+"""Public checkers: is a layer or a network equivariant, and how fast does its error vanish?
+
+They know tensors, groups and modules, but nothing of how a layer works inside.
+
+At quarter turns and flips the check is exact. At other angles an image must be interpolated, and
+the interpolation has to be far better than what it measures: `transform` uses quintic splines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from econv.groups import FloatArray, Group, GroupLike
+
+__all__ = [
+    "KINDS",
+    "assert_equivariant",
+    "convergence_order",
+    "equivariance_error",
+    "smooth_field",
+    "transform",
+]
+
+KINDS = ("scalar", "regular", "vector", "invariant")
+"""How channels turn: not at all, as group features, as (x, y) components; or nothing turns."""
+
+
+def transform(x: Tensor, group: GroupLike, element: int, kind: str = "scalar") -> Tensor:
+    """π of one group element: turn an image, a group feature map or a vector field.
+
+    - ``"scalar"``: (πr)(x) = r(Ã⁻¹x), every channel an image;
+    - ``"regular"``: (πe)(x, A) = e(Ã⁻¹x, Ã⁻¹A), channels ``fields * order``;
+    - ``"vector"``: (πv)(x) = Ã v(Ã⁻¹x), channels in pairs x (right), y (up);
+    - ``"invariant"``: the tensor itself, of any shape, such as class scores.
+
+    Pixels turn about the centre of the image. Quarter turns and flips are exact (and swap height
+    and width of images that are not square); other angles are interpolated by quintic splines, in
+    float64, with zeros where no image was.
+
+    >>> x = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
+    >>> transform(x, "p4", 1)[0, 0].tolist()
+    [[2.0, 4.0], [1.0, 3.0]]
+    """
+    found = Group(group)
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}: expected one of {KINDS}")
+    if not 0 <= element < found.order:
+        raise ValueError(f"expected an element of {found} from 0 to {found.order - 1}; got {element}")
+    if kind == "invariant":
+        return x
+    if x.ndim != 4:
+        raise ValueError(f"expected [batch, channels, height, width]; got {tuple(x.shape)}")
+    multiple = {"scalar": 1, "regular": found.order, "vector": 2}[kind]
+    if x.shape[1] % multiple:
+        raise ValueError(
+            f"expected channels in multiples of {multiple} for kind {kind!r} of {found}; "
+            f"got {x.shape[1]}"
+        )
+    moved = _move_pixels(x, found, element)
+    channels = moved.unflatten(1, (-1, multiple))
+    if kind == "regular":
+        # Orientation A of the result is orientation Ã⁻¹A of the input.
+        channels = channels[:, :, found.relative[element].tolist()]
+    elif kind == "vector":
+        matrix = torch.tensor(found.matrices[element], dtype=x.dtype, device=x.device)
+        channels = torch.einsum("dc,bvcyx->bvdyx", matrix, channels)
+    return channels.flatten(1, 2)
+
+
+def equivariance_error(
+    module: Callable[[Tensor], Tensor],
+    x: Tensor,
+    element: int,
+    group: GroupLike | None = None,
+    *,
+    input_kind: str | None = None,
+    output_kind: str | None = None,
+    margin: float = 3 / 16,
+) -> float:
+    """How far a module is from commuting with one group element: ‖f(πx) − πf(x)‖ / ‖πf(x)‖.
+
+    Args:
+        module: a layer, a network, or any function of one tensor.
+        x: its input, ``[batch, channels, height, width]``.
+        element: index of the group element.
+        group: the group; by default ``module.group``.
+        input_kind, output_kind: how input and output turn, see :func:`transform`; by default what
+            the layer says of itself, else ``"scalar"`` in and ``"regular"`` out (``"invariant"``
+            for an output that is no image).
+        margin: for elements that need interpolation, the error is taken inside the central disc
+            that ends this fraction of the side before the border, where padding plays no role.
+
+    Both passes see the same random numbers, and running statistics are left as they were.
+
+    >>> from econv import LiftConv2d
+    >>> layer = LiftConv2d(1, 2, "p8", dtype=torch.float64)
+    >>> image = smooth_field(33, channels=1, smoothness=2.0)
+    >>> equivariance_error(layer, image, element=2) < 1e-12  # a quarter turn
+    True
+    >>> 1e-12 < equivariance_error(layer, image, element=1) < 0.1  # an eighth
+    True
+    """
+    found = _group_of(module, group)
+    into = input_kind or getattr(module, "input_kind", "scalar")
+    turned_input = transform(x, found, element, into)
+    with _undisturbed(module, x.device) as run:
+        turned_first, turned_last = run(turned_input), run(x)
+    default = "regular" if turned_last.ndim == 4 else "invariant"
+    out = output_kind or getattr(module, "output_kind", default)
+    turned_last = transform(turned_last, found, element, out)
+    if turned_first.shape != turned_last.shape:
+        raise ValueError(
+            f"the output for the turned input has shape {tuple(turned_first.shape)}, the turned "
+            f"output {tuple(turned_last.shape)}: expected the same"
+        )
+    difference, size = (turned_first - turned_last).double(), turned_last.double()
+    if out != "invariant" and element not in found.grid_symmetries:
+        disc = _disc(size.shape[-2], size.shape[-1], margin).to(size.device)
+        difference, size = difference * disc, size * disc
+    error, norm = float(difference.norm()), float(size.norm())
+    if norm == 0.0:
+        return 0.0 if error == 0.0 else math.inf
+    return error / norm
+
+
+def assert_equivariant(
+    module: Callable[[Tensor], Tensor],
+    x: Tensor,
+    group: GroupLike | None = None,
+    *,
+    elements: Iterable[int] | None = None,
+    tolerance: float | None = None,
+    input_kind: str | None = None,
+    output_kind: str | None = None,
+    margin: float = 3 / 16,
+) -> None:
+    """Raise ``AssertionError`` with every element's error unless the module is equivariant.
+
+    By default the elements are the grid's own symmetries, which must hold to rounding: 1e-12 in
+    float64, 1e-5 in float32, 5e-2 in half precisions. Other elements need a ``tolerance`` that says
+    what the stencils are expected to give. Further arguments: see :func:`equivariance_error`.
+    """
+    found = _group_of(module, group)
+    chosen = found.grid_symmetries if elements is None else tuple(elements)
+    if tolerance is None:
+        if not set(chosen) <= set(found.grid_symmetries):
+            raise ValueError(
+                "expected a tolerance for elements that are no symmetries of the pixel grid: "
+                f"their error depends on the stencils; those of {found} are {found.grid_symmetries}"
+            )
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(x.dtype, 5e-2)
+    errors = {
+        element: equivariance_error(
+            module,
+            x,
+            element,
+            found,
+            input_kind=input_kind,
+            output_kind=output_kind,
+            margin=margin,
+        )
+        for element in chosen
+    }
+    # Written so that a NaN error fails.
+    if not all(error <= tolerance for error in errors.values()):
+        table = "\n".join(f"  element {e}: {error:.3e}" for e, error in errors.items())
+        raise AssertionError(f"not equivariant to {found} within {tolerance:.1e}:\n{table}")
+
+
+def convergence_order(
+    error: Callable[[float], float] | Sequence[float], spacings: Sequence[float]
+) -> float:
+    """The measured order of an error in the spacing: the slope of log error over log h.
+
+    ``error`` is a function of the spacing, or the errors measured at each of the ``spacings``.
+
+    >>> round(convergence_order(lambda h: 3 * h**2, [0.1, 0.05, 0.025]), 6)
+    2.0
+    """
+    h = np.asarray(spacings, dtype=np.float64)
+    errors = [error(float(s)) for s in h] if callable(error) else error
+    found = np.asarray(errors, dtype=np.float64)
+    if h.ndim != 1 or len(h) < 2 or len(set(h.tolist())) != len(h) or h.min() <= 0:
+        raise ValueError(f"expected at least two different positive spacings; got {spacings!r}")
+    if found.shape != h.shape:
+        raise ValueError(f"expected one error for each of {len(h)} spacings; got {found.shape}")
+    if not (np.isfinite(found).all() and (found > 0).all()):
+        raise ValueError(f"expected positive finite errors; got {found.tolist()}")
+    slope, _ = np.polyfit(np.log(h), np.log(found), 1)
+    return float(slope)
+
+
+def smooth_field(
+    size: int,
+    channels: int = 1,
+    smoothness: float = 2.0,
+    seed: int = 0,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """A smooth random image ``[batch, channels, size, size]`` with second moment 1 as a whole.
+
+    White noise blurred by a Gaussian of ``smoothness`` pixels, periodic at the border.
+
+    >>> smooth_field(32, channels=3).shape
+    torch.Size([1, 3, 32, 32])
+    """
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(batch, channels, size, size, generator=generator, dtype=torch.float64)
+    frequency = torch.fft.fftfreq(size, dtype=torch.float64)
+    line = torch.exp(-2 * (math.pi * smoothness * frequency) ** 2)
+    field = torch.fft.ifft2(torch.fft.fft2(noise) * line[:, None] * line).real
+    return (field / field.pow(2).mean().sqrt()).to(dtype)
+
+
+def _group_of(module: object, group: GroupLike | None) -> Group:
+    found = group if group is not None else getattr(module, "group", None)
+    if found is None:
+        raise ValueError(f"expected a group: {type(module).__name__} has no attribute 'group'")
+    return Group(found)
+
+
+@contextlib.contextmanager
+def _undisturbed(
+    module: Callable[[Tensor], Tensor], device: torch.device
+) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Run a module without gradient, each time from the same state and random seed."""
+    buffers = list(module.buffers()) if isinstance(module, nn.Module) else []
+    kept = [buffer.clone() for buffer in buffers]
+
+    def restore() -> None:
+        for buffer, value in zip(buffers, kept, strict=True):
+            buffer.copy_(value)
+
+    def run(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        result = module(x)
+        restore()
+        return result
+
+    devices = [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        try:
+            yield run
+        finally:
+            restore()
+
+
+def _move_pixels(x: Tensor, group: Group, element: int) -> Tensor:
+    """r(A⁻¹x) for every channel."""
+    matrix = group.matrices[element]
+    if element in group.grid_symmetries:
+        if element >= group.rotations:  # A = R·F: the flip y → −y comes first
+            x = x.flip(-2)
+            matrix = matrix @ np.diag([1.0, -1.0])
+        quarters = round(math.atan2(matrix[1, 0], matrix[0, 0]) / (math.pi / 2))
+        return torch.rot90(x, quarters, (-2, -1))
+    return _resample(x, matrix)
+
+
+def _resample(x: Tensor, matrix: FloatArray) -> Tensor:
+    """r(A⁻¹x) by quintic B-splines, with zeros outside of the image."""
+    height, width = x.shape[-2:]
+    rows, columns = np.mgrid[:height, :width]
+    right = columns - (width - 1) / 2
+    up = (height - 1) / 2 - rows
+    inverse = matrix.T
+    source_column = inverse[0, 0] * right + inverse[0, 1] * up + (width - 1) / 2
+    source_row = (height - 1) / 2 - (inverse[1, 0] * right + inverse[1, 1] * up)
+    edge = 1e-9  # a corner that rounding moved out of the image still belongs to it
+    inside = (np.abs(source_row - (height - 1) / 2) <= (height - 1) / 2 + edge) & (
+        np.abs(source_column - (width - 1) / 2) <= (width - 1) / 2 + edge
+    )
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(x.device)
+
+    coefficients = tensor(_spline_filter(height)) @ x.double() @ tensor(_spline_filter(width)).T
+    flat = coefficients.flatten(2)
+    result = torch.zeros_like(flat)
+    row_taps = list(_spline_taps(source_row, height))
+    column_taps = list(_spline_taps(source_column, width))
+    for row, row_weight in row_taps:
+        for column, column_weight in column_taps:
+            weight = tensor((row_weight * column_weight * inside).ravel())
+            result += flat[:, :, tensor((row * width + column).ravel())] * weight
+    return result.view(x.shape).to(x.dtype)
+
+
+def _spline_taps(position: FloatArray, size: int) -> Iterator[tuple[np.ndarray, FloatArray]]:
+    """The six coefficients that a quintic spline reads at each position, and their weights."""
+    base = np.floor(position).astype(np.int64)
+    for offset in range(-2, 4):
+        yield _mirrored(base + offset, size), _quintic(position - (base + offset))
+
+
+def _quintic(t: FloatArray) -> FloatArray:
+    """The quintic B-spline: (1/5!) Σ_j (−1)^j C(6, j) (t + 3 − j)₊⁵."""
+    terms = [
+        (-1) ** j * math.comb(6, j) * np.maximum(t + 3 - j, 0.0) ** 5 for j in range(7)
+    ]
+    return np.sum(terms, axis=0) / math.factorial(5)
+
+
+@lru_cache(maxsize=32)
+def _spline_filter(size: int) -> FloatArray:
+    """The matrix from pixels to spline coefficients, mirrored at the border pixels."""
+    collocation = np.zeros((size, size))
+    pixels = np.arange(size)
+    for offset in range(-2, 3):
+        np.add.at(collocation, (pixels, _mirrored(pixels + offset, size)), _quintic(np.array(offset)))
+    return np.linalg.inv(collocation)
+
+
+def _mirrored(index: np.ndarray, size: int) -> np.ndarray:
+    """Indices outside of 0 … size − 1 reflected at the first and the last pixel."""
+    if size == 1:
+        return np.zeros_like(index)
+    period = 2 * (size - 1)
+    folded = np.abs(index) % period
+    return np.minimum(folded, period - folded)
+
+
+def _disc(height: int, width: int, margin: float) -> Tensor:
+    radius = min(height, width) * (0.5 - margin)
+    rows = torch.arange(height, dtype=torch.float64) - (height - 1) / 2
+    columns = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
+    return (rows[:, None] ** 2 + columns**2 <= radius**2).double()
