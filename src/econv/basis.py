@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from econv.groups import FloatArray, Group, GroupLike
-from econv.operators import OperatorsLike, OperatorSet, Polynomial, monomials, operator_set
+from econv.operators import OperatorSet, OperatorsLike, Polynomial, monomials, operator_set
 from econv.stencils import Central, StencilSet, StencilsLike, check_size, stencil_set
 
 __all__ = ["INITIALISATIONS", "FilterBasis", "Gains", "filter_basis"]

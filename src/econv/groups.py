@@ -10,14 +10,14 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = ["Group", "GroupLike", "Irrep"]
 
-FloatArray = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]
 
 _NAME = re.compile(r"p([1-9][0-9]*)(m?)")
@@ -51,7 +51,7 @@ class Group:
     mirrored: bool
     """Whether the group contains reflections."""
 
-    _known: dict[str, Group] = {}
+    _known: ClassVar[dict[str, Group]] = {}
 
     def __new__(cls, name: GroupLike) -> Group:
         if isinstance(name, Group):
@@ -117,7 +117,7 @@ class Group:
         turn, mirror = self._turn_and_mirror
         alternating = (-1.0) ** turn
         determinant = np.where(mirror, -1.0, 1.0)
-        lines = [("trivial", np.ones(order))]
+        lines: list[tuple[str, FloatArray]] = [("trivial", np.ones(order))]
         if self.mirrored:
             lines.append(("determinant", determinant))
         if n % 2 == 0:
@@ -236,8 +236,7 @@ class Irrep:
         # A map that respects multiplication by the generators respects every product.
         generators = [1 % group.rotations] + [group.rotations] * group.mirrored
         multiplicative = max(
-            np.abs(matrices @ matrices[b] - matrices[group.product[:, b]]).max()
-            for b in generators
+            np.abs(matrices @ matrices[b] - matrices[group.product[:, b]]).max() for b in generators
         )
         if max(orthogonal, multiplicative) > 1e-12:
             raise ValueError(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from econv.engines import dense, resolve
 from econv.groups import Group, GroupLike
 from econv.operators import OperatorsLike
 from econv.stencils import StencilsLike
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "Downsample2d",
@@ -49,6 +52,26 @@ __all__ = [
 ]
 
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+class ConvOptions(TypedDict, total=False):
+    """The keywords that every PDO-eConv takes; :class:`LiftConv2d` says what they mean."""
+
+    operators: OperatorsLike
+    stencils: StencilsLike
+    size: int | None
+    accuracy: int
+    stride: int
+    padding: int | str
+    padding_mode: str
+    bias: bool
+    groups: int
+    dilation: int
+    spacing: float
+    init: str
+    engine: str
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class PDOConv2d(nn.Module):
@@ -191,7 +214,7 @@ class PDOConv2d(nn.Module):
         return array.to(device=self.weight.device, dtype=self.weight.dtype)
 
     def filters(self) -> Tensor:
-        """The dense filter bank that `conv2d` takes, ``[out_channels, in_channels / groups, …]``."""
+        """The dense filter bank that `conv2d` takes, channels by channels by size by size."""
         # Filters carry the layer's accuracy: autocast must not round them before the convolution.
         with _without_autocast(self.weight.device):
             return self._filters()
@@ -307,9 +330,9 @@ class LiftConv2d(PDOConv2d):
         group: GroupLike,
         *,
         vectors: int = 0,
-        groups: int = 1,
-        **options: Any,
+        **options: Unpack[ConvOptions],
     ) -> None:
+        groups = options.get("groups", 1)
         _positive("in_channels", in_channels)
         _positive("out_fields", out_fields)
         _check_groups(groups, in_channels=in_channels, out_fields=out_fields)
@@ -327,7 +350,6 @@ class LiftConv2d(PDOConv2d):
             group,
             in_channels=in_channels,
             out_channels=out_fields * Group(group).order,
-            groups=groups,
             **options,
         )
 
@@ -387,10 +409,9 @@ class GroupConv2d(PDOConv2d):
         in_fields: int,
         out_fields: int,
         group: GroupLike,
-        *,
-        groups: int = 1,
-        **options: Any,
+        **options: Unpack[ConvOptions],
     ) -> None:
+        groups = options.get("groups", 1)
         _positive("in_fields", in_fields)
         _positive("out_fields", out_fields)
         _check_groups(groups, in_fields=in_fields, out_fields=out_fields)
@@ -402,7 +423,6 @@ class GroupConv2d(PDOConv2d):
             group,
             in_channels=in_fields * order,
             out_channels=self._output_channels(order),
-            groups=groups,
             **options,
         )
 
@@ -443,13 +463,12 @@ class VectorConv2d(GroupConv2d):
     matrices: Tensor
 
     def __init__(
-        self, in_fields: int, out_vectors: int, group: GroupLike, **options: Any
+        self, in_fields: int, out_vectors: int, group: GroupLike, **options: Unpack[ConvOptions]
     ) -> None:
         _positive("out_vectors", out_vectors)
         if options.get("bias"):
             raise ValueError("expected bias=False: a constant vector is not equivariant")
-        if options.get("groups", 1) != 1:
-            _check_groups(options["groups"], in_fields=in_fields, out_vectors=out_vectors)
+        _check_groups(options.get("groups", 1), in_fields=in_fields, out_vectors=out_vectors)
         self.out_vectors = out_vectors
         super().__init__(in_fields, 2 * out_vectors, group, **options)
 
@@ -485,7 +504,7 @@ class GroupUpsampleConv2d(nn.Module):
     output_kind = "regular"
 
     def __init__(
-        self, in_fields: int, out_fields: int, group: GroupLike, **options: Any
+        self, in_fields: int, out_fields: int, group: GroupLike, **options: Unpack[ConvOptions]
     ) -> None:
         super().__init__()
         self.upsample = Upsample2d()
@@ -553,7 +572,7 @@ class GroupBatchNorm2d(_BatchNorm):
 
 
 class GroupInstanceNorm2d(_InstanceNorm):
-    """Instance norm with one mean and variance per sample and *field*, over orientations and pixels.
+    """Instance norm with one mean and variance per sample and *field*, over all its orientations.
 
     Arguments and state are those of `InstanceNorm2d` with ``fields`` in place of channels.
 
@@ -741,8 +760,10 @@ class Downsample2d(nn.Module):
         _check_rank(x)
         if self.reduce == "max":
             x = functional.max_pool2d(x, 3, stride=1, padding=1)
-        x = functional.pad(x, (1, 2, 1, 2), mode="replicate")
-        return _halve(_halve(x, 2), 3)
+        kernel = _halving_kernel(x, 2)[:, None] * _halving_kernel(x, 3)
+        padded = functional.pad(x, (1, 2, 1, 2), mode="replicate")
+        channels = x.shape[1]
+        return functional.conv2d(padded, kernel.expand(channels, 1, 4, 4), None, 2, 0, 1, channels)
 
     def extra_repr(self) -> str:
         return f"reduce={self.reduce!r}"
@@ -763,9 +784,8 @@ class Upsample2d(nn.Module):
     def forward(self, x: Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
         """Double ``[batch, channels, height, width]``."""
         _check_rank(x)
-        doubled = functional.interpolate(x, scale_factor=2.0, mode="bilinear")
         if size is None:
-            return doubled
+            return functional.interpolate(x, scale_factor=2.0, mode="bilinear")
         wanted = (size, size) if isinstance(size, int | torch.SymInt) else tuple(size)
         if not torch.compiler.is_compiling() and not (
             len(wanted) == 2
@@ -774,8 +794,8 @@ class Upsample2d(nn.Module):
             raise ValueError(
                 f"expected a size of twice {tuple(x.shape[2:])}, or one less; got {size!r}"
             )
-        padded = functional.pad(doubled, (0, 1, 0, 1), mode="replicate")
-        return _average_to(_average_to(padded, 2, wanted[0]), 3, wanted[1])
+        enlarged = _double(_double(x, 2, wanted[0]), 3, wanted[1])
+        return enlarged.contiguous(memory_format=_memory_format(x))
 
 
 class Restrict2d(nn.Module):
@@ -816,27 +836,26 @@ def restrict(x: Tensor, group: GroupLike, subgroup: GroupLike) -> Tensor:
     return result
 
 
-def _halve(padded: Tensor, dim: int) -> Tensor:
-    """Halve one axis that was padded by one pixel before and two after."""
-    size = padded.shape[dim] - 3
-    half = (size + 1) // 2
-
-    def every_second(start: int) -> Tensor:
-        index = [slice(None)] * padded.ndim
-        index[dim] = slice(start, start + 2 * half - 1, 2)
-        return padded[tuple(index)]
-
-    taps = [every_second(start) for start in range(4)]
-    on_pixels = (taps[0] + 2 * taps[1] + taps[2]) / 4
-    next_pixels = (taps[1] + 2 * taps[2] + taps[3]) / 4
-    between = (1 - size % 2) / 2  # ½ on even sizes, where samples lie between two pixels
-    return on_pixels * (1 - between) + next_pixels * between
+def _halving_kernel(x: Tensor, dim: int) -> Tensor:
+    """Four taps with stride 2 that lie symmetrically on an axis padded by one and two pixels."""
+    between = (1 - x.shape[dim] % 2) / 2  # ½ on even sizes, where samples lie between two pixels
+    on_pixels = torch.tensor([1.0, 2.0, 1.0, 0.0], device=x.device, dtype=x.dtype)
+    next_pixels = torch.tensor([0.0, 1.0, 2.0, 1.0], device=x.device, dtype=x.dtype)
+    return (on_pixels * (1 - between) + next_pixels * between) / 4
 
 
-def _average_to(padded: Tensor, dim: int, size: int) -> Tensor:
-    """Cut one axis to ``size``; an odd one takes the means of neighbours, to stay centred."""
-    between = (size % 2) / 2
-    return padded.narrow(dim, 0, size) * (1 - between) + padded.narrow(dim, 1, size) * between
+def _double(x: Tensor, dim: int, size: int) -> Tensor:
+    """Linear interpolation of one axis to ``size`` points half a pixel apart, about its centre."""
+    # Gathered by index, so that the output has the size that was asked for, symbolic or not.
+    last = x.shape[dim] - 1
+    quarter = (1 - size % 2) / 4  # on even sizes no new point lies on an old one
+    position = torch.arange(size, device=x.device, dtype=torch.float64) / 2 - quarter
+    low = position.floor()
+    weight = (position - low).to(x.dtype).reshape(-1, *[1] * (3 - dim))
+    index = low.long()
+    before = x.index_select(dim, index.clamp(0, last))
+    after = x.index_select(dim, (index + 1).clamp(0, last))
+    return before * (1 - weight) + after * weight
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -117,7 +117,7 @@ def turned_filter(
         for exponents, c in polynomial.in_frame(group.matrices[element]).terms:
             if abs(c) > 1e-13:
                 u = torch.from_numpy(differences.weights(exponents, size).copy())
-                total = total + b * float(c) * u / spacing ** sum(exponents)
+                total = total + b * c * u / spacing ** sum(exponents)
     return total
 
 

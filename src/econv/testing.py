@@ -52,7 +52,9 @@ def transform(x: Tensor, group: GroupLike, element: int, kind: str = "scalar") -
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}: expected one of {KINDS}")
     if not 0 <= element < found.order:
-        raise ValueError(f"expected an element of {found} from 0 to {found.order - 1}; got {element}")
+        raise ValueError(
+            f"expected an element of {found} from 0 to {found.order - 1}; got {element}"
+        )
     if kind == "invariant":
         return x
     if x.ndim != 4:
@@ -91,9 +93,10 @@ def equivariance_error(
         x: its input, ``[batch, channels, height, width]``.
         element: index of the group element.
         group: the group; by default ``module.group``.
-        input_kind, output_kind: how input and output turn, see :func:`transform`; by default what
-            the layer says of itself, else ``"scalar"`` in and ``"regular"`` out (``"invariant"``
-            for an output that is no image).
+        input_kind: how the input turns, see :func:`transform`; by default what the layer says of
+            itself, else ``"scalar"``.
+        output_kind: how the output turns; by default what the layer says of itself, else
+            ``"regular"``, or ``"invariant"`` for an output that is no image.
         margin: for elements that need interpolation, the error is taken inside the central disc
             that ends this fraction of the side before the border, where padding plays no role.
 
@@ -108,12 +111,12 @@ def equivariance_error(
     True
     """
     found = _group_of(module, group)
-    into = input_kind or getattr(module, "input_kind", "scalar")
+    into = input_kind or str(getattr(module, "input_kind", "scalar"))
     turned_input = transform(x, found, element, into)
     with _undisturbed(module, x.device) as run:
         turned_first, turned_last = run(turned_input), run(x)
     default = "regular" if turned_last.ndim == 4 else "invariant"
-    out = output_kind or getattr(module, "output_kind", default)
+    out = output_kind or str(getattr(module, "output_kind", default))
     turned_last = transform(turned_last, found, element, out)
     if turned_first.shape != turned_last.shape:
         raise ValueError(
@@ -303,9 +306,7 @@ def _spline_taps(position: FloatArray, size: int) -> Iterator[tuple[np.ndarray, 
 
 def _quintic(t: FloatArray) -> FloatArray:
     """The quintic B-spline: (1/5!) Σ_j (−1)^j C(6, j) (t + 3 − j)₊⁵."""
-    terms = [
-        (-1) ** j * math.comb(6, j) * np.maximum(t + 3 - j, 0.0) ** 5 for j in range(7)
-    ]
+    terms = [(-1) ** j * math.comb(6, j) * np.maximum(t + 3 - j, 0.0) ** 5 for j in range(7)]
     return np.sum(terms, axis=0) / math.factorial(5)
 
 
@@ -315,7 +316,9 @@ def _spline_filter(size: int) -> FloatArray:
     collocation = np.zeros((size, size))
     pixels = np.arange(size)
     for offset in range(-2, 3):
-        np.add.at(collocation, (pixels, _mirrored(pixels + offset, size)), _quintic(np.array(offset)))
+        np.add.at(
+            collocation, (pixels, _mirrored(pixels + offset, size)), _quintic(np.array(offset))
+        )
     return np.linalg.inv(collocation)
 
 

@@ -32,12 +32,12 @@ def group_filters(weight: Tensor, synthesis: Tensor, relative: Tensor) -> Tensor
 
     ``relative[A * order + B]`` is the place of (A⁻¹B, A) among all pairs (k, A).
     """
-    return _orient(weight, synthesis, relative).permute(0, 2, 1, 3, 4, 5).flatten(2, 3).flatten(0, 1)
+    return (
+        _orient(weight, synthesis, relative).permute(0, 2, 1, 3, 4, 5).flatten(2, 3).flatten(0, 1)
+    )
 
 
-def vector_filters(
-    weight: Tensor, synthesis: Tensor, relative: Tensor, matrices: Tensor
-) -> Tensor:
+def vector_filters(weight: Tensor, synthesis: Tensor, relative: Tensor, matrices: Tensor) -> Tensor:
     """Group features to vectors: weight ``[2 * out, in, order, s]`` → ``[2 * out, in * order, …]``.
 
     ``matrices`` are the elements A ``[order, 2, 2]``.
