@@ -198,12 +198,12 @@ def filter_basis(
     return _filter_basis(
         found,
         operator_set(operators, found.dimension),
-        stencil_set(stencils, accuracy),
+        stencil_set(stencils, accuracy, found.rotations),
         size,
     )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256, typed=True)
 def _filter_basis(
     group: Group, operators: OperatorSet, stencils: StencilSet, size: int | None
 ) -> FilterBasis:

@@ -198,6 +198,9 @@ class Group:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"groups are values: cannot set {name!r} of {self!r}")
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"groups are values: cannot delete {name!r} of {self!r}")
+
     def __reduce__(self) -> tuple[type[Group], tuple[str]]:
         return Group, (self.name,)
 
@@ -231,6 +234,11 @@ class Irrep:
     def __post_init__(self) -> None:
         matrices, group = _frozen(np.array(self.matrices, dtype=np.float64)), self.group
         object.__setattr__(self, "matrices", matrices)
+        if matrices.ndim != 3 or matrices.shape != (group.order, *[matrices.shape[-1]] * 2):
+            raise ValueError(
+                f"expected matrices of shape [{group.order}, d, d] for {group.name}; "
+                f"got {matrices.shape}"
+            )
         identity = np.eye(self.dimension)
         orthogonal = np.abs(matrices @ matrices.swapaxes(1, 2) - identity).max()
         # A map that respects multiplication by the generators respects every product.
@@ -238,7 +246,7 @@ class Irrep:
         multiplicative = max(
             np.abs(matrices @ matrices[b] - matrices[group.product[:, b]]).max() for b in generators
         )
-        if max(orthogonal, multiplicative) > 1e-12:
+        if not (orthogonal <= 1e-12 and multiplicative <= 1e-12):  # so that a NaN fails
             raise ValueError(
                 f"{self.name!r} is not an orthogonal representation of {group.name}: "
                 f"off by {orthogonal:.1e} (orthogonal) and {multiplicative:.1e} (multiplicative)"

@@ -118,9 +118,9 @@ class PDOConv2d(nn.Module):
         self.stride = _positive("stride", stride)
         self.dilation = _positive("dilation", dilation)
         self.groups = groups
-        self.spacing = float(spacing)
-        if not (math.isfinite(self.spacing) and self.spacing > 0):
+        if not isinstance(spacing, float | int) or not 0 < spacing < math.inf:
             raise ValueError(f"expected a positive spacing; got {spacing!r}")
+        self.spacing = float(spacing)
         self.extent = self.dilation * (self.basis.size - 1) + 1
         self.padding = self._read_padding(padding)
         if padding_mode not in _PADDING_MODES:
@@ -145,10 +145,8 @@ class PDOConv2d(nn.Module):
         self.reset_parameters()
 
     def _read_padding(self, padding: int | str) -> int:
-        if padding == "same":
-            return self.extent // 2
-        if padding == "valid":
-            return 0
+        if isinstance(padding, str) and padding in ("same", "valid"):
+            return self.extent // 2 if padding == "same" else 0
         if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
             raise ValueError(
                 "expected padding as 'same', 'valid' or one whole number for every side "
@@ -169,10 +167,20 @@ class PDOConv2d(nn.Module):
             constant = torch.tensor(array, device=self.weight.device, dtype=dtype)
             self.register_buffer(name, constant, persistent=False)
 
+    def _constants_fit(self) -> bool:
+        here, constants = self.weight, self.synthesis
+        return constants.dtype == here.dtype and constants.device == here.device
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PDOConv2d:
         super()._apply(fn, recurse)
         self._refresh_constants()
         return self
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        # With `assign=True` the loaded tensor becomes the weight, whatever its dtype and device.
+        super()._load_from_state_dict(*arguments, **options)
+        if not self._constants_fit():
+            self._refresh_constants()
 
     def _fan_in(self) -> int:
         """How many maps one output reads."""
@@ -215,6 +223,8 @@ class PDOConv2d(nn.Module):
 
     def filters(self) -> Tensor:
         """The dense filter bank that `conv2d` takes, channels by channels by size by size."""
+        if not self._constants_fit():  # a weight was put in place by hand
+            self._refresh_constants()
         # Filters carry the layer's accuracy: autocast must not round them before the convolution.
         with _without_autocast(self.weight.device):
             return self._filters()
@@ -336,7 +346,7 @@ class LiftConv2d(PDOConv2d):
         _positive("in_channels", in_channels)
         _positive("out_fields", out_fields)
         _check_groups(groups, in_channels=in_channels, out_fields=out_fields)
-        if not isinstance(vectors, int) or not 0 <= 2 * vectors <= in_channels:
+        if not isinstance(vectors, int) or vectors is True or not 0 <= 2 * vectors <= in_channels:
             raise ValueError(
                 f"expected vectors between 0 and in_channels / 2 = {in_channels // 2}; "
                 f"got {vectors!r}"
@@ -465,6 +475,7 @@ class VectorConv2d(GroupConv2d):
     def __init__(
         self, in_fields: int, out_vectors: int, group: GroupLike, **options: Unpack[ConvOptions]
     ) -> None:
+        _positive("in_fields", in_fields)
         _positive("out_vectors", out_vectors)
         if options.get("bias"):
             raise ValueError("expected bias=False: a constant vector is not equivariant")
@@ -558,14 +569,15 @@ class GroupBatchNorm2d(_BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[batch, fields * order, height, width]``."""
-        _check_fields(x, self.fields, self.group)
-        batch, _, height, width = x.shape
-        if _is_channels_last(x):
-            folded = x.permute(0, 2, 3, 1).reshape(-1, self.fields, self._order)
+        _check_fields(x, self.fields, self.group, self.weight)
+        batch, channels, height, width = x.shape
+        if dense.memory_format(x) is torch.channels_last:
+            last = x.permute(0, 2, 3, 1)
+            folded = last.reshape(batch * height * width, self.fields, self._order)
             normed = super().forward(folded)
-            return normed.view(batch, height, width, -1).permute(0, 3, 1, 2)
-        folded = x.reshape(batch, self.fields, -1)
-        return super().forward(folded).view(batch, -1, height, width)
+            return normed.view(batch, height, width, channels).permute(0, 3, 1, 2)
+        folded = x.reshape(batch, self.fields, self._order * height * width)
+        return super().forward(folded).view(batch, channels, height, width)
 
     def extra_repr(self) -> str:
         return f"{self.group.name}, {super().extra_repr()}"
@@ -608,9 +620,9 @@ class GroupInstanceNorm2d(_InstanceNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[batch, fields * order, height, width]``."""
-        _check_fields(x, self.fields, self.group)
+        _check_fields(x, self.fields, self.group, self.weight)
         normed = super().forward(x.reshape(x.shape[0], self.fields, -1)).view(x.shape)
-        return normed.contiguous(memory_format=_memory_format(x))
+        return normed.contiguous(memory_format=dense.memory_format(x))
 
     def extra_repr(self) -> str:
         return f"{self.group.name}, {super().extra_repr()}"
@@ -658,14 +670,14 @@ class GroupLayerNorm2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[batch, fields * order, height, width]``."""
-        _check_fields(x, self.fields, self.group)
+        _check_fields(x, self.fields, self.group, self.weight)
         last = x.permute(0, 2, 3, 1)
         weight = bias = None
         if self.weight is not None:
             weight = self.weight[:, None].expand(-1, self._order).flatten()
             bias = self.bias[:, None].expand(-1, self._order).flatten()
         normed = functional.layer_norm(last, (self.fields * self._order,), weight, bias, self.eps)
-        return normed.permute(0, 3, 1, 2).contiguous(memory_format=_memory_format(x))
+        return normed.permute(0, 3, 1, 2).contiguous(memory_format=dense.memory_format(x))
 
     def extra_repr(self) -> str:
         affine = self.weight is not None
@@ -697,7 +709,8 @@ class GroupPool2d(nn.Module):
         _check_multiple(x, self.group, ranks=(2, 4))
         by_orientation = x.unflatten(1, (-1, self._order))
         # `amax` shares the gradient among equal maxima, so that it is equivariant too.
-        return by_orientation.amax(2) if self.reduce == "max" else by_orientation.mean(2)
+        pooled = by_orientation.amax(2) if self.reduce == "max" else by_orientation.mean(2)
+        return pooled if x.ndim == 2 else pooled.contiguous(memory_format=dense.memory_format(x))
 
     def extra_repr(self) -> str:
         return f"{self.group.name}, reduce={self.reduce!r}"
@@ -717,7 +730,7 @@ class GroupDropout2d(nn.Module):
         super().__init__()
         self.group = Group(group)
         self._order = self.group.order
-        if not 0.0 <= p <= 1.0:
+        if not isinstance(p, float | int) or not 0.0 <= p <= 1.0:
             raise ValueError(f"expected a probability p between 0 and 1; got {p!r}")
         self.p = p
 
@@ -786,16 +799,18 @@ class Upsample2d(nn.Module):
         _check_rank(x)
         if size is None:
             return functional.interpolate(x, scale_factor=2.0, mode="bilinear")
-        wanted = (size, size) if isinstance(size, int | torch.SymInt) else tuple(size)
+        wanted = size if isinstance(size, tuple | list) else (size, size)
+        fitting = [(2 * n - 1, 2 * n) for n in x.shape[2:]]
         if not torch.compiler.is_compiling() and not (
             len(wanted) == 2
-            and all(2 * n - 1 <= w <= 2 * n for n, w in zip(x.shape[2:], wanted, strict=True))
+            and all(isinstance(n, int | torch.SymInt) for n in wanted)
+            and all(low <= n <= high for n, (low, high) in zip(wanted, fitting, strict=True))
         ):
             raise ValueError(
                 f"expected a size of twice {tuple(x.shape[2:])}, or one less; got {size!r}"
             )
         enlarged = _double(_double(x, 2, wanted[0]), 3, wanted[1])
-        return enlarged.contiguous(memory_format=_memory_format(x))
+        return enlarged.contiguous(memory_format=dense.memory_format(x))
 
 
 class Restrict2d(nn.Module):
@@ -815,7 +830,9 @@ class Restrict2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Read ``[batch, fields * group.order, height, width]`` as features of the subgroup."""
         _check_multiple(x, self.group)
-        return x.unflatten(1, (-1, self.group.order)).index_select(2, self.places).flatten(1, 2)
+        by_orientation = x.unflatten(1, (-1, self.group.order))
+        chosen = by_orientation.index_select(2, self.places).flatten(1, 2)
+        return chosen.contiguous(memory_format=dense.memory_format(x))
 
     def extra_repr(self) -> str:
         return f"{self.group.name}, {self.subgroup.name}"
@@ -859,17 +876,9 @@ def _double(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-
-
-def _memory_format(x: Tensor) -> torch.memory_format:
-    return torch.channels_last if _is_channels_last(x) else torch.contiguous_format
 
 
 def _positive(name: str, value: Any) -> int:
@@ -916,9 +925,17 @@ def _check_maps(x: Tensor, channels: int, expected: str, weight: Tensor | None =
         )
 
 
-def _check_fields(x: Tensor, fields: int, group: Group) -> None:
+def _check_fields(x: Tensor, fields: int, group: Group, weight: Tensor | None) -> None:
     channels = fields * group.order
     _check_maps(x, channels, f"{channels} channels ({fields} fields of {group.name})")
+    # torch normalises half precisions with float32 parameters, and nothing else mixed.
+    if (
+        weight is not None
+        and not torch.compiler.is_compiling()
+        and x.dtype != weight.dtype
+        and not (weight.dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16))
+    ):
+        raise ValueError(f"expected {weight.dtype}, the dtype of the layer; got {x.dtype}")
 
 
 def _check_multiple(x: Tensor, group: Group, ranks: tuple[int, ...] = (4,)) -> None:

@@ -62,9 +62,9 @@ class ResNet(nn.Module):
         options: ConvOptions | None = None,
     ) -> None:
         super().__init__()
-        if depth < 8 or (depth - 2) % 6:
+        if not isinstance(depth, int) or depth < 8 or (depth - 2) % 6:
             raise ValueError(f"expected a depth of 6n + 2, such as 26 or 44; got {depth!r}")
-        if len(fields) != 3:
+        if not isinstance(fields, Sequence) or len(fields) != 3:
             raise ValueError(f"expected the fields of three stages; got {fields!r}")
         self.group = Group(group)
         options = options or {}

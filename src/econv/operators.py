@@ -101,6 +101,8 @@ class Polynomial:
         if not isinstance(other, Polynomial):
             factor = complex(other) if isinstance(other, complex) else float(other)
             return Polynomial.of({e: v * factor for e, v in self.terms}, self.dimension)
+        if other.dimension != self.dimension:
+            raise ValueError(_mixed_dimensions(self.dimension, other.dimension))
         product: dict[Exponents, Scalar] = {}
         for (left, a), (right, b) in itertools.product(self.terms, other.terms):
             exponents = tuple(map(sum, zip(left, right, strict=True)))
@@ -113,6 +115,8 @@ class Polynomial:
         return self + other * -1.0
 
     def __pow__(self, exponent: int) -> Polynomial:
+        if not isinstance(exponent, int) or exponent < 0:
+            raise ValueError(f"expected a whole exponent, 0 or more; got {exponent!r}")
         return _Powers(self)[exponent]
 
     def __str__(self) -> str:
@@ -224,7 +228,7 @@ def operator_set(operators: OperatorsLike, dimension: int = 2) -> OperatorSet:
     """
     if isinstance(operators, OperatorSet):
         found = operators
-    elif operators == "paper":
+    elif isinstance(operators, str) and operators == "paper":
         found = OperatorSet(_PAPER, "paper")
     elif isinstance(operators, str):
         match = re.fullmatch(r"order *<= *([0-9]+)", operators)
@@ -265,6 +269,10 @@ def action(matrix: npt.ArrayLike, operators: Sequence[Polynomial]) -> FloatArray
     [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, -1.0, 0.0]]
     """
     columns = monomials(max(p.order for p in operators), operators[0].dimension)
+    if any(isinstance(v, complex) and v.imag for p in operators for _, v in p.terms):
+        raise ValueError(
+            "expected real operators; take the real and imaginary parts of complex ones"
+        )
     here = _rows(operators, columns)
     there = _rows([p.in_frame(matrix) for p in operators], columns)
     solution = np.linalg.lstsq(here.T, there.T, rcond=None)[0].T
@@ -314,9 +322,15 @@ class _Powers:
 def _sum(polynomials: Iterable[Polynomial], dimension: int) -> Polynomial:
     total: dict[Exponents, Scalar] = {}
     for polynomial in polynomials:
+        if polynomial.dimension != dimension:
+            raise ValueError(_mixed_dimensions(dimension, polynomial.dimension))
         for exponents, value in polynomial.terms:
             total[exponents] = total.get(exponents, 0.0) + value
     return Polynomial.of(total, dimension)
+
+
+def _mixed_dimensions(left: int, right: int) -> str:
+    return f"expected operators in the same number of dimensions; got {left} and {right}"
 
 
 def _orthogonal(matrix: npt.ArrayLike, dimension: int) -> FloatArray:
@@ -332,7 +346,7 @@ def _exponent_tuples(operators: Iterable[Sequence[int]]) -> tuple[Exponents, ...
     try:
         listed = [tuple(exponents) for exponents in operators]
         found = tuple(tuple(int(e) for e in exponents) for exponents in listed)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             "expected operators as 'paper', 'order<=N' or a list of exponent tuples such as "
             f"[(0, 0), (1, 0)]; got {operators!r}"
@@ -354,6 +368,7 @@ def _term_text(exponents: Exponents, value: Scalar) -> str:
     axes = _AXES if len(exponents) <= len(_AXES) else [f"{i}" for i in range(len(exponents))]
     name = "".join(axis * e for axis, e in zip(axes, exponents, strict=False))
     derivative = f"∂{name}" if name else ""
-    if value == 1:
-        return derivative or "1"
-    return f"{value:.4g}·{derivative}" if derivative else f"{value:.4g}"
+    if value in (1, -1) and derivative:
+        return derivative if value == 1 else f"-{derivative}"
+    number = f"({value:.4g})" if isinstance(value, complex) and value.imag else f"{value.real:.4g}"
+    return f"{number}·{derivative}" if derivative else number

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["convolve", "group_filters", "lift_filters", "vector_filters"]
+__all__ = ["convolve", "group_filters", "lift_filters", "memory_format", "vector_filters"]
 
 
 def lift_filters(weight: Tensor, synthesis: Tensor, frames: Tensor | None) -> Tensor:
@@ -58,9 +58,17 @@ def convolve(
 ) -> Tensor:
     """`conv2d` with the padding modes of `torch.nn.Conv2d`."""
     if padding_mode != "zeros" and padding:
-        x = functional.pad(x, (padding,) * 4, mode=padding_mode)
+        padded = functional.pad(x, (padding,) * 4, mode=padding_mode)
+        x = padded.contiguous(memory_format=memory_format(x))
         padding = 0
     return functional.conv2d(x, filters, bias, stride, padding, dilation, groups)
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """The layout of a batch of images, to be kept by what is computed from it."""
+    if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+        return torch.channels_last
+    return torch.contiguous_format
 
 
 def _orient(weight: Tensor, synthesis: Tensor, relative: Tensor) -> Tensor:

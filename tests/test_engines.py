@@ -1,0 +1,304 @@
+"""Engines against the reference: filters, outputs and every gradient."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from econv import Central, GroupConv2d, LiftConv2d, VectorConv2d, engines, filter_basis, reference
+from econv.engines import dense
+
+GROUPS = ["p1", "p2", "p3", "p4", "p6", "p8", "p12", "p1m", "p2m", "p4m", "p6m", "p8m"]
+OPTIONS = {
+    "order<=0": {"operators": "order<=0"},
+    "order<=1": {"operators": "order<=1"},
+    "order<=2": {"operators": "order<=2"},
+    "order<=4": {"operators": "order<=4"},
+    "laplacian": {"operators": [(2, 0), (0, 2)]},
+    "one derivative": {"operators": [(1, 0)]},
+    "wide": {"size": 7},
+    "fourth-order accuracy": {"accuracy": 4, "stencils": "central"},
+    "fine": {"spacing": 0.25},
+    "coarse and dilated": {"spacing": 1.5, "dilation": 2},
+    "all at once": {
+        "operators": "order<=2",
+        "stencils": "central",
+        "accuracy": 4,
+        "size": 9,
+        "dilation": 3,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Tensors of a few hundred numbers: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def distance(a, b):
+    """The largest difference between two tensors of one shape."""
+    assert a.shape == b.shape
+    return float((a - b).detach().abs().max())
+
+
+def reference_filters(layer, coefficients=None):
+    """What the reference says the filters of a layer are."""
+    if isinstance(layer, VectorConv2d):
+        build = reference.vector_filters
+    elif isinstance(layer, GroupConv2d):
+        build = reference.group_filters
+    else:
+        build = reference.lift_filters
+    more = {"vectors": layer.vectors} if isinstance(layer, LiftConv2d) else {}
+    return build(
+        layer.coefficients() if coefficients is None else coefficients,
+        layer.group,
+        layer.basis.operators,
+        layer.basis.stencils,
+        layer.basis.size,
+        layer.spacing * layer.dilation,
+        **more,
+    )
+
+
+def assert_filters_are_the_reference(layer):
+    found, wanted = layer.filters(), reference_filters(layer)
+    assert found.dtype == torch.float64
+    assert distance(found, wanted) <= 1e-12
+    assert float(wanted.detach().abs().max()) > 1e-2  # not zeros compared with zeros
+
+
+def run_reference(layer, x):
+    """The layer as the reference runs it, differentiable through the coefficients."""
+    bias = None if layer.bias is None else layer.bias.repeat_interleave(layer.group.order)
+    mode, padding = layer.padding_mode, layer.padding
+    if mode != "zeros":
+        x, padding = functional.pad(x, (padding,) * 4, mode=mode), 0
+    return reference.convolve(
+        x, reference_filters(layer), bias, layer.stride, padding, layer.dilation, layer.groups
+    )
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_filters_of_lift_conv_equal_the_reference(group):
+    assert_filters_are_the_reference(LiftConv2d(2, 2, group, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_filters_of_lift_conv_with_vectors_equal_the_reference(group):
+    assert_filters_are_the_reference(LiftConv2d(3, 2, group, vectors=1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_filters_of_group_conv_equal_the_reference(group):
+    assert_filters_are_the_reference(GroupConv2d(2, 1, group, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_filters_of_vector_conv_equal_the_reference(group):
+    assert_filters_are_the_reference(VectorConv2d(1, 1, group, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("group", ["p4", "p3m"])
+def test_filters_of_several_fields_equal_the_reference(group):
+    assert_filters_are_the_reference(LiftConv2d(5, 3, group, vectors=2, dtype=torch.float64))
+    assert_filters_are_the_reference(GroupConv2d(3, 2, group, dtype=torch.float64))
+    assert_filters_are_the_reference(VectorConv2d(2, 2, group, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("group", ["p4", "p6", "p3m"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_filters_equal_the_reference_with_other_operators_and_grids(group, options):
+    for layer in (
+        LiftConv2d(3, 1, group, vectors=1, dtype=torch.float64, **options),
+        GroupConv2d(1, 1, group, dtype=torch.float64, **options),
+        VectorConv2d(1, 1, group, dtype=torch.float64, **options),
+    ):
+        assert_filters_are_the_reference(layer)
+
+
+def test_filters_equal_the_reference_with_groups():
+    assert_filters_are_the_reference(LiftConv2d(4, 2, "p4", groups=2, dtype=torch.float64))
+    assert_filters_are_the_reference(GroupConv2d(4, 2, "p4", groups=2, dtype=torch.float64))
+    assert_filters_are_the_reference(VectorConv2d(4, 2, "p4", groups=2, dtype=torch.float64))
+
+
+def test_the_comparison_notices_a_transposed_product_table():
+    layer = GroupConv2d(1, 1, "p3m", dtype=torch.float64)
+    order = layer.group.order
+    layer.relative = layer.relative.view(order, order).T.flatten()
+    with pytest.raises(AssertionError):
+        assert_filters_are_the_reference(layer)
+
+
+def test_the_comparison_notices_a_mirrored_y_axis():
+    layer = LiftConv2d(1, 1, "p4", dtype=torch.float64)
+    layer.synthesis = layer.synthesis.flip(-2)
+    with pytest.raises(AssertionError):
+        assert_filters_are_the_reference(layer)
+
+
+FORWARD = {
+    "plain": {},
+    "bias": {"bias": True},
+    "stride": {"stride": 2, "bias": True},
+    "stride 3 and padding": {"stride": 3, "padding": 1},
+    "valid": {"padding": "valid"},
+    "wide padding": {"padding": 4},
+    "dilation": {"dilation": 2, "spacing": 0.5},
+    "groups": {"groups": 2, "bias": True},
+    "reflect": {"padding_mode": "reflect"},
+    "replicate": {"padding_mode": "replicate", "stride": 2},
+    "circular": {"padding_mode": "circular", "bias": True},
+    "accuracy": {"accuracy": 4, "stencils": "central", "padding": "valid", "bias": True},
+    "everything": {"stride": 2, "padding": 3, "dilation": 2, "groups": 2, "bias": True},
+}
+
+
+def layers_with(group, options):
+    """One layer of each kind, with random coefficients and biases."""
+    kinds = [
+        LiftConv2d(4, 2, group, dtype=torch.float64, **options),
+        GroupConv2d(2, 2, group, dtype=torch.float64, **options),
+        VectorConv2d(2, 2, group, dtype=torch.float64, **{**options, "bias": False}),
+    ]
+    if "groups" not in options:
+        kinds.append(LiftConv2d(4, 1, group, vectors=1, dtype=torch.float64, **options))
+    for layer in kinds:
+        if layer.bias is not None:
+            torch.nn.init.normal_(layer.bias)
+    return kinds
+
+
+@pytest.mark.parametrize("options", FORWARD.values(), ids=FORWARD.keys())
+def test_outputs_and_gradients_equal_the_reference(options):
+    for layer in layers_with("p4", options):
+        x = torch.randn(2, layer.in_channels, 12, 11, dtype=torch.float64, requires_grad=True)
+        found, wanted = layer(x), run_reference(layer, x)
+        assert found.shape[1] == layer.out_channels
+        assert distance(found, wanted) <= 1e-12
+        inputs = [x, *layer.parameters()]
+        probe = torch.randn_like(found)
+        ours = torch.autograd.grad(found, inputs, probe)
+        theirs = torch.autograd.grad(wanted, inputs, probe)
+        for a, b in zip(ours, theirs, strict=True):
+            assert distance(a, b) <= 1e-12 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("group", ["p3", "p6", "p8", "p2m", "p3m"])
+def test_outputs_and_gradients_equal_the_reference_in_other_groups(group):
+    for layer in (
+        GroupConv2d(1, 1, group, bias=True, dtype=torch.float64),
+        VectorConv2d(1, 1, group, dtype=torch.float64),
+    ):
+        x = torch.randn(1, layer.in_channels, 7, 7, dtype=torch.float64, requires_grad=True)
+        found, wanted = layer(x), run_reference(layer, x)
+        assert distance(found, wanted) <= 1e-12
+        probe = torch.randn_like(found)
+        inputs = [x, *layer.parameters()]
+        ours = torch.autograd.grad(found, inputs, probe)
+        theirs = torch.autograd.grad(wanted, inputs, probe)
+        for a, b in zip(ours, theirs, strict=True):
+            assert distance(a, b) <= 1e-12 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        LiftConv2d(2, 1, "p3", bias=True, operators="order<=2", dtype=torch.float64),
+        LiftConv2d(3, 1, "p4", vectors=1, operators="order<=1", dtype=torch.float64),
+        GroupConv2d(1, 1, "p4", bias=True, operators="order<=2", dtype=torch.float64),
+        GroupConv2d(1, 2, "p2m", bias=True, operators="order<=1", stride=2, dtype=torch.float64),
+        GroupConv2d(2, 2, "p3", bias=True, operators="order<=1", groups=2, dtype=torch.float64),
+        GroupConv2d(1, 1, "p2", padding_mode="circular", dtype=torch.float64),
+        VectorConv2d(1, 1, "p3", operators="order<=1", dtype=torch.float64),
+    ],
+    ids=lambda layer: f"{type(layer).__name__}-{layer.group}",
+)
+def test_gradcheck(layer, train):
+    layer.train(train)
+    names = [name for name, _ in layer.named_parameters()]
+    x = torch.randn(1, layer.in_channels, 4, 5, dtype=torch.float64, requires_grad=True)
+    values = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+
+    def run(x, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(run, (x, *values))
+
+
+def test_gradients_of_gradients():
+    layer = GroupConv2d(1, 1, "p2", operators="order<=1", dtype=torch.float64)
+    x = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    weight = layer.weight.detach().clone().requires_grad_()
+
+    def run(x, weight):
+        return torch.func.functional_call(layer, {"weight": weight}, (x,)).pow(2)
+
+    assert torch.autograd.gradgradcheck(run, (x, weight))
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("padding", ["same", "valid", 1, 4])
+def test_padding_modes_equal_explicit_padding(mode, padding):
+    options = {"padding": padding, "padding_mode": mode, "stencils": "central"}
+    layer = GroupConv2d(1, 2, "p4", dtype=torch.float64, **options)  # 3×3
+    pixels = {"same": 1, "valid": 0}.get(padding, padding)
+    x = torch.randn(2, 4, 8, 9, dtype=torch.float64)
+    padded = functional.pad(x, (pixels,) * 4, mode="constant" if mode == "zeros" else mode)
+    wanted = functional.conv2d(padded, layer.filters())
+    assert layer.padding == pixels
+    assert distance(layer(x), wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("group", ["p4", "p8"])
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_same_padding_is_half_the_extent_on_every_side(group, dilation, stride):
+    layer = GroupConv2d(1, 1, group, dilation=dilation, stride=stride)
+    extent = dilation * (layer.basis.size - 1) + 1
+    assert (layer.extent, layer.padding) == (extent, extent // 2)
+    height, width = 13, 18
+    out = layer(torch.randn(1, layer.in_channels, height, width))
+    assert out.shape[2:] == (-(-height // stride), -(-width // stride))
+
+
+def test_the_dense_engine_is_the_one_that_runs(monkeypatch):
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return convolve(*arguments)
+
+    convolve = dense.convolve
+    monkeypatch.setattr(dense, "convolve", counted)
+    for engine in ("auto", "dense"):
+        GroupConv2d(1, 1, "p4", engine=engine)(torch.randn(1, 4, 5, 5))
+    assert len(calls) == 2
+    assert engines.resolve("auto") == "dense"
+    assert engines.resolve("dense") == "dense"
+
+
+def test_an_engine_that_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match=r"unknown engine 'fast'.*'auto'.*'dense'"):
+        engines.resolve("fast")
+
+
+def test_engine_functions_work_on_plain_arrays():
+    """The dense functions need no layer: arrays of a basis and a weight suffice."""
+    basis = filter_basis("p4", "paper", Central())
+    weight = torch.randn(2, 3, 9, dtype=torch.float64)
+    synthesis = torch.tensor(basis.synthesis.swapaxes(0, 1))
+    found = dense.lift_filters(weight, synthesis, None)
+    coefficients = weight @ torch.tensor(basis.to_coefficients(1.0))
+    wanted = reference.lift_filters(coefficients, "p4", "paper", "central", 3)
+    assert distance(found, wanted) <= 1e-12

@@ -1,0 +1,196 @@
+"""The paper's networks: their sizes, their symmetry, and how fast they come into being."""
+
+import statistics
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from econv import Downsample2d, GroupConv2d, GroupPool2d, LiftConv2d
+from econv.models import ResNet
+from econv.testing import assert_equivariant, equivariance_error, transform
+
+STARTUP = """
+from time import perf_counter
+import torch
+start = perf_counter()
+import econv
+imported = perf_counter()
+from econv.models import ResNet
+ready = perf_counter()
+ResNet("p8")
+print(imported - start, perf_counter() - ready)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Small tensors: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def startup():
+    """Seconds to import econv after torch and to build the ResNet, in fresh processes."""
+    runs = []
+    for _ in range(5):
+        command = [sys.executable, "-c", STARTUP]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        runs.append([float(seconds) for seconds in out.split()])
+    return [statistics.median(seconds) for seconds in zip(*runs, strict=True)]
+
+
+def test_importing_adds_at_most_a_third_of_a_second_to_torch(startup):
+    assert startup[0] <= 0.3
+
+
+def test_the_resnet_of_4_6_million_parameters_builds_in_under_a_second(startup):
+    assert startup[1] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("group", "depth", "fields", "parameters"),
+    [
+        ("p8", 26, (20, 40, 80), 4_591_630),
+        ("p8", 44, (11, 23, 45), 2_621_693),
+        ("p6", 26, (6, 13, 26), 362_386),
+    ],
+)
+def test_parameter_counts_are_those_of_the_paper(group, depth, fields, parameters):
+    network = ResNet(group, depth, fields)
+    assert sum(p.numel() for p in network.parameters()) == parameters
+    convolutions = [m for m in network.modules() if isinstance(m, LiftConv2d | GroupConv2d)]
+    spatial = [m for m in convolutions if len(m.basis.operators) > 1]
+    assert len(spatial) + 1 == depth  # and the classifier
+
+
+def test_the_defaults_are_the_large_network():
+    assert sum(p.numel() for p in ResNet().parameters()) == 4_591_630
+
+
+def small(group="p4", exact=True, pool="max", **options):
+    network = ResNet(group, 8, (2, 3, 4), 2, 5, pool, exact, options or None).double()
+    for module in network.modules():  # statistics and biases that are not trivial
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            nn.init.normal_(module.bias)
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+    return network
+
+
+@pytest.mark.parametrize("size", [28, 29, 32, 33])
+@pytest.mark.parametrize(
+    ("group", "train"),
+    [("p4", True), ("p8", True), ("p8", False), ("p4m", True), ("p4m", False), ("p8m", False)],
+)
+def test_the_exact_network_commutes_with_the_symmetries_of_the_grid(size, group, train):
+    network = small(group).train(train)
+    x = torch.randn(2, 2, size, size, dtype=torch.float64)
+    assert_equivariant(network, x, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("pool", ["max", "mean"])
+def test_both_ways_of_pooling_are_invariant(pool):
+    x = torch.randn(2, 2, 28, 28, dtype=torch.float64)
+    assert_equivariant(small("p4m", pool=pool).eval(), x, tolerance=1e-12)
+
+
+def test_strides_are_exact_on_odd_sizes_and_on_no_others():
+    network = small("p4", exact=False).eval()
+    for size, exact in ((28, False), (29, True), (32, False), (33, True)):
+        x = torch.randn(2, 2, size, size, dtype=torch.float64)
+        error = equivariance_error(network, x, element=1)
+        assert error <= 1e-12 if exact else error > 1e-6
+
+
+def test_without_pooling_the_classifier_sees_the_orientations():
+    network = small("p4", pool=None).eval()
+    x = torch.randn(2, 2, 28, 28, dtype=torch.float64)
+    assert network.classifier.in_features == 4 * 4
+    assert equivariance_error(network, x, element=1) > 1e-6
+    features = nn.Sequential(network.lift, network.blocks, network.norm)
+    turned = features(transform(x, "p4", 1))
+    error = (turned - transform(features(x), "p4", 1, "regular")).detach().abs().max()
+    assert float(error) <= 1e-12 * float(turned.detach().abs().max())
+
+
+def test_options_reach_every_convolution():
+    network = small("p4", padding_mode="circular", stencils="central", bias=True)
+    convolutions = [m for m in network.modules() if isinstance(m, LiftConv2d | GroupConv2d)]
+    assert len(convolutions) == 1 + 3 * 2 + 2
+    assert {m.padding_mode for m in convolutions} == {"circular"}
+    assert all(m.bias is not None for m in convolutions)
+
+
+def test_halving_happens_twice_either_way():
+    sizes = {}
+    for exact in (True, False):
+        network = small("p4", exact=exact)
+        x = torch.randn(1, 2, 29, 32, dtype=torch.float64)
+        sizes[exact] = network.blocks(network.lift(x)).shape[2:]
+        halvings = [m for m in network.modules() if isinstance(m, Downsample2d)]
+        strides = [m for m in network.modules() if getattr(m, "stride", 1) == 2]
+        assert (len(halvings), len(strides)) == ((2, 0) if exact else (0, 4))
+    assert sizes[True] == sizes[False] == (8, 8)
+
+
+def test_channels_last_gives_the_same_scores():
+    network = small("p8").eval()
+    x = torch.randn(2, 2, 28, 28, dtype=torch.float64)
+    difference = network(x) - network(x.to(memory_format=torch.channels_last))
+    assert float(difference.detach().abs().max()) <= 1e-12
+
+
+def test_a_training_step_reaches_every_parameter():
+    network = small("p4", exact=False, pool=None).float()
+    network(torch.randn(2, 2, 16, 16)).pow(2).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in network.parameters())
+
+
+def test_pool_is_a_group_pool():
+    assert isinstance(small(pool="mean").pool, GroupPool2d)
+    assert small(pool="mean").pool.reduce == "mean"
+
+
+@pytest.mark.parametrize("depth", [2, 7, 25, 27, -4, 0])
+def test_a_depth_that_no_resnet_has_is_an_error(depth):
+    with pytest.raises(ValueError, match=rf"expected a depth of 6n \+ 2.*got {depth}"):
+        ResNet("p4", depth)
+
+
+@pytest.mark.parametrize("fields", [(4,), (4, 8), (4, 8, 16, 32)])
+def test_the_wrong_number_of_stages_is_an_error(fields):
+    with pytest.raises(ValueError, match=r"expected the fields of three stages; got \(4,"):
+        ResNet("p4", 8, fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected", "got"),
+    [
+        ({"group": "q8"}, "expected 'pn'", "'q8'"),
+        ({"pool": "sum"}, "'max' or 'mean'", "'sum'"),
+        ({"fields": (2, 0, 4)}, "at least 1", "got 0"),
+        ({"in_channels": 0}, "at least 1", "got 0"),
+        ({"options": {"stencils": "round"}}, "expected", "'round'"),
+    ],
+)
+def test_arguments_that_make_no_network_are_errors(arguments, expected, got):
+    with pytest.raises(ValueError, match="expected") as caught:
+        ResNet(**{"group": "p4", "depth": 8, "fields": (2, 2, 2), **arguments})
+    assert expected in str(caught.value)
+    assert got in str(caught.value)
+
+
+def test_the_wrong_number_of_image_channels_is_an_error():
+    with pytest.raises(ValueError, match="expected 2 image channels; got 3 channels"):
+        small()(torch.randn(1, 3, 28, 28, dtype=torch.float64))
