@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+JOBS ?= 2
 
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin/python
@@ -27,16 +28,17 @@ help:
 	@echo
 	@echo "PYTHON=python3.12   the interpreter to set up with ($(PYTHON) now)"
 	@echo "VENV=folder         where to set up ($(VENV) now); another interpreter needs another folder"
+	@echo "JOBS=2              how many tests run side by side"
 	@echo "ARGS='-k groups'    further arguments for run, test and test-all"
 
 run: $(STAMP)
 	@$(RUN) examples/demonstration.py --output outputs $(ARGS)
 
 test: $(STAMP)
-	@$(RUN) -m pytest -q -m "not slow" $(ARGS)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m "not slow" $(ARGS)
 
 test-all: $(STAMP)
-	@$(RUN) -m pytest -q $(ARGS)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) $(ARGS)
 
 lint: $(STAMP)
 	@echo "ruff check"; $(RUN) -m ruff check .

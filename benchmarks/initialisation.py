@@ -21,7 +21,7 @@ from deep_growth import group_layer, growth, plain_layer
 from econv import Group
 
 GROUPS = ("p8", "p6m")
-STENCILS = ("central",)
+STENCILS = ("central", "isotropic", "gaussian")
 
 
 def main() -> None:

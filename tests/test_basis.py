@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 from econv.basis import INITIALISATIONS, FilterBasis, Gains, filter_basis
 from econv.groups import Group
 from econv.operators import operator_set
-from econv.stencils import Central, central
+from econv.stencils import Central, Isotropic, central
 
 GROUPS = ["p1", "p2", "p3", "p4", "p6", "p8", "p12", "p1m", "p2m", "p4m", "p6m", "p8m"]
 OPERATORS = ["paper", "order<=0", "order<=1", "order<=2", "order<=3", ((0, 0), (2, 0), (0, 2))]
 
 
 # Filters
+
+
+def central_basis(name, operators="paper", **options):
+    return filter_basis(name, operators, "central", **options)
 
 
 @pytest.mark.parametrize("accuracy", [2, 4])
@@ -54,14 +58,14 @@ def test_turned_filters_are_sums_of_stencils(name, operators, accuracy):
     ],
 )
 def test_the_smallest_support_holds_every_turned_operator(name, operators, accuracy, size):
-    basis = filter_basis(name, operators, accuracy=accuracy)
+    basis = central_basis(name, operators, accuracy=accuracy)
     assert basis.size == size
     assert basis.turned.shape == (Group(name).order, len(operator_set(operators)), size, size)
 
 
 @pytest.mark.parametrize("name", ["p6", "p8m"])
 def test_a_larger_size_pads_the_filters_with_zeros(name):
-    small, large = filter_basis(name), filter_basis(name, size=9)
+    small, large = central_basis(name), central_basis(name, size=9)
     assert (small.size, large.size) == (5, 9)
     margin = [(0, 0), (0, 0), (2, 2), (2, 2)]
     np.testing.assert_allclose(large.turned, np.pad(small.turned, margin), rtol=0, atol=1e-14)
@@ -116,7 +120,7 @@ def test_coefficients_solve_the_linear_system(weight):
 
 @pytest.mark.parametrize("name", ["p4", "p8", "p6m"])
 def test_weights_of_the_nine_are_the_pixels_of_the_canonical_filter(name):
-    basis = filter_basis(name)
+    basis = central_basis(name)
     margin = (basis.size - 3) // 2
     pixels = np.pad(np.eye(9).reshape(9, 3, 3), [(0, 0), (margin, margin), (margin, margin)])
     np.testing.assert_allclose(basis.synthesis[0], pixels, rtol=0, atol=1e-14)
@@ -126,7 +130,7 @@ def test_weights_of_the_nine_are_the_pixels_of_the_canonical_filter(name):
     "operators", ["order<=1", "order<=2", "order<=3", ((0, 0), (2, 0), (0, 2))]
 )
 def test_weights_of_other_sets_are_orthonormal_coordinates(operators):
-    basis = filter_basis("p8", operators)
+    basis = central_basis("p8", operators)
     count = len(basis.operators)
     assert basis.canonical_filters.shape[0] < basis.canonical_filters.shape[1]
     directions = basis.synthesis[0].reshape(count, -1)
@@ -202,12 +206,12 @@ def energies(basis):
     ],
 )
 def test_energy_of_turned_filters_under_central_differences(name, expected):
-    np.testing.assert_allclose(energies(filter_basis(name)), expected, rtol=0, atol=0.005)
+    np.testing.assert_allclose(energies(central_basis(name)), expected, rtol=0, atol=0.005)
 
 
 def test_energy_at_offset_angles_is_the_same_throughout():
     # Turns by odd multiples of π/8 are the odd elements of p16.
-    odd = energies(filter_basis("p16"))[1::2]
+    odd = energies(central_basis("p16"))[1::2]
     np.testing.assert_allclose(odd, 1.35, rtol=0, atol=0.005)
 
 
@@ -222,14 +226,14 @@ def test_default_initialisation_has_gain_one_through_relu(name, operators):
     ("name", "operators"), [("p1", "order<=0"), ("p8m", "order<=0"), ("p1", "paper")]
 )
 def test_where_every_pixel_is_free_the_default_is_he(name, operators):
-    basis = filter_basis(name, operators)
+    basis = central_basis(name, operators)
     assert basis.scale("relu") == pytest.approx(1.0, abs=1e-12)
     assert basis.gains("paper") == pytest.approx((2.0, 2.0, 1.0), abs=1e-12)
 
 
 def test_the_papers_initialisation_grows_where_turned_filters_carry_more_energy():
-    assert filter_basis("p8").gains("paper").relu > 1.2
-    assert filter_basis("p6").gains("paper").relu > 1.2
+    assert central_basis("p8").gains("paper").relu > 1.2
+    assert central_basis("p6").gains("paper").relu > 1.2
 
 
 @pytest.mark.parametrize("operators", ["paper", "order<=2"])
@@ -325,8 +329,8 @@ def test_an_unknown_initialisation_says_what_there_is(method, bad):
 
 
 def test_a_basis_is_made_once():
-    assert filter_basis("p8") is filter_basis(Group("p8"), operator_set("paper"), Central())
-    assert filter_basis("p8", accuracy=4) is filter_basis("p8", stencils=Central(4))
+    assert filter_basis("p8") is filter_basis(Group("p8"), operator_set("paper"), Isotropic(8))
+    assert central_basis("p8", accuracy=4) is filter_basis("p8", stencils=Central(4))
     assert filter_basis("p8") == filter_basis("p8", size=5)
     assert hash(filter_basis("p8")) == hash(filter_basis("p8", size=5))
 
@@ -336,7 +340,8 @@ def test_bases_differ_in_each_of_their_parts():
         filter_basis("p8"),
         filter_basis("p8m"),
         filter_basis("p8", "order<=2"),
-        filter_basis("p8", accuracy=4),
+        central_basis("p8"),
+        central_basis("p8", accuracy=4),
         filter_basis("p8", size=7),
     ]
     assert len(set(different)) == len(different)
@@ -374,7 +379,7 @@ def test_a_basis_cannot_be_changed():
 
 
 def test_text_names_the_parts():
-    assert repr(filter_basis("p8")) == "FilterBasis(p8, 'paper', Central(accuracy=2), size=5)"
+    assert repr(filter_basis("p8")) == "FilterBasis(p8, 'paper', Isotropic(rotations=8), size=5)"
 
 
 # Bad input
@@ -396,7 +401,9 @@ def test_a_size_that_cannot_hold_the_operators_is_refused(size):
         ({"operators": "ten"}, "unknown operators"),
         ({"operators": [(0, 0, 0)]}, "2 dimensions"),
         ({"stencils": "forward"}, "unknown stencils"),
-        ({"accuracy": 3}, "even accuracy"),
+        ({"stencils": "central", "accuracy": 3}, "even accuracy"),
+        ({"accuracy": 4}, "accuracy=2 with .isotropic. stencils"),
+        ({"stencils": "gaussian", "accuracy": 4}, "accuracy=2 with .gaussian. stencils"),
     ],
 )
 def test_bad_parts_are_refused_with_what_was_expected(arguments, said):

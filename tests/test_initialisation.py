@@ -8,7 +8,7 @@ import pytest
 
 from deep_growth import group_layer, growth, plain_layer
 
-STENCILS = ["central"]
+STENCILS = ["central", "isotropic", "gaussian"]
 
 
 def mean_growth(maker, **options) -> float:

@@ -269,7 +269,7 @@ def test_device_and_dtype_keywords():
 
 def test_the_representation_names_what_was_chosen():
     text = repr(GroupConv2d(2, 3, "p8", stride=2, bias=True, operators="order<=2", dilation=2))
-    for part in ("2, 3", "p8", "'order<=2'", "'central'", "stride=2", "bias=True", "dilation=2"):
+    for part in ("2, 3", "p8", "'order<=2'", "'isotropic'", "stride=2", "bias=True", "dilation=2"):
         assert part in text
     assert "spacing" not in text
     assert "vectors=1" in repr(LiftConv2d(2, 1, "p4", vectors=1))
@@ -800,11 +800,11 @@ def test_export_keeps_height_and_width_dynamic():
     if version < (2, 6):
         pytest.skip(f"torch.export of symbolic remainders needs torch 2.6; this is {version}")
     network = EveryLayer().double().eval()
-    sides = {2: torch.export.Dim("height", min=8), 3: torch.export.Dim("width", min=8)}
+    sides = {2: torch.export.Dim("height", min=9), 3: torch.export.Dim("width", min=9)}
     example = torch.randn(2, 1, 16, 17, dtype=torch.float64)
     program = torch.export.export(network, (example,), dynamic_shapes={"x": sides}, strict=False)
     module = program.module()
-    for height, width in ((16, 17), (8, 8), (9, 9), (13, 28), (32, 15)):
+    for height, width in ((16, 17), (9, 9), (10, 10), (13, 28), (32, 15)):
         x = torch.randn(2, 1, height, width, dtype=torch.float64)
         for found, wanted in zip(module(x), network(x), strict=True):
             assert distance(found, wanted) <= 1e-12

@@ -300,3 +300,16 @@ def test_the_weight_is_what_training_sees():
     for weight, out in zip(weights, many, strict=True):
         in_place(layer, weight)
         assert torch.allclose(layer(x), out, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [Downsample2d, lambda: Restrict2d("p8", "p4")])
+def test_fixed_arrays_survive_the_meta_device(make):
+    with torch.device("meta"):
+        empty = make()
+    x = torch.randn(1, 16, 9, 9)
+    assert torch.equal(empty.to_empty(device="cpu")(x), make()(x))
+
+
+def test_fixed_arrays_are_exact_after_any_conversion():
+    halve, x = Downsample2d(), torch.randn(1, 2, 8, 8, dtype=torch.float64)
+    assert torch.equal(halve.half().double()(x), Downsample2d()(x))

@@ -74,7 +74,34 @@ class ConvOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class PDOConv2d(nn.Module):
+class _WithConstants(nn.Module):
+    """A module that reads fixed arrays, as non-persistent buffers made from `_constants`."""
+
+    def _constants(self) -> dict[str, np.ndarray]:
+        """The arrays, by the name of their buffer; floating-point ones in float64."""
+        raise NotImplementedError
+
+    def _constants_like(self, name: str) -> Tensor:
+        """A tensor with the device and, for floating-point arrays, the dtype that is wanted."""
+        return getattr(self, name, torch.empty(0))
+
+    def _refresh_constants(self) -> None:
+        # Made anew whenever dtype or device change: a buffer that merely follows `.half()` or
+        # `.double()` keeps the rounding of the dtype it came from, one that follows `to_empty()`
+        # holds nothing.
+        for name, array in self._constants().items():
+            like = self._constants_like(name)
+            dtype = like.dtype if array.dtype == np.float64 else None
+            constant = torch.tensor(array, device=like.device, dtype=dtype)
+            self.register_buffer(name, constant, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _WithConstants:
+        super()._apply(fn, recurse)
+        self._refresh_constants()
+        return self
+
+
+class PDOConv2d(_WithConstants):
     """What the three kinds of PDO-eConv share: one learned weight, expanded in every forward pass.
 
     Nothing derived is kept: the state is ``weight`` (and ``bias``), in train and eval alike, and a
@@ -95,7 +122,7 @@ class PDOConv2d(nn.Module):
         in_channels: int,
         out_channels: int,
         operators: OperatorsLike = "paper",
-        stencils: StencilsLike = "central",
+        stencils: StencilsLike = "isotropic",
         size: int | None = None,
         accuracy: int = 2,
         stride: int = 1,
@@ -155,26 +182,15 @@ class PDOConv2d(nn.Module):
         return padding
 
     def _constants(self) -> dict[str, np.ndarray]:
-        """The fixed arrays that the forward pass reads."""
         # Operators first, so that one matrix product with the weight gives every filter.
         return {"synthesis": self.basis.synthesis.swapaxes(0, 1)}
 
-    def _refresh_constants(self) -> None:
-        # Made anew from the exact float64 arrays whenever dtype or device change: a buffer that
-        # merely follows `.half()` or `.double()` keeps the rounding of the dtype it came from.
-        for name, array in self._constants().items():
-            dtype = None if array.dtype == np.int64 else self.weight.dtype
-            constant = torch.tensor(array, device=self.weight.device, dtype=dtype)
-            self.register_buffer(name, constant, persistent=False)
+    def _constants_like(self, name: str) -> Tensor:
+        return self.weight
 
     def _constants_fit(self) -> bool:
         here, constants = self.weight, self.synthesis
         return constants.dtype == here.dtype and constants.device == here.device
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PDOConv2d:
-        super()._apply(fn, recurse)
-        self._refresh_constants()
-        return self
 
     def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
         # With `assign=True` the loaded tensor becomes the weight, whatever its dtype and device.
@@ -307,7 +323,8 @@ class LiftConv2d(PDOConv2d):
         vectors: how many vector fields the image ends with. Each takes two of the ``in_channels``,
             its x (right) and y (**up**) component, and is read in frame A as A⁻¹v.
         operators: ``"paper"``, ``"order<=N"`` or a list of exponent tuples.
-        stencils: ``"central"`` or a :class:`~econv.stencils.StencilSet`.
+        stencils: ``"isotropic"``, ``"central"`` (the paper's), ``"gaussian"``, or a
+            :class:`~econv.stencils.StencilSet` such as ``Gaussian(width=0.8)``.
         size: odd support of the filters; the smallest that the turned operators need by default.
         accuracy: order of the error of central stencils.
         stride: as in `Conv2d`. Exactly symmetric under quarter turns only on sizes n with
@@ -744,7 +761,7 @@ class GroupDropout2d(nn.Module):
         return f"{self.group.name}, p={self.p}"
 
 
-class Downsample2d(nn.Module):
+class Downsample2d(_WithConstants):
     """Halves an image, n → ⌈n/2⌉, and commutes with quarter turns and flips on every size.
 
     `stride=2` and `max_pool2d` keep pixels 0, 2, 4 …, which mirror onto themselves on one parity of
@@ -762,18 +779,33 @@ class Downsample2d(nn.Module):
     (4, 5)
     """
 
+    taps: Tensor
+
     def __init__(self, reduce: str = "mean") -> None:
         super().__init__()
         if reduce not in ("mean", "max"):
             raise ValueError(f"expected reduce 'mean' or 'max'; got {reduce!r}")
         self.reduce = reduce
+        self._refresh_constants()
+
+    def _constants(self) -> dict[str, np.ndarray]:
+        # Four taps with stride 2 on an axis padded by one pixel before and two after: centred on
+        # pixels 0, 2, 4 …, and on the pixels next to these.
+        return {"taps": np.array([[1.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 1.0]]) / 4}
+
+    def _kernel(self, x: Tensor, dim: int) -> Tensor:
+        between = (
+            1 - x.shape[dim] % 2
+        ) / 2  # ½ on even sizes, where samples lie between two pixels
+        on_pixels, next_pixels = self.taps.to(x.dtype).unbind()
+        return on_pixels * (1 - between) + next_pixels * between
 
     def forward(self, x: Tensor) -> Tensor:
         """Halve ``[batch, channels, height, width]``."""
         _check_rank(x)
         if self.reduce == "max":
             x = functional.max_pool2d(x, 3, stride=1, padding=1)
-        kernel = _halving_kernel(x, 2)[:, None] * _halving_kernel(x, 3)
+        kernel = self._kernel(x, 2)[:, None] * self._kernel(x, 3)
         padded = functional.pad(x, (1, 2, 1, 2), mode="replicate")
         channels = x.shape[1]
         return functional.conv2d(padded, kernel.expand(channels, 1, 4, 4), None, 2, 0, 1, channels)
@@ -813,19 +845,19 @@ class Upsample2d(nn.Module):
         return enlarged.contiguous(memory_format=dense.memory_format(x))
 
 
-class Restrict2d(nn.Module):
-    """:func:`restrict` as a module."""
+class Restrict2d(_WithConstants):
+    """:func:`restrict` as a module; input and output are regular for the subgroup's elements."""
 
-    input_kind = "regular"
-    output_kind = "regular"
     places: Tensor
 
     def __init__(self, group: GroupLike, subgroup: GroupLike) -> None:
         super().__init__()
         self.group = Group(group)
         self.subgroup = Group(subgroup)
-        places = torch.tensor(self.group.cosets(self.subgroup).ravel())
-        self.register_buffer("places", places, persistent=False)
+        self._refresh_constants()
+
+    def _constants(self) -> dict[str, np.ndarray]:
+        return {"places": self.group.cosets(self.subgroup).ravel()}
 
     def forward(self, x: Tensor) -> Tensor:
         """Read ``[batch, fields * group.order, height, width]`` as features of the subgroup."""
@@ -851,14 +883,6 @@ def restrict(x: Tensor, group: GroupLike, subgroup: GroupLike) -> Tensor:
     module = Restrict2d(group, subgroup).to(x.device)
     result: Tensor = module(x)
     return result
-
-
-def _halving_kernel(x: Tensor, dim: int) -> Tensor:
-    """Four taps with stride 2 that lie symmetrically on an axis padded by one and two pixels."""
-    between = (1 - x.shape[dim] % 2) / 2  # ½ on even sizes, where samples lie between two pixels
-    on_pixels = torch.tensor([1.0, 2.0, 1.0, 0.0], device=x.device, dtype=x.dtype)
-    next_pixels = torch.tensor([0.0, 1.0, 2.0, 1.0], device=x.device, dtype=x.dtype)
-    return (on_pixels * (1 - between) + next_pixels * between) / 4
 
 
 def _double(x: Tensor, dim: int, size: int) -> Tensor:

@@ -21,7 +21,7 @@ def lift_filters(
     coefficients: Tensor,
     group: GroupLike,
     operators: OperatorsLike = "paper",
-    stencils: StencilsLike = "central",
+    stencils: StencilsLike = "isotropic",
     size: int = 5,
     spacing: float = 1.0,
     vectors: int = 0,
@@ -54,7 +54,7 @@ def group_filters(
     coefficients: Tensor,
     group: GroupLike,
     operators: OperatorsLike = "paper",
-    stencils: StencilsLike = "central",
+    stencils: StencilsLike = "isotropic",
     size: int = 5,
     spacing: float = 1.0,
 ) -> Tensor:
@@ -79,7 +79,7 @@ def vector_filters(
     coefficients: Tensor,
     group: GroupLike,
     operators: OperatorsLike = "paper",
-    stencils: StencilsLike = "central",
+    stencils: StencilsLike = "isotropic",
     size: int = 5,
     spacing: float = 1.0,
 ) -> Tensor:
@@ -111,7 +111,7 @@ def turned_filter(
 ) -> Tensor:
     """χ̃^(A) = Σ_i C_i^(A) ũ_i (equation 14), for one element and one β, ``[size, size]``."""
     total = torch.zeros(size, size, dtype=torch.float64)
-    differences = stencil_set(stencils)
+    differences = stencil_set(stencils, rotations=group.rotations)
     polynomials = operator_set(operators).polynomials
     for b, polynomial in zip(beta.double(), polynomials, strict=True):
         for exponents, c in polynomial.in_frame(group.matrices[element]).terms:
