@@ -808,7 +808,9 @@ class Downsample2d(_WithConstants):
         kernel = self._kernel(x, 2)[:, None] * self._kernel(x, 3)
         padded = functional.pad(x, (1, 2, 1, 2), mode="replicate")
         channels = x.shape[1]
-        return functional.conv2d(padded, kernel.expand(channels, 1, 4, 4), None, 2, 0, 1, channels)
+        kernels = kernel.expand(channels, 1, 4, 4)
+        halved = functional.conv2d(padded, kernels, stride=2, groups=channels)
+        return halved.contiguous(memory_format=dense.memory_format(x))
 
     def extra_repr(self) -> str:
         return f"reduce={self.reduce!r}"

@@ -273,8 +273,9 @@ class Gaussian(HarmonicStencils):
     Args:
         width: standard deviation of the Gaussian in pixels; wider suppresses more noise.
 
-    >>> round(float(Gaussian(width=0.7).weights((1, 0), 5).sum()), 12)
-    0.0
+    >>> x = np.arange(-2, 3)
+    >>> round(float((Gaussian(width=0.7).weights((1, 0), 5) * x).sum()), 12)
+    1.0
     """
 
     width: float = 1.0

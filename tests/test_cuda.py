@@ -1,0 +1,106 @@
+"""The layers on a GPU: the same numbers as on the CPU, in every dtype, compiled too."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from econv import (
+    Downsample2d,
+    GroupBatchNorm2d,
+    GroupConv2d,
+    GroupDropout2d,
+    GroupInstanceNorm2d,
+    GroupLayerNorm2d,
+    GroupPool2d,
+    GroupUpsampleConv2d,
+    LiftConv2d,
+    Restrict2d,
+    Upsample2d,
+    VectorConv2d,
+)
+from econv.models import ResNet
+from econv.testing import assert_equivariant, smooth_field, transform
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device found")
+
+LAYERS = {
+    "lift": (lambda: LiftConv2d(3, 2, "p8", vectors=1, bias=True), 3),
+    "group": (lambda: GroupConv2d(2, 3, "p8m", bias=True, padding_mode="reflect"), 32),
+    "strided": (lambda: GroupConv2d(2, 2, "p6", stride=2, dilation=2, groups=2), 12),
+    "vector": (lambda: VectorConv2d(2, 2, "p8"), 16),
+    "up": (lambda: GroupUpsampleConv2d(2, 2, "p4"), 8),
+    "batch norm": (lambda: GroupBatchNorm2d(2, "p8"), 16),
+    "instance norm": (lambda: GroupInstanceNorm2d(2, "p8", affine=True), 16),
+    "layer norm": (lambda: GroupLayerNorm2d(2, "p8"), 16),
+    "pool": (lambda: GroupPool2d("p8"), 16),
+    "dropout": (lambda: GroupDropout2d("p8").eval(), 16),
+    "down": (Downsample2d, 4),
+    "down max": (lambda: Downsample2d("max"), 4),
+    "upsample": (Upsample2d, 4),
+    "restrict": (lambda: Restrict2d("p8", "p4"), 16),
+}
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_and_gradients_equal_the_cpu(name, memory_format):
+    make, channels = LAYERS[name]
+    torch.manual_seed(0)
+    here = make().double()
+    there = copy.deepcopy(here).cuda()
+    x = torch.randn(2, channels, 13, 13, dtype=torch.float64).to(memory_format=memory_format)
+    runs = []
+    for layer, image in ((here, x), (there, x.cuda())):
+        image = image.detach().requires_grad_()
+        out = layer(image)
+        torch.manual_seed(1)
+        (out * torch.randn(out.shape, dtype=torch.float64).to(out.device)).sum().backward()
+        gradients = [p.grad for p in layer.parameters()]
+        runs.append([t.detach().cpu() for t in (out, image.grad, *gradients)])
+    for cpu, cuda in zip(*runs, strict=True):
+        torch.testing.assert_close(cuda, cpu, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_dtype_runs(name, dtype):
+    make, channels = LAYERS[name]
+    layer = make().to(device="cuda", dtype=dtype)
+    x = torch.randn(2, channels, 14, 14, device="cuda", dtype=dtype)
+    out = layer(x.to(memory_format=torch.channels_last))
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_quarter_turns_are_exact_on_the_device():
+    network = ResNet("p8", depth=8, fields=(2, 3, 4), in_channels=1, pool="max", exact=True)
+    network = network.double().cuda().eval()
+    for size in (32, 33):
+        image = smooth_field(size).cuda()
+        assert_equivariant(network, image, tolerance=1e-11)
+        assert transform(image, "p8", 1).device.type == "cuda"
+
+
+# torch warns of its own deprecated parts while the compiler is imported.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32 tensor cores")
+def test_a_compiled_network_is_one_graph_and_trains_the_same():
+    torch.manual_seed(0)
+    network = ResNet("p8", depth=8, fields=(2, 3, 4), pool="max", exact=True).cuda()
+    compiled = torch.compile(copy.deepcopy(network), fullgraph=True)
+    x = torch.randn(4, 3, 32, 32, device="cuda")
+    for module in (network, compiled):
+        loss = nn.functional.cross_entropy(module(x), torch.arange(4, device="cuda"))
+        loss.backward()
+    for plain, other in zip(network.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, plain.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_autocast_keeps_the_filters_exact_until_the_convolution():
+    layer = GroupConv2d(4, 4, "p8").cuda()
+    x = torch.randn(2, 32, 16, 16, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert layer.filters().dtype == torch.float32
+        assert layer(x).dtype == torch.bfloat16
