@@ -28,6 +28,7 @@ from econv import (
     central,
     restrict,
 )
+from econv.engines.dense import filter_places
 from econv.testing import (
     assert_equivariant,
     convergence_order,
@@ -467,8 +468,8 @@ def with_table(name: str, table) -> GroupConv2d:
     """A layer whose output A reads input B through table(A, B) in place of A⁻¹B."""
     layer = GroupConv2d(2, 2, name, **DOUBLE)
     order = layer.group.order
-    places = [table(a, b) * order + a for a in range(order) for b in range(order)]
-    layer.relative = torch.tensor(places)
+    relative = np.array([[table(a, b) for b in range(order)] for a in range(order)])
+    layer.places = torch.tensor(filter_places(relative, layer.in_fields))
     return layer
 
 

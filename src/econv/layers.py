@@ -429,7 +429,7 @@ class GroupConv2d(PDOConv2d):
 
     input_kind = "regular"
     output_kind = "regular"
-    relative: Tensor
+    places: Tensor
 
     def __init__(
         self,
@@ -457,13 +457,11 @@ class GroupConv2d(PDOConv2d):
         return self.out_fields * order
 
     def _constants(self) -> dict[str, np.ndarray]:
-        order = self.group.order
-        # Output A reads input B through the relative element A⁻¹B, turned to frame A.
-        places = self.group.relative * order + np.arange(order)[:, None]
-        return {**super()._constants(), "relative": places.ravel()}
+        places = dense.filter_places(self.group.relative, self.weight.shape[1])
+        return {**super()._constants(), "places": places}
 
     def _filters(self) -> Tensor:
-        return dense.group_filters(self.weight, self.synthesis, self.relative)
+        return dense.group_filters(self.weight, self.synthesis, self.places)
 
     def _expected_channels(self) -> str:
         return f"{self.in_channels} channels ({self.in_fields} fields of {self.group.name})"
@@ -511,7 +509,7 @@ class VectorConv2d(GroupConv2d):
         return {**super()._constants(), "matrices": self.group.matrices}
 
     def _filters(self) -> Tensor:
-        return dense.vector_filters(self.weight, self.synthesis, self.relative, self.matrices)
+        return dense.vector_filters(self.weight, self.synthesis, self.places, self.matrices)
 
     def extra_repr(self) -> str:
         return f"{self.in_fields}, {self.out_vectors}{PDOConv2d.extra_repr(self)}"

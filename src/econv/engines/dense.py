@@ -7,11 +7,20 @@ numbers in them mean is the business of `basis`.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["convolve", "group_filters", "lift_filters", "memory_format", "vector_filters"]
+__all__ = [
+    "convolve",
+    "filter_places",
+    "group_filters",
+    "lift_filters",
+    "memory_format",
+    "vector_filters",
+]
 
 
 def lift_filters(weight: Tensor, synthesis: Tensor, frames: Tensor | None) -> Tensor:
@@ -27,23 +36,33 @@ def lift_filters(weight: Tensor, synthesis: Tensor, frames: Tensor | None) -> Te
     return filters.transpose(1, 2).flatten(0, 1)
 
 
-def group_filters(weight: Tensor, synthesis: Tensor, relative: Tensor) -> Tensor:
+def group_filters(weight: Tensor, synthesis: Tensor, places: Tensor) -> Tensor:
     """Φ̃: weight ``[out, in, order, s]`` → ``[out * order, in * order, k, k]``.
 
-    ``relative[A * order + B]`` is the place of (A⁻¹B, A) among all pairs (k, A).
+    ``places`` are those of :func:`filter_places`.
     """
-    return (
-        _orient(weight, synthesis, relative).permute(0, 2, 1, 3, 4, 5).flatten(2, 3).flatten(0, 1)
-    )
+    return _orient(weight, synthesis, places).flatten(0, 1)
 
 
-def vector_filters(weight: Tensor, synthesis: Tensor, relative: Tensor, matrices: Tensor) -> Tensor:
+def vector_filters(weight: Tensor, synthesis: Tensor, places: Tensor, matrices: Tensor) -> Tensor:
     """Group features to vectors: weight ``[2 * out, in, order, s]`` → ``[2 * out, in * order, …]``.
 
     ``matrices`` are the elements A ``[order, 2, 2]``.
     """
-    filters = _orient(weight, synthesis, relative).unflatten(0, (-1, 2))
-    return torch.einsum("gdc,vcigbyx->vdibyx", matrices, filters).flatten(2, 3).flatten(0, 1)
+    filters = _orient(weight, synthesis, places).unflatten(0, (-1, 2))
+    return torch.einsum("gdc,vcgiyx->vdiyx", matrices, filters).flatten(0, 1)
+
+
+def filter_places(relative: npt.NDArray[np.int64], in_fields: int) -> npt.NDArray[np.int64]:
+    """Where the filter from input (field, B) to output A lies among those by (field, k, A).
+
+    Output A reads input B through the relative element k = A⁻¹B, turned to frame A.
+    ``relative[A, B]`` is the index of A⁻¹B.
+    """
+    order = len(relative)
+    field = np.arange(in_fields)[:, None]
+    frame = np.arange(order)[:, None, None]
+    return ((field * order + relative[:, None]) * order + frame).ravel()
 
 
 def convolve(
@@ -71,11 +90,10 @@ def memory_format(x: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _orient(weight: Tensor, synthesis: Tensor, relative: Tensor) -> Tensor:
-    """The filters by output and input orientation, ``[out, in, A, B, k, k]``."""
-    order = synthesis.shape[1]
-    filters = _expand(weight, synthesis).flatten(2, 3)  # [out, in, (k, A), k, k]
-    return filters.index_select(2, relative).unflatten(2, (order, order))
+def _orient(weight: Tensor, synthesis: Tensor, places: Tensor) -> Tensor:
+    """The filters by output and input orientation, ``[out, A, (in, B), k, k]``."""
+    filters = _expand(weight, synthesis).flatten(1, 3)  # [out, (in, k, A), k, k]
+    return filters.index_select(1, places).unflatten(1, (synthesis.shape[1], -1))
 
 
 def _expand(weight: Tensor, synthesis: Tensor) -> Tensor:
