@@ -29,20 +29,6 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Tensors of a few hundred numbers: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def distance(a, b):
     """The largest difference between two tensors of one shape."""
     assert a.shape == b.shape

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from econv import Downsample2d, GroupConv2d, GroupPool2d, LiftConv2d
-from econv.models import ResNet
+from econv.models import MODELS, ResNet, create_model
 from econv.testing import assert_equivariant, equivariance_error, transform
 
 STARTUP = """
@@ -18,25 +18,11 @@ import torch
 start = perf_counter()
 import econv
 imported = perf_counter()
-from econv.models import ResNet
+from econv.models import MODELS, ResNet, create_model
 ready = perf_counter()
 ResNet("p8")
 print(imported - start, perf_counter() - ready)
 """
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Small tensors: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +180,76 @@ def test_arguments_that_make_no_network_are_errors(arguments, expected, got):
 def test_the_wrong_number_of_image_channels_is_an_error():
     with pytest.raises(ValueError, match="expected 2 image channels; got 3 channels"):
         small()(torch.randn(1, 3, 28, 28, dtype=torch.float64))
+
+
+# The rows of the paper's tables
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("convnet6", 21_620),  # "22k"
+        ("convnet6_p4", 24_610),  # "25k"
+        ("convnet6_p8", 26_747),
+        ("convnet7_p8", 646_426),  # "0.65M"
+        ("resnet26", 369_498),  # "0.37M"
+        ("resnet26_p6", 362_386),
+        ("resnet26_p6m", 366_076),  # "0.37M"
+        ("resnet26_p8", 4_591_630),
+        ("resnet44", 2_636_074),  # "2.64M"
+        ("resnet44_p4m", 2_621_693),  # "2.62M"
+        ("resnet44_p8", 2_621_693),
+        ("wide_resnet26", 36_479_194),  # "36.5M"
+    ],
+)
+def test_parameters_of_the_papers_networks(name, parameters):
+    with torch.device("meta"):
+        network = create_model(name)
+    assert sum(p.numel() for p in network.parameters()) == parameters
+    assert name in MODELS
+
+
+@pytest.mark.parametrize("name", ["convnet6", "convnet6_p8", "convnet7_p8", "convnet6_p3m"])
+def test_convnets_classify_images_of_28_pixels(name):
+    assert create_model(name, num_classes=7)(torch.randn(2, 1, 28, 28)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", ["resnet8", "resnet8_p4", "resnet14_p3m"])
+def test_any_depth_and_group_has_a_name(name):
+    network = create_model(name, num_classes=7)
+    assert network(torch.randn(2, 3, 20, 20)).shape == (2, 7)
+    assert (network.group is None) == (name == "resnet8")
+
+
+def test_pooling_orientations_shrinks_the_classifier():
+    pooled = create_model("convnet6_p8", pool="max")
+    assert sum(p.numel() for p in pooled.parameters()) == 18_907
+
+
+@pytest.mark.parametrize("size", [28, 32])
+def test_the_seven_layer_network_is_invariant_to_quarter_turns(size):
+    network = create_model("convnet7_p8", dropout=0.0).double().eval()
+    assert_equivariant(network, torch.randn(1, 1, size, size, dtype=torch.float64))
+
+
+def test_the_map_before_the_classifier_of_the_six_layer_network_turns_along():
+    network = create_model("convnet6_p8").double().eval()
+    x = torch.randn(1, 1, 28, 28, dtype=torch.float64)
+    assert_equivariant(network.layers, x, "p8", output_kind="regular")
+
+
+@pytest.mark.parametrize("name", ["resnet", "resnet26_q8", "convnet5_p8", "", "vgg", None])
+def test_an_unknown_model_is_an_error_that_lists_the_names(name):
+    with pytest.raises(ValueError, match=r"unknown model.*resnet26_p8"):
+        create_model(name)
+
+
+@pytest.mark.parametrize("options", [{"pool": "max"}, {"options": {"stencils": "central"}}])
+def test_an_ordinary_network_has_no_orientations(options):
+    with pytest.raises(ValueError, match="without a group"):
+        create_model("resnet8", **options)
+
+
+def test_images_that_vanish_are_an_error():
+    with pytest.raises(ValueError, match=r"larger images.*12 pixels"):
+        create_model("convnet6_p8", image_size=12)

@@ -30,20 +30,6 @@ PDO_LAYERS = {
 MODES = pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Small tensors: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def network():
     return nn.Sequential(
         LiftConv2d(3, 2, "p4", vectors=1, bias=True),

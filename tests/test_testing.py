@@ -40,15 +40,6 @@ from econv.testing import (
 DOUBLE = {"dtype": torch.float64}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors here are so small that threads cost more than they give."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)

@@ -33,15 +33,6 @@ WIDER_SPACINGS = (0.2, 0.14, 0.1, 0.07)
 Make = Callable[[float], nn.Module]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors here are so small that threads cost more than they give."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class SmoothFamily:
     """Random sums of plane waves, one for each function (batch), channel and orientation."""
 

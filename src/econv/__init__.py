@@ -21,6 +21,7 @@ from econv.layers import (
     VectorConv2d,
     restrict,
 )
+from econv.models import create_model
 from econv.operators import OperatorSet, Polynomial, operator_set
 from econv.stencils import Central, Stencil, central, stencil_set
 
@@ -46,6 +47,7 @@ __all__ = [
     "Upsample2d",
     "VectorConv2d",
     "central",
+    "create_model",
     "filter_basis",
     "operator_set",
     "restrict",

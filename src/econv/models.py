@@ -1,11 +1,14 @@
-"""The paper's networks, made of the layers of this library.
+"""The paper's networks by name, and their non-equivariant twins.
 
-This room knows architectures and nothing of how they are trained.
+This room knows architectures and nothing of how they are trained. Every network takes
+``group=None`` for its twin: the same layers as ordinary 3×3 convolutions and batch norms.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +23,7 @@ from econv.layers import (
     LiftConv2d,
 )
 
-__all__ = ["ResNet"]
+__all__ = ["MODELS", "ConvNet", "ResNet", "create_model"]
 
 
 class ResNet(nn.Module):
@@ -31,7 +34,7 @@ class ResNet(nn.Module):
     ``[batch, num_classes]``.
 
     Args:
-        group: a group or its name.
+        group: a group or its name; ``None`` for the ordinary ResNet.
         depth: 6n + 2, such as 26 or 44.
         fields: the number of fields of each stage.
         in_channels: channels of the image.
@@ -40,7 +43,8 @@ class ResNet(nn.Module):
             ``None``, the paper's way, for a classifier on all of them.
         exact: halve the image with :class:`~econv.Downsample2d`, which commutes with quarter turns
             on every size, in place of stride 2.
-        options: keywords of every convolution, such as ``{"stencils": "central"}``.
+        options: keywords of every PDO-eConv, such as ``{"stencils": "central"}``.
+        stem: fields of the first layer; those of the first stage by default.
 
     >>> network = ResNet("p8", depth=8, fields=(4, 8, 16), pool="max")
     >>> network(torch.randn(2, 3, 32, 32)).shape
@@ -52,7 +56,7 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        group: GroupLike = "p8",
+        group: GroupLike | None = "p8",
         depth: int = 26,
         fields: Sequence[int] = (20, 40, 80),
         in_channels: int = 3,
@@ -60,27 +64,27 @@ class ResNet(nn.Module):
         pool: str | None = None,
         exact: bool = False,
         options: ConvOptions | None = None,
+        stem: int | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(depth, int) or depth < 8 or (depth - 2) % 6:
             raise ValueError(f"expected a depth of 6n + 2, such as 26 or 44; got {depth!r}")
         if not isinstance(fields, Sequence) or len(fields) != 3:
             raise ValueError(f"expected the fields of three stages; got {fields!r}")
-        self.group = Group(group)
-        options = options or {}
-        self.lift = LiftConv2d(in_channels, fields[0], self.group, **options)
+        kit = _Kit(group, pool, options)
+        self.group = kit.group
+        width = fields[0] if stem is None else stem
+        self.lift = kit.lift(in_channels, width)
         blocks: list[nn.Module] = []
-        width = fields[0]
         for stage, stage_fields in enumerate(fields):
             for block in range((depth - 2) // 6):
                 halve = stage > 0 and block == 0
-                blocks.append(_Block(width, stage_fields, self.group, halve, exact, options))
+                blocks.append(_Block(width, stage_fields, kit, halve, exact))
                 width = stage_fields
         self.blocks = nn.Sequential(*blocks)
-        self.norm = GroupBatchNorm2d(width, self.group)
-        self.pool = nn.Identity() if pool is None else GroupPool2d(self.group, pool)
-        features = width * (self.group.order if pool is None else 1)
-        self.classifier = nn.Linear(features, num_classes)
+        self.norm = kit.norm(width)
+        self.pool = kit.pool()
+        self.classifier = nn.Linear(width * kit.orientations, num_classes)
         nn.init.xavier_normal_(self.classifier.weight)
         nn.init.zeros_(self.classifier.bias)
 
@@ -92,33 +96,211 @@ class ResNet(nn.Module):
         return scores
 
 
-class _Block(nn.Module):
-    """Norm, ReLU, convolution, twice; a 1×1 group convolution where the shape changes."""
+class ConvNet(nn.Module):
+    """A stack of convolutions, batch norms and ReLUs: the paper's networks for MNIST-rot.
+
+    Table 1: six layers without padding's help (each takes two pixels off), a 2×2 max-pooling after
+    the second, and a classifier that reads the last map whole, 4×4 on images of 28×28. Table 2:
+    seven layers that keep the size, poolings after the second and the fourth, then the mean over
+    the image. Both are exactly symmetric under quarter turns on 28×28.
+
+    Args:
+        group: a group or its name; ``None`` for the ordinary CNN.
+        fields: the number of fields of each layer.
+        in_channels: channels of the image.
+        num_classes: number of classes.
+        image_size: pixels along each side of the image; the classifier that reads the last map
+            whole needs to know.
+        pooled_after: the layers, counted from 1, that a 2×2 max-pooling follows.
+        shrink: whether each layer takes a pixel off every side; otherwise it keeps the size.
+        readout: ``"map"`` for a classifier on the whole last map, without bias; ``"mean"`` for one
+            on its mean over the image.
+        pool: how orientations are pooled before the classifier: ``"max"``, ``"mean"`` or ``None``.
+        dropout: probability of dropping a number after each layer but those that a pooling follows.
+        options: keywords of every PDO-eConv.
+
+    >>> network = ConvNet("p8", fields=(7,) * 6)
+    >>> sum(p.numel() for p in network.parameters())
+    26747
+    """
+
+    input_kind = "scalar"
+    output_kind = "invariant"
 
     def __init__(
         self,
-        in_fields: int,
-        out_fields: int,
-        group: Group,
-        halve: bool,
-        exact: bool,
-        options: ConvOptions,
+        group: GroupLike | None = "p8",
+        fields: Sequence[int] = (7,) * 6,
+        in_channels: int = 1,
+        num_classes: int = 10,
+        image_size: int = 28,
+        pooled_after: Sequence[int] = (2,),
+        shrink: bool = True,
+        readout: str = "map",
+        pool: str | None = None,
+        dropout: float = 0.2,
+        options: ConvOptions | None = None,
+    ) -> None:
+        super().__init__()
+        if readout not in ("map", "mean"):
+            raise ValueError(f"expected readout 'map' or 'mean'; got {readout!r}")
+        kit = _Kit(group, pool, options)
+        self.group = kit.group
+        layers: list[nn.Module] = []
+        width, size = in_channels, image_size
+        for number, layer_fields in enumerate(fields, start=1):
+            make = kit.conv if layers else kit.lift
+            layers += [make(width, layer_fields, shrink=shrink), kit.norm(layer_fields), nn.ReLU()]
+            width, size = layer_fields, size - 2 * shrink
+            if number in pooled_after:
+                layers.append(nn.MaxPool2d(2))
+                size //= 2
+            elif dropout:
+                layers.append(nn.Dropout(dropout))
+        if size < 1:
+            raise ValueError(f"expected larger images: of {image_size} pixels nothing is left")
+        self.layers = nn.Sequential(*layers)
+        self.pool = kit.pool()
+        self.readout = readout
+        features = width * kit.orientations
+        whole = readout == "map"
+        self.classifier = nn.Conv2d(features, num_classes, size if whole else 1, bias=not whole)
+        nn.init.xavier_normal_(self.classifier.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores of a batch of images."""
+        x = self.pool(self.layers(x))
+        if self.readout == "mean":
+            x = x.mean(dim=(2, 3), keepdim=True)
+        scores: Tensor = self.classifier(x)
+        return scores.flatten(1)
+
+
+# The rows of the paper's tables, by the names of their networks.
+MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "convnet6": (ConvNet, {"group": None, "fields": (20,) * 6}),
+    "convnet6_p4": (ConvNet, {"group": "p4", "fields": (10,) * 6}),
+    "convnet6_p8": (ConvNet, {"group": "p8", "fields": (7,) * 6}),
+    "convnet7_p8": (
+        ConvNet,
+        {
+            "group": "p8",
+            "fields": (16, 16, 32, 32, 32, 64, 64),
+            "pooled_after": (2, 4),
+            "shrink": False,
+            "readout": "mean",
+            "pool": "max",
+        },
+    ),
+    "resnet26": (ResNet, {"group": None, "depth": 26, "fields": (16, 32, 64)}),
+    "resnet26_p6": (ResNet, {"group": "p6", "depth": 26, "fields": (6, 13, 26)}),
+    "resnet26_p6m": (ResNet, {"group": "p6m", "depth": 26, "fields": (6, 9, 18)}),
+    "resnet26_p8": (ResNet, {"group": "p8", "depth": 26, "fields": (20, 40, 80)}),
+    "resnet44": (ResNet, {"group": None, "depth": 44, "fields": (32, 64, 128)}),
+    "resnet44_p4m": (ResNet, {"group": "p4m", "depth": 44, "fields": (11, 23, 45)}),
+    "resnet44_p8": (ResNet, {"group": "p8", "depth": 44, "fields": (11, 23, 45)}),
+    "wide_resnet26": (
+        ResNet,
+        {"group": None, "depth": 26, "fields": (160, 320, 640), "stem": 16},
+    ),
+}
+
+
+def create_model(name: str, **options: Any) -> nn.Module:
+    """Build a network by name, such as ``"resnet26_p8"``; options override its arguments.
+
+    The names are those of :data:`MODELS`, and ``resnet<depth>_<group>`` and
+    ``convnet6_<group>`` for any other depth and group, with as many fields as keep the number of
+    parameters near the ordinary network's: its channels divided by the root of the group's order.
+
+    >>> model = create_model("resnet26_p6", num_classes=100)
+    >>> create_model("resnet8_p4m").group
+    Group('p4m')
+    """
+    if name in MODELS:
+        kind, found = MODELS[name]
+        return kind(**{**found, **options})
+    match = re.fullmatch(r"(resnet([0-9]+)|convnet6)(?:_(p[1-9][0-9]*m?))?", str(name))
+    if match is None:
+        raise ValueError(
+            f"unknown model {name!r}: expected one of {sorted(MODELS)}, or a name such as "
+            "'resnet20_p12' or 'convnet6_p6m'"
+        )
+    group = Group(match[3]) if match[3] else None
+    share = 1.0 if group is None else group.order**-0.5
+    if match[2]:
+        fields = tuple(max(1, round(channels * share)) for channels in (16, 32, 64))
+        return ResNet(**{"group": group, "depth": int(match[2]), "fields": fields, **options})
+    return ConvNet(**{"group": group, "fields": (max(1, round(20 * share)),) * 6, **options})
+
+
+class _Kit:
+    """The parts of a network: of a group, or ordinary ones."""
+
+    def __init__(
+        self, group: GroupLike | None, pool: str | None, options: ConvOptions | None
+    ) -> None:
+        self.group = None if group is None else Group(group)
+        self.reduce = pool
+        self.options: ConvOptions = options or {}
+        if self.group is None and (pool is not None or options):
+            raise ValueError(
+                "expected neither pool nor options without a group: an ordinary network has no "
+                f"orientations; got pool={pool!r}, options={options!r}"
+            )
+
+    @property
+    def orientations(self) -> int:
+        """How many channels of each field reach the classifier."""
+        return 1 if self.group is None or self.reduce is not None else self.group.order
+
+    def lift(self, in_channels: int, fields: int, shrink: bool = False) -> nn.Module:
+        if self.group is None:
+            return _plain_conv(in_channels, fields, shrink=shrink)
+        return _shrunk(LiftConv2d(in_channels, fields, self.group, **self.options), shrink)
+
+    def conv(
+        self, in_fields: int, out_fields: int, stride: int = 1, shrink: bool = False
+    ) -> nn.Module:
+        if self.group is None:
+            return _plain_conv(in_fields, out_fields, stride=stride, shrink=shrink)
+        options: ConvOptions = {**self.options, "stride": stride}
+        return _shrunk(GroupConv2d(in_fields, out_fields, self.group, **options), shrink)
+
+    def pointwise(self, in_fields: int, out_fields: int, stride: int) -> nn.Module:
+        if self.group is None:
+            return _plain_conv(in_fields, out_fields, size=1, stride=stride)
+        # 1×1: the paper's shortcuts are group convolutions with operators of order 0.
+        options: ConvOptions = {**self.options, "stride": stride}
+        options["operators"], options["size"] = "order<=0", 1
+        return GroupConv2d(in_fields, out_fields, self.group, **options)
+
+    def norm(self, fields: int) -> nn.Module:
+        if self.group is None:
+            return nn.BatchNorm2d(fields)
+        return GroupBatchNorm2d(fields, self.group)
+
+    def pool(self) -> nn.Module:
+        if self.group is None or self.reduce is None:
+            return nn.Identity()
+        return GroupPool2d(self.group, self.reduce)
+
+
+class _Block(nn.Module):
+    """Norm, ReLU, convolution, twice; a 1×1 convolution where the shape changes."""
+
+    def __init__(
+        self, in_fields: int, out_fields: int, kit: _Kit, halve: bool, exact: bool
     ) -> None:
         super().__init__()
         stride = 2 if halve and not exact else 1
-        first: ConvOptions = {**options, "stride": stride}
-        # 1×1: the paper's shortcuts are group convolutions with operators of order 0.
-        pointwise: ConvOptions = {**first, "operators": "order<=0", "size": 1}
         self.halve = Downsample2d() if halve and exact else nn.Identity()
-        self.norm1 = GroupBatchNorm2d(in_fields, group)
-        self.conv1 = GroupConv2d(in_fields, out_fields, group, **first)
-        self.norm2 = GroupBatchNorm2d(out_fields, group)
-        self.conv2 = GroupConv2d(out_fields, out_fields, group, **options)
-        self.shortcut = (
-            GroupConv2d(in_fields, out_fields, group, **pointwise)
-            if halve or in_fields != out_fields
-            else None
-        )
+        self.norm1 = kit.norm(in_fields)
+        self.conv1 = kit.conv(in_fields, out_fields, stride)
+        self.norm2 = kit.norm(out_fields)
+        self.conv2 = kit.conv(out_fields, out_fields)
+        changes = halve or in_fields != out_fields
+        self.shortcut = kit.pointwise(in_fields, out_fields, stride) if changes else None
 
     def forward(self, x: Tensor) -> Tensor:
         normed = torch.relu(self.norm1(x))
@@ -126,3 +308,19 @@ class _Block(nn.Module):
         out = self.halve(self.conv1(normed))
         result: Tensor = self.conv2(torch.relu(self.norm2(out))) + shortcut
         return result
+
+
+def _plain_conv(
+    in_channels: int, out_channels: int, size: int = 3, stride: int = 1, shrink: bool = False
+) -> nn.Conv2d:
+    padding = size // 2 - shrink
+    conv = nn.Conv2d(in_channels, out_channels, size, stride, padding, bias=False)
+    nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
+    return conv
+
+
+def _shrunk(conv: LiftConv2d | GroupConv2d, shrink: bool) -> nn.Module:
+    """The convolution with one pixel less of padding: what is left of a valid 3×3 one."""
+    if shrink:
+        conv.padding -= 1
+    return conv
