@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,6 +28,7 @@ from econv import (
     reference,
     restrict,
 )
+from econv.stencils import Gaussian
 from econv.testing import transform
 
 CHANNELS = 8  # two fields of p4, for every layer of the table
@@ -794,3 +796,47 @@ def test_export_keeps_height_and_width_dynamic():
         x = torch.randn(2, 1, height, width, dtype=torch.float64)
         for found, wanted in zip(module(x), network(x), strict=True):
             assert distance(found, wanted) <= 1e-12
+
+
+# Initialisation of the layers themselves
+
+
+def second_moment_on_noise(layer):
+    x = torch.randn(4, layer.in_channels, 24, 24)
+    return float(layer(x).detach().square().mean())
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_blocks_are_drawn_for_the_maps_that_they_read(groups):
+    layer = GroupConv2d(16, 16, "p8", groups=groups, padding_mode="circular")
+    assert second_moment_on_noise(layer) == pytest.approx(layer.gains().noise, rel=0.1)
+
+
+def test_vectors_are_drawn_for_the_orientations_that_they_add():
+    layer = VectorConv2d(16, 16, "p8", padding_mode="circular")
+    assert second_moment_on_noise(layer) == pytest.approx(layer.gains().noise, rel=0.2)
+
+
+def test_a_reset_sets_the_bias_to_zero():
+    layer = GroupConv2d(2, 2, "p4", bias=True)
+    layer.bias.data.fill_(3.0)
+    layer.reset_parameters()
+    assert torch.equal(layer.bias, torch.zeros(2))
+
+
+def test_counts_may_be_numpy_integers():
+    layer = GroupConv2d(np.int64(2), np.int32(3), "p4")
+    assert layer(torch.randn(1, 8, 8, 8)).shape == (1, 12, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("stencils", "text"),
+    [("gaussian", "stencils='gaussian'"), (Gaussian(0.8), "stencils=Gaussian(width=0.8)")],
+)
+def test_the_representation_tells_stencils_apart(stencils, text):
+    assert text in repr(GroupConv2d(1, 1, "p8", stencils=stencils))
+
+
+def test_a_stencil_set_brings_its_own_accuracy():
+    with pytest.raises(ValueError, match=r"accuracy=2.*got 4"):
+        GroupConv2d(1, 1, "p8", stencils=Central(), accuracy=4)

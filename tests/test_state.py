@@ -299,3 +299,19 @@ def test_fixed_arrays_survive_the_meta_device(make):
 def test_fixed_arrays_are_exact_after_any_conversion():
     halve, x = Downsample2d(), torch.randn(1, 2, 8, 8, dtype=torch.float64)
     assert torch.equal(halve.half().double()(x), Downsample2d()(x))
+
+
+def test_a_weight_assigned_in_inference_mode_can_be_trained_later():
+    layer = GroupConv2d(1, 1, "p4")
+    layer.weight = nn.Parameter(layer.weight.detach().double())
+    x = torch.randn(1, 4, 8, 8, dtype=torch.float64)
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_a_pickled_layer_holds_no_expanded_array():
+    layer = GroupConv2d(1, 1, "p8m")
+    assert len(pickle.dumps(layer)) < 4 * layer.weight.numel() + 4000
+    assert torch.equal(pickle.loads(pickle.dumps(layer)).filters(), layer.filters())

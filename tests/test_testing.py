@@ -670,3 +670,26 @@ def test_the_spectrum_of_a_smooth_field_is_gaussian():
     # log power = constant − (2π·smoothness·radius)²
     slope, _ = np.polyfit(radius[ring].square().numpy(), power[ring].log().numpy(), 1)
     assert slope == pytest.approx(-((2 * math.pi * smoothness) ** 2), rel=0.02)
+
+
+def test_an_integer_image_is_only_turned_where_nothing_is_interpolated():
+    image = torch.arange(9).reshape(1, 1, 3, 3)
+    assert transform(image, "p8", 2).dtype == torch.int64
+    with pytest.raises(ValueError, match=r"floating-point image.*int64"):
+        transform(image, "p8", 1)
+
+
+@pytest.mark.parametrize("element", [1.5, "1", None, -1, 8])
+def test_an_element_is_a_number_within_the_group(element):
+    with pytest.raises(ValueError, match="element of p8 from 0 to 7; got"):
+        transform(noise(1, 1, 5, 5), "p8", element)
+
+
+def test_a_layer_of_scalars_and_vectors_together_is_refused():
+    with pytest.raises(ValueError, match="input of one kind"):
+        equivariance_error(LiftConv2d(3, 1, "p4", vectors=1, **DOUBLE), noise(1, 3, 9, 9), 1)
+
+
+def test_no_elements_are_no_check():
+    with pytest.raises(ValueError, match="at least one element"):
+        assert_equivariant(torch.relu, noise(1, 1, 5, 5), "p4", elements=[])

@@ -4,6 +4,7 @@ Filters are partial differential operators (PDO-eConvs, ICML 2020): turned exact
 ``pn`` or ``pnm``, and brought to the pixel grid by finite-difference stencils.
 """
 
+from econv import models, testing
 from econv.basis import FilterBasis, filter_basis
 from econv.groups import Group
 from econv.layers import (
@@ -49,7 +50,9 @@ __all__ = [
     "central",
     "create_model",
     "filter_basis",
+    "models",
     "operator_set",
     "restrict",
     "stencil_set",
+    "testing",
 ]

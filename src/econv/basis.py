@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from econv.groups import FloatArray, Group, GroupLike
+from econv.groups import FloatArray, Group, GroupLike, frozen
 from econv.operators import OperatorSet, OperatorsLike, Polynomial, monomials, operator_set
 from econv.stencils import Central, StencilSet, StencilsLike, check_size, stencil_set
 
@@ -68,7 +68,7 @@ class FilterBasis:
         columns = monomials(self.operators.order, self.operators.dimension)
         used = np.flatnonzero(np.abs(coefficients).max(axis=(0, 1)))
         weights = np.stack([self._monomial(columns[j]) for j in used])
-        return _frozen(np.tensordot(coefficients[..., used], weights, axes=1))
+        return frozen(np.tensordot(coefficients[..., used], weights, axes=1))
 
     def _monomial(self, exponents: tuple[int, ...]) -> FloatArray:
         found = self.stencils.stencil(Polynomial.monomial(exponents), self.size).weights
@@ -85,18 +85,18 @@ class FilterBasis:
         central = Central()
         size = central.smallest_size(self.operators.polynomials)
         rows = [central.weights(exponents, size).ravel() for exponents in self.operators]
-        return _frozen(np.stack(rows))
+        return frozen(np.stack(rows))
 
     @cached_property
     def canonical(self) -> FloatArray:
         """The matrix from weights to coefficients at spacing 1, β = weight · canonical."""
         system = self.canonical_filters
         if system.shape[0] == system.shape[1]:
-            return _frozen(np.linalg.inv(system))
+            return frozen(np.linalg.inv(system))
         # T = Rᵀ Qᵀ with orthonormal columns in Q: weight = β Rᵀ are the coordinates in Qᵀ.
         triangular = np.linalg.qr(system.T)[1]
         signs = np.where(np.diag(triangular) < 0, -1.0, 1.0)
-        return _frozen(np.linalg.inv((triangular * signs[:, None]).T))
+        return frozen(np.linalg.inv((triangular * signs[:, None]).T))
 
     @cached_property
     def synthesis(self) -> FloatArray:
@@ -104,7 +104,7 @@ class FilterBasis:
 
         The filter in frame A is Σ_j weight[j] · synthesis[A, j].
         """
-        return _frozen(np.einsum("sj,gjyx->gsyx", self.canonical, self.turned))
+        return frozen(np.einsum("sj,gjyx->gsyx", self.canonical, self.turned))
 
     def to_coefficients(self, spacing: float) -> FloatArray:
         """The matrix from weights to the paper's β on a grid of the given spacing.
@@ -172,7 +172,7 @@ class FilterBasis:
         return Gains(constant, noise, math.exp(logarithm / _DEPTH))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Rebuilt from its name, so that no expanded array ever enters a checkpoint.
+        # Rebuilt from its parts: a pickled layer holds no expanded array.
         return filter_basis, (self.group, self.operators, self.stencils, self.size)
 
     def __repr__(self) -> str:
@@ -226,8 +226,3 @@ def _relu_covariance(covariance: FloatArray, variance: FloatArray) -> FloatArray
     cosine = np.clip(covariance / scale, -1.0, 1.0)
     angle = np.arccos(cosine)
     return scale * (np.sin(angle) + (np.pi - angle) * cosine) / (2 * np.pi)
-
-
-def _frozen(array: FloatArray) -> FloatArray:
-    array.flags.writeable = False
-    return array

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Group", "GroupLike", "Irrep"]
+__all__ = ["Group", "GroupLike", "Irrep", "frozen"]
 
 FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]
@@ -79,7 +79,7 @@ class Group:
     def matrices(self) -> FloatArray:
         """The elements as orthogonal matrices, ``[order, d, d]``."""
         turns = np.stack([_rotation(k, self.rotations) for k in range(self.rotations)])
-        return _frozen(np.concatenate([turns, turns @ _MIRROR]) if self.mirrored else turns)
+        return frozen(np.concatenate([turns, turns @ _MIRROR]) if self.mirrored else turns)
 
     @cached_property
     def product(self) -> IntArray:
@@ -87,18 +87,18 @@ class Group:
         # A turn that comes after a reflection goes the other way round: F·R(θ) = R(−θ)·F.
         turn, mirror = self._turn_and_mirror
         turns = (turn[:, None] + np.where(mirror, -1, 1)[:, None] * turn) % self.rotations
-        return _frozen(turns + self.rotations * (mirror[:, None] ^ mirror))
+        return frozen(turns + self.rotations * (mirror[:, None] ^ mirror))
 
     @cached_property
     def inverse(self) -> IntArray:
         """``inverse[a]`` is the index of a⁻¹."""
         turn, mirror = self._turn_and_mirror
-        return _frozen(np.where(mirror, np.arange(self.order), -turn % self.rotations))
+        return frozen(np.where(mirror, np.arange(self.order), -turn % self.rotations))
 
     @cached_property
     def relative(self) -> IntArray:
         """``relative[a, b]`` is the index of a⁻¹·b, the k for which a·k = b."""
-        return _frozen(self.product[self.inverse])
+        return frozen(self.product[self.inverse])
 
     @cached_property
     def grid_symmetries(self) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ class Group:
         transform = np.concatenate(rows)
         if not np.allclose(transform @ transform.T, np.eye(self.order), rtol=0, atol=1e-12):
             raise ArithmeticError(f"the irreps of {self.name} do not span the functions on it")
-        return _frozen(transform)
+        return frozen(transform)
 
     def embed(self, subgroup: GroupLike) -> IntArray:
         """The indices, in this group, of the elements of a subgroup, in the subgroup's order.
@@ -232,7 +232,7 @@ class Irrep:
     """How often ρ occurs among the functions on the group."""
 
     def __post_init__(self) -> None:
-        matrices, group = _frozen(np.array(self.matrices, dtype=np.float64)), self.group
+        matrices, group = frozen(np.array(self.matrices, dtype=np.float64)), self.group
         object.__setattr__(self, "matrices", matrices)
         if matrices.ndim != 3 or matrices.shape != (group.order, *[matrices.shape[-1]] * 2):
             raise ValueError(
@@ -281,6 +281,7 @@ def _unit_vector(k: int, n: int) -> tuple[float, float]:
     return math.cos(angle), math.sin(angle)
 
 
-def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array, made read-only: values are shared and must not change."""
     array.flags.writeable = False
     return array

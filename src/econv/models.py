@@ -52,7 +52,6 @@ class ResNet(nn.Module):
     """
 
     input_kind = "scalar"
-    output_kind = "invariant"
 
     def __init__(
         self,
@@ -125,7 +124,6 @@ class ConvNet(nn.Module):
     """
 
     input_kind = "scalar"
-    output_kind = "invariant"
 
     def __init__(
         self,
@@ -243,6 +241,10 @@ class _Kit:
         self.group = None if group is None else Group(group)
         self.reduce = pool
         self.options: ConvOptions = options or {}
+        if {"device", "dtype"} & set(self.options):
+            raise ValueError(
+                "expected options of convolutions; move the network with .to() instead"
+            )
         if self.group is None and (pool is not None or options):
             raise ValueError(
                 "expected neither pool nor options without a group: an ordinary network has no "

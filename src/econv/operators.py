@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from econv.groups import FloatArray, Group, GroupLike
+from econv.groups import FloatArray, Group, GroupLike, frozen
 
 __all__ = ["OperatorSet", "OperatorsLike", "Polynomial", "action", "monomials", "operator_set"]
 
@@ -291,10 +291,8 @@ def _turned(operators: OperatorSet, group: Group) -> FloatArray:
     rows = np.stack(
         [_rows([p.in_frame(a) for p in operators.polynomials], columns) for a in group.matrices]
     )
-    # Products of sines and cosines that cancel leave dust, which would widen the support.
-    rows[np.abs(rows) < 1e-13] = 0.0
-    rows.flags.writeable = False
-    return rows
+    rows[np.abs(rows) < 1e-13] = 0.0  # what cancels exactly leaves dust of rounding
+    return frozen(rows)
 
 
 def _rows(polynomials: Sequence[Polynomial], columns: Sequence[Exponents]) -> FloatArray:

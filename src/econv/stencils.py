@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from econv.groups import FloatArray
+from econv.groups import FloatArray, frozen
 from econv.operators import Exponents, Polynomial, monomials
 
 __all__ = [
@@ -57,8 +57,7 @@ class Stencil:
     """The error is O(spacing ** accuracy)."""
 
     def __post_init__(self) -> None:
-        weights = np.atleast_1d(self.weights).copy()
-        weights.flags.writeable = False
+        weights = frozen(np.atleast_1d(self.weights).copy())
         object.__setattr__(self, "weights", weights)
         shape = (self.size,) * self.operator.dimension
         if weights.shape != shape or self.size % 2 == 0:
@@ -301,6 +300,10 @@ def stencil_set(stencils: StencilsLike, accuracy: int = 2, rotations: int = 0) -
     Central(accuracy=4)
     """
     if isinstance(stencils, StencilSet):
+        if accuracy not in (2, stencils.accuracy):
+            raise ValueError(
+                f"expected accuracy={stencils.accuracy}, that of {stencils!r}; got {accuracy!r}"
+            )
         return stencils
     if isinstance(stencils, str) and stencils == "central":
         return Central(accuracy)
@@ -352,9 +355,7 @@ def _line(derivative: int, accuracy: int) -> FloatArray:
                     for up, low in zip(shifted, [*lagrange, Fraction(0)], strict=True)
                 ]
         weights.append(float(lagrange[derivative] * math.factorial(derivative)))
-    line = np.array(weights)
-    line.flags.writeable = False
-    return line
+    return frozen(np.array(weights))
 
 
 def harmonic(p: int, q: int) -> Polynomial:
@@ -387,7 +388,7 @@ def _isotropic(p: int, q: int, size: int, rotations: int) -> npt.NDArray[np.comp
     e^{−(|x|²+|y|²)/4σ²} I_l(|x||y|/2σ²) e^{il(φ_x−φ_y)} for frequency l alone.
     """
     if p == q == 0:
-        return _frozen(_delta(size))
+        return frozen(_delta(size))
     m = p - q
     points = _complex_points(size)
     quadratic = np.zeros((size**2, size**2), dtype=np.complex128)
@@ -405,19 +406,19 @@ def _isotropic(p: int, q: int, size: int, rotations: int) -> npt.NDArray[np.comp
         unit = sigma**_SMOOTH_WEIGHT
         quadratic += unit * (leak + consistency * everything)
         linear += unit * consistency * _gaussian_derivative(p, q, -points, 2 * sigma**2)
-    return _frozen(_constrained(p, q, size, quadratic, linear))
+    return frozen(_constrained(p, q, size, quadratic, linear))
 
 
 @lru_cache(maxsize=256)
 def _gaussian(p: int, q: int, size: int, width: float) -> npt.NDArray[np.complex128]:
     """Samples of a differentiated Gaussian with the smallest correction that sets the moments."""
     if p == q == 0:
-        return _frozen(_delta(size))
+        return frozen(_delta(size))
     points = _complex_points(size)
     # Correlation with s reads f at x where convolution reads it at −x.
     samples = _gaussian_derivative(p, q, -points, width**2) / (2 * math.pi * width**2)
     cost = np.exp(np.abs(points) ** 2 / (2 * width**2))
-    return _frozen(_constrained(p, q, size, np.diag(cost), cost * samples))
+    return frozen(_constrained(p, q, size, np.diag(cost), cost * samples))
 
 
 def _constrained(
@@ -510,8 +511,3 @@ def _delta(size: int) -> npt.NDArray[np.complex128]:
     weights = np.zeros((size, size), dtype=np.complex128)
     weights[size // 2, size // 2] = 1
     return weights
-
-
-def _frozen(array: npt.NDArray[np.complex128]) -> npt.NDArray[np.complex128]:
-    array.flags.writeable = False
-    return array

@@ -52,7 +52,7 @@ def transform(x: Tensor, group: GroupLike, element: int, kind: str = "scalar") -
     found = Group(group)
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}: expected one of {KINDS}")
-    if not 0 <= element < found.order:
+    if not isinstance(element, int | np.integer) or not 0 <= element < found.order:
         raise ValueError(
             f"expected an element of {found} from 0 to {found.order - 1}; got {element}"
         )
@@ -60,6 +60,8 @@ def transform(x: Tensor, group: GroupLike, element: int, kind: str = "scalar") -
         return x
     if x.ndim != 4:
         raise ValueError(f"expected [batch, channels, height, width]; got {tuple(x.shape)}")
+    if not (x.is_floating_point() or element in found.grid_symmetries):
+        raise ValueError(f"expected a floating-point image to interpolate; got {x.dtype}")
     multiple = {"scalar": 1, "regular": found.order, "vector": 2}[kind]
     if x.shape[1] % multiple:
         raise ValueError(
@@ -88,6 +90,8 @@ def rotate(x: Tensor, degrees: float) -> Tensor:
     """
     if x.ndim != 4:
         raise ValueError(f"expected [batch, channels, height, width]; got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise ValueError(f"expected a floating-point image to interpolate; got {x.dtype}")
     if not math.isfinite(degrees):
         raise ValueError(f"expected a finite angle in degrees; got {degrees!r}")
     if degrees % 90 == 0:
@@ -133,6 +137,11 @@ def equivariance_error(
     """
     found = _group_of(module, group)
     into = input_kind or str(getattr(module, "input_kind", "scalar"))
+    if into == "mixed":
+        raise ValueError(
+            "expected an input of one kind: this layer takes scalars and vectors together; check "
+            "a function that splits its input, or a layer with one of them"
+        )
     turned_input = transform(x, found, element, into)
     with _undisturbed(module, x.device) as run:
         turned_first, turned_last = run(turned_input), run(x)

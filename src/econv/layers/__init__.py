@@ -1,0 +1,44 @@
+"""PDO-eConvs and the layers around them: ordinary `nn.Module`s on ordinary tensors.
+
+A group feature map is a plain tensor ``[batch, fields * order, height, width]`` whose channel is
+``field * order + element``. Fields are sliced and concatenated like any channels:
+
+>>> import torch
+>>> features = torch.randn(2, 6 * 8, 16, 16)  # six fields of p8
+>>> first_two = features[:, : 2 * 8]
+>>> both = torch.cat([first_two, features], dim=1)  # eight fields
+>>> by_orientation = features.unflatten(1, (-1, 8))  # [2, 6, 8, 16, 16]
+
+This room knows parameters, shapes and what to say about bad input. What the numbers mean is the
+business of `basis`, how a convolution is run that of `engines`.
+"""
+
+from econv.layers.convolution import (
+    ConvOptions,
+    GroupConv2d,
+    GroupUpsampleConv2d,
+    LiftConv2d,
+    PDOConv2d,
+    VectorConv2d,
+)
+from econv.layers.normalisation import GroupBatchNorm2d, GroupInstanceNorm2d, GroupLayerNorm2d
+from econv.layers.orientations import GroupDropout2d, GroupPool2d, Restrict2d, restrict
+from econv.layers.sampling import Downsample2d, Upsample2d
+
+__all__ = [
+    "ConvOptions",
+    "Downsample2d",
+    "GroupBatchNorm2d",
+    "GroupConv2d",
+    "GroupDropout2d",
+    "GroupInstanceNorm2d",
+    "GroupLayerNorm2d",
+    "GroupPool2d",
+    "GroupUpsampleConv2d",
+    "LiftConv2d",
+    "PDOConv2d",
+    "Restrict2d",
+    "Upsample2d",
+    "VectorConv2d",
+    "restrict",
+]

@@ -1,0 +1,516 @@
+"""PDO-eConvs: the convolutions themselves."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from econv.basis import Gains, filter_basis
+from econv.engines import dense, resolve
+from econv.groups import Group, GroupLike
+from econv.layers.checks import check_groups, check_maps, positive
+from econv.layers.constants import WithConstants
+from econv.layers.sampling import Upsample2d
+from econv.operators import OperatorsLike
+from econv.stencils import StencilsLike, stencil_set
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "ConvOptions",
+    "GroupConv2d",
+    "GroupUpsampleConv2d",
+    "LiftConv2d",
+    "PDOConv2d",
+    "VectorConv2d",
+]
+
+_PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+class ConvOptions(TypedDict, total=False):
+    """The keywords that every PDO-eConv takes; :class:`LiftConv2d` says what they mean."""
+
+    operators: OperatorsLike
+    stencils: StencilsLike
+    size: int | None
+    accuracy: int
+    stride: int
+    padding: int | str
+    padding_mode: str
+    bias: bool
+    groups: int
+    dilation: int
+    spacing: float
+    init: str
+    engine: str
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class PDOConv2d(WithConstants):
+    """What the three kinds of PDO-eConv share: one learned weight, expanded in every forward pass.
+
+    Nothing derived is kept: the state is ``weight`` (and ``bias``), in train and eval alike, and a
+    weight changed by any route is seen by the next call.
+    """
+
+    input_kind: str
+    output_kind: str
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    synthesis: Tensor
+
+    def __init__(
+        self,
+        weight_shape: tuple[int, ...],
+        group: GroupLike,
+        *,
+        in_channels: int,
+        out_channels: int,
+        operators: OperatorsLike = "paper",
+        stencils: StencilsLike = "isotropic",
+        size: int | None = None,
+        accuracy: int = 2,
+        stride: int = 1,
+        padding: int | str = "same",
+        padding_mode: str = "zeros",
+        bias: bool = False,
+        groups: int = 1,
+        dilation: int = 1,
+        spacing: float = 1.0,
+        init: str = "relu",
+        engine: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group = Group(group)
+        self.basis = filter_basis(self.group, operators, stencils, size, accuracy)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.stride = positive("stride", stride)
+        self.dilation = positive("dilation", dilation)
+        self.groups = groups
+        if spacing is True or not isinstance(spacing, float | int) or not 0 < spacing < math.inf:
+            raise ValueError(f"expected a positive spacing; got {spacing!r}")
+        self.spacing = float(spacing)
+        self.extent = self.dilation * (self.basis.size - 1) + 1
+        self.padding = self._read_padding(padding)
+        if padding_mode not in _PADDING_MODES:
+            raise ValueError(f"expected padding_mode in {_PADDING_MODES}; got {padding_mode!r}")
+        self.padding_mode = padding_mode
+        self.engine = engine
+        resolve(engine)
+        self.basis.scale(init)  # an unknown name fails here, not at the first reset
+        self.init = init
+        self._order = self.group.order
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"expected a floating-point dtype; got {dtype}")
+        self.weight = nn.Parameter(
+            torch.empty(*weight_shape, len(self.basis.operators), device=device, dtype=dtype)
+        )
+        if bias:
+            shape = (weight_shape[0],)
+            self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self._refresh_constants()
+        self.reset_parameters()
+
+    def _read_padding(self, padding: int | str) -> int:
+        if isinstance(padding, str) and padding in ("same", "valid"):
+            return self.extent // 2 if padding == "same" else 0
+        if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
+            raise ValueError(
+                "expected padding as 'same', 'valid' or one whole number for every side "
+                f"(unequal sides break the symmetry); got {padding!r}"
+            )
+        return padding
+
+    def _constants(self) -> dict[str, np.ndarray]:
+        # Operators first, so that one matrix product with the weight gives every filter.
+        return {"synthesis": self.basis.synthesis.swapaxes(0, 1)}
+
+    def _constants_like(self, name: str) -> Tensor:
+        return self.weight
+
+    def _constants_fit(self) -> bool:
+        here, constants = self.weight, self.synthesis
+        return constants.dtype == here.dtype and constants.device == here.device
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the fixed arrays, which come back from the basis."""
+        state = self.__dict__.copy()
+        fixed = self._constants()
+        state["_buffers"] = {n: b for n, b in state["_buffers"].items() if n not in fixed}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._refresh_constants()
+
+    def _fan_in(self) -> int:
+        """How many maps one output reads."""
+        return math.prod(self.weight.shape[1:-1])
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew, as ``init`` says, and set the bias to zero."""
+        deviation = self.basis.standard_deviation(self._fan_in(), self.init)
+        nn.init.normal_(self.weight, std=deviation * self._output_scale())
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def _output_scale(self) -> float:
+        return 1.0
+
+    def gains(self) -> Gains:
+        """What the layer at initialisation does to constants, to white noise and under ReLU."""
+        return self.basis.gains(self.init)
+
+    def coefficients(self) -> Tensor:
+        """The paper's β, differentiable: ``weight`` in the basis of the operators."""
+        matrix = torch.from_numpy(self.basis.to_coefficients(self.spacing * self.dilation))
+        return self.weight @ matrix.to(device=self.weight.device, dtype=self.weight.dtype)
+
+    @torch.no_grad()
+    def set_coefficients(self, coefficients: Tensor) -> None:
+        """Set β: the operators' coefficients on a grid of this layer's spacing."""
+        given = torch.as_tensor(coefficients)
+        if given.shape != self.weight.shape:
+            raise ValueError(
+                f"expected coefficients of shape {tuple(self.weight.shape)}; "
+                f"got {tuple(given.shape)}"
+            )
+        matrix = self.basis.from_coefficients(self.spacing * self.dilation)
+        exact = given.to(device="cpu", dtype=torch.float64) @ torch.from_numpy(matrix)
+        self.weight.copy_(exact)
+
+    def filters(self) -> Tensor:
+        """The dense filter bank that `conv2d` takes, channels by channels by size by size."""
+        if not self._constants_fit():  # the weight was assigned, not converted
+            self._refresh_constants()
+        # Filters carry the layer's accuracy: autocast must not round them before the convolution.
+        with _without_autocast(self.weight.device):
+            return self._filters()
+
+    def _filters(self) -> Tensor:
+        raise NotImplementedError
+
+    def _channel_bias(self) -> Tensor | None:
+        if self.bias is None:
+            return None
+        return self.bias[:, None].expand(-1, self._order).flatten()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve ``[batch, in_channels, height, width]``."""
+        self._check_input(x)
+        return dense.convolve(
+            x,
+            self.filters(),
+            self._channel_bias(),
+            self.stride,
+            self.padding,
+            self.padding_mode,
+            self.dilation,
+            self.groups,
+        )
+
+    def _check_input(self, x: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        check_maps(x, self.in_channels, self._expected_channels(), self.weight)
+        height, width = x.shape[2:]
+        if min(height, width) < self.extent:
+            raise ValueError(
+                f"expected an image of at least {self.extent}×{self.extent} pixels, the extent of "
+                f"the stencils; got {height}×{width}"
+            )
+        # Wider than this, reflection and wrapping would read beyond the other side.
+        most = {"zeros": math.inf, "replicate": math.inf, "circular": 0, "reflect": -1}
+        if self.padding > min(height, width) + most[self.padding_mode]:
+            raise ValueError(
+                f"expected an image larger than the padding of {self.padding} for "
+                f"padding_mode={self.padding_mode!r}; got {height}×{width}"
+            )
+
+    def _expected_channels(self) -> str:
+        raise NotImplementedError
+
+    def _stencils_text(self) -> str:
+        stencils = self.basis.stencils
+        named = stencil_set(stencils.name, stencils.accuracy, self.group.rotations)
+        return repr(stencils.name if stencils == named else stencils)
+
+    def extra_repr(self) -> str:
+        """The arguments that differ from their defaults, in the order of the signature."""
+        basis = self.basis
+        text = f", {self.group.name}, operators={basis.operators.name!r}"
+        text += f", stencils={self._stencils_text()}, size={basis.size}"
+        options: dict[str, tuple[Any, Any]] = {
+            "accuracy": (basis.stencils.accuracy, 2),
+            "stride": (self.stride, 1),
+            "padding": (self.padding, self.extent // 2),
+            "padding_mode": (self.padding_mode, "zeros"),
+            "bias": (self.bias is not None, False),
+            "groups": (self.groups, 1),
+            "dilation": (self.dilation, 1),
+            "spacing": (self.spacing, 1.0),
+            "init": (self.init, "relu"),
+            "engine": (self.engine, "auto"),
+        }
+        for name, (value, default) in options.items():
+            if value != default:
+                text += f", {name}={value!r}"
+        return text
+
+
+class LiftConv2d(PDOConv2d):
+    """Ψ̃: lifts an image to a group feature map, Ψ[r](x, A) = χ^(A)[r](x).
+
+    ``[batch, in_channels, height, width]`` → ``[batch, out_fields * order, …]``.
+
+    Args:
+        in_channels: channels of the image.
+        out_fields: fields of the feature map; each has one channel per group element.
+        group: a :class:`~econv.Group` or its name.
+        vectors: how many vector fields the image ends with, 0 by default. Each takes two of the
+            ``in_channels``, its x (right) and y (**up**) component, and is read in frame A as A⁻¹v.
+        operators: ``"paper"`` (default), ``"order<=N"`` or a list of exponent tuples.
+        stencils: ``"isotropic"`` (default), ``"central"`` (the paper's), ``"gaussian"``, or a
+            :class:`~econv.stencils.StencilSet` such as ``Gaussian(width=0.8)``.
+        size: odd support of the filters; by default the smallest that the turned operators need.
+        accuracy: order of the error of central stencils, 2 by default.
+        stride: as in `Conv2d`, 1 by default. Exactly symmetric under quarter turns only on sizes n
+            with (n + 2·padding − extent) divisible by the stride: with ``padding="same"`` and
+            stride 2, on odd sizes. To have it exact on all, use :class:`Downsample2d`.
+        padding: ``"same"`` (default: half the support on every side, also with a stride),
+            ``"valid"`` or one whole number.
+        padding_mode: ``"zeros"`` (default), ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        bias: whether to learn one bias per field, ``False`` by default.
+        groups: blocks of channels and fields that are convolved apart, 1 by default.
+        dilation: pixels from one stencil point to the next, 1 by default.
+        spacing: h, the length of a pixel, 1.0 by default: a derivative of order m divides by
+            (spacing·dilation)^m.
+        init: ``"relu"`` (default) keeps the second moment through ReLU layers, ``"paper"`` is
+            section 4.4.
+        engine: ``"auto"`` (default) or ``"dense"``.
+        device: as in `Conv2d`.
+        dtype: as in `Conv2d`.
+
+    >>> lift = LiftConv2d(3, 4, "p8")
+    >>> lift(torch.randn(2, 3, 16, 16)).shape
+    torch.Size([2, 32, 16, 16])
+    >>> wind = LiftConv2d(2, 4, "p8", vectors=1)
+    """
+
+    output_kind = "regular"
+    frames: Tensor
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_fields: int,
+        group: GroupLike,
+        *,
+        vectors: int = 0,
+        **options: Unpack[ConvOptions],
+    ) -> None:
+        groups = options.get("groups", 1)
+        in_channels = positive("in_channels", in_channels)
+        out_fields = positive("out_fields", out_fields)
+        check_groups(groups, in_channels=in_channels, out_fields=out_fields)
+        if not isinstance(vectors, int) or vectors is True or not 0 <= 2 * vectors <= in_channels:
+            raise ValueError(
+                f"expected vectors between 0 and in_channels / 2 = {in_channels // 2}; "
+                f"got {vectors!r}"
+            )
+        if vectors and groups != 1:
+            raise ValueError(f"expected groups=1 with vector channels; got groups={groups}")
+        self.out_fields = out_fields
+        self.vectors = vectors
+        super().__init__(
+            (out_fields, in_channels // groups),
+            group,
+            in_channels=in_channels,
+            out_channels=out_fields * Group(group).order,
+            **options,
+        )
+
+    @property
+    def input_kind(self) -> str:  # type: ignore[override]  # it depends on the channels
+        """``"scalar"`` or ``"vector"``; images that mix both have no single kind."""
+        if 0 < 2 * self.vectors < self.in_channels:
+            return "mixed"
+        return "vector" if self.vectors else "scalar"
+
+    def _constants(self) -> dict[str, np.ndarray]:
+        constants = super()._constants()
+        if self.vectors:
+            constants["frames"] = self.group.matrices[self.group.inverse]
+        return constants
+
+    def _filters(self) -> Tensor:
+        if not self.vectors:
+            return dense.lift_filters(self.weight, self.synthesis, None)
+        scalars = self.in_channels - 2 * self.vectors
+        parts = [dense.lift_filters(self.weight[:, scalars:], self.synthesis, self.frames)]
+        if scalars:
+            parts.insert(0, dense.lift_filters(self.weight[:, :scalars], self.synthesis, None))
+        return torch.cat(parts, dim=1)
+
+    def _expected_channels(self) -> str:
+        return f"{self.in_channels} image channels"
+
+    def extra_repr(self) -> str:
+        vectors = f", vectors={self.vectors}" if self.vectors else ""
+        return f"{self.in_channels}, {self.out_fields}{super().extra_repr()}{vectors}"
+
+
+class GroupConv2d(PDOConv2d):
+    """Φ̃: maps group features to group features, Φ[e](x, A) = Σ_k χ_k^(A)[e](x, Ak).
+
+    ``[batch, in_fields * order, height, width]`` → ``[batch, out_fields * order, …]``.
+
+    With ``operators="order<=0"`` it is the 1×1 group convolution, exactly equivariant for every
+    element. The other arguments are those of :class:`LiftConv2d`.
+
+    >>> conv = GroupConv2d(4, 6, "p8")
+    >>> conv(torch.randn(2, 4 * 8, 16, 16)).shape
+    torch.Size([2, 48, 16, 16])
+    >>> conv.coefficients().shape, conv.filters().shape
+    (torch.Size([6, 4, 8, 9]), torch.Size([48, 32, 5, 5]))
+    >>> GroupConv2d(4, 6, "p8", operators="order<=0").filters().shape
+    torch.Size([48, 32, 1, 1])
+    """
+
+    input_kind = "regular"
+    output_kind = "regular"
+    places: Tensor
+
+    def __init__(
+        self,
+        in_fields: int,
+        out_fields: int,
+        group: GroupLike,
+        **options: Unpack[ConvOptions],
+    ) -> None:
+        groups = options.get("groups", 1)
+        in_fields = positive("in_fields", in_fields)
+        out_fields = positive("out_fields", out_fields)
+        check_groups(groups, in_fields=in_fields, out_fields=out_fields)
+        order = Group(group).order
+        self.in_fields = in_fields
+        self.out_fields = out_fields
+        super().__init__(
+            (out_fields, in_fields // groups, order),
+            group,
+            in_channels=in_fields * order,
+            out_channels=self._output_channels(order),
+            **options,
+        )
+
+    def _output_channels(self, order: int) -> int:
+        return self.out_fields * order
+
+    def _constants(self) -> dict[str, np.ndarray]:
+        places = dense.filter_places(self.group.relative, self.weight.shape[1])
+        return {**super()._constants(), "places": places}
+
+    def _filters(self) -> Tensor:
+        return dense.group_filters(self.weight, self.synthesis, self.places)
+
+    def _expected_channels(self) -> str:
+        return f"{self.in_channels} channels ({self.in_fields} fields of {self.group.name})"
+
+    def extra_repr(self) -> str:
+        return f"{self.in_fields}, {self.out_fields}{super().extra_repr()}"
+
+
+class VectorConv2d(GroupConv2d):
+    """Maps group features to vector fields, out(x) = Σ_A A·[s₁(x, A), s₂(x, A)] with s = Φ̃[e].
+
+    ``[batch, in_fields * order, height, width]`` → ``[batch, 2 * out_vectors, …]``, for each vector
+    its x (right) and y (**up**) component. The output turns as a vector field does:
+    (π_Ã v)(x) = Ã v(Ã⁻¹x). There is no bias: no constant vector is equivariant.
+
+    ``coefficients()`` are those of s, ``[2 * out_vectors, in_fields, order, operators]``.
+
+    >>> flow = VectorConv2d(4, 1, "p8", operators="order<=1")
+    >>> flow(torch.randn(2, 4 * 8, 16, 16)).shape
+    torch.Size([2, 2, 16, 16])
+    """
+
+    output_kind = "vector"
+    matrices: Tensor
+
+    def __init__(
+        self, in_fields: int, out_vectors: int, group: GroupLike, **options: Unpack[ConvOptions]
+    ) -> None:
+        in_fields = positive("in_fields", in_fields)
+        out_vectors = positive("out_vectors", out_vectors)
+        if options.get("bias"):
+            raise ValueError("expected bias=False: a constant vector is not equivariant")
+        check_groups(options.get("groups", 1), in_fields=in_fields, out_vectors=out_vectors)
+        self.out_vectors = out_vectors
+        super().__init__(in_fields, 2 * out_vectors, group, **options)
+
+    def _output_channels(self, order: int) -> int:
+        return 2 * self.out_vectors
+
+    def _output_scale(self) -> float:
+        # The sum over orientations adds `order` maps of equal variance.
+        return 1.0 / math.sqrt(self.group.order)
+
+    def _constants(self) -> dict[str, np.ndarray]:
+        return {**super()._constants(), "matrices": self.group.matrices}
+
+    def _filters(self) -> Tensor:
+        return dense.vector_filters(self.weight, self.synthesis, self.places, self.matrices)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_fields}, {self.out_vectors}{PDOConv2d.extra_repr(self)}"
+
+
+class GroupUpsampleConv2d(nn.Module):
+    """An upsampling convolution: :class:`Upsample2d`, then :class:`GroupConv2d`.
+
+    The equivariant counterpart of a transposed convolution with stride 2; options are those of
+    `GroupConv2d`.
+
+    >>> up = GroupUpsampleConv2d(4, 2, "p4")
+    >>> up(torch.randn(1, 16, 8, 8)).shape, up(torch.randn(1, 16, 8, 8), size=15).shape
+    (torch.Size([1, 8, 16, 16]), torch.Size([1, 8, 15, 15]))
+    """
+
+    input_kind = "regular"
+    output_kind = "regular"
+
+    def __init__(
+        self, in_fields: int, out_fields: int, group: GroupLike, **options: Unpack[ConvOptions]
+    ) -> None:
+        super().__init__()
+        self.upsample = Upsample2d()
+        self.conv = GroupConv2d(in_fields, out_fields, group, **options)
+
+    @property
+    def group(self) -> Group:
+        """The group of the convolution."""
+        return self.conv.group
+
+    def forward(self, x: Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
+        """Upsample to ``size`` (twice the size by default) and convolve."""
+        result: Tensor = self.conv(self.upsample(x, size))
+        return result
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

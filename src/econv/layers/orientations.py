@@ -1,0 +1,121 @@
+"""Layers that act on the orientations of a field as a whole: pooling, dropout, subgroups."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor, nn
+from torch.nn import functional
+
+from econv.engines import dense
+from econv.groups import Group, GroupLike
+from econv.layers.checks import check_multiple
+from econv.layers.constants import WithConstants
+
+__all__ = ["GroupDropout2d", "GroupPool2d", "Restrict2d", "restrict"]
+
+
+class GroupPool2d(nn.Module):
+    """Pools over orientations: ``[batch, fields * order, …]`` → ``[batch, fields, …]``.
+
+    What comes out is a stack of ordinary images that turn with the input.
+
+    >>> import torch
+    >>> GroupPool2d("p8")(torch.randn(2, 32, 8, 8)).shape
+    torch.Size([2, 4, 8, 8])
+    """
+
+    input_kind = "regular"
+    output_kind = "scalar"
+
+    def __init__(self, group: GroupLike, reduce: str = "max") -> None:
+        super().__init__()
+        self.group = Group(group)
+        self._order = self.group.order
+        if reduce not in ("max", "mean"):
+            raise ValueError(f"expected reduce 'max' or 'mean'; got {reduce!r}")
+        self.reduce = reduce
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pool ``[batch, fields * order, height, width]``, or ``[batch, fields * order]``."""
+        check_multiple(x, self.group, ranks=(2, 4))
+        by_orientation = x.unflatten(1, (-1, self._order))
+        # `amax` shares the gradient among equal maxima, so that it is equivariant too.
+        pooled = by_orientation.amax(2) if self.reduce == "max" else by_orientation.mean(2)
+        return pooled if x.ndim == 2 else pooled.contiguous(memory_format=dense.memory_format(x))
+
+    def extra_repr(self) -> str:
+        return f"{self.group.name}, reduce={self.reduce!r}"
+
+
+class GroupDropout2d(nn.Module):
+    """Drops whole fields: all orientations and pixels of a field together.
+
+    >>> import torch
+    >>> GroupDropout2d("p8", p=0.2).eval()(torch.ones(1, 16, 4, 4)).sum().item()
+    256.0
+    """
+
+    input_kind = "regular"
+    output_kind = "regular"
+
+    def __init__(self, group: GroupLike, p: float = 0.5) -> None:
+        super().__init__()
+        self.group = Group(group)
+        self._order = self.group.order
+        if not isinstance(p, float | int) or not 0.0 <= p <= 1.0:
+            raise ValueError(f"expected a probability p between 0 and 1; got {p!r}")
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop fields of ``[batch, fields * order, height, width]`` in train mode."""
+        check_multiple(x, self.group)
+        dropped = functional.dropout3d(x.unflatten(1, (-1, self._order)), self.p, self.training)
+        return dropped.flatten(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"{self.group.name}, p={self.p}"
+
+
+class Restrict2d(WithConstants):
+    """:func:`restrict` as a module.
+
+    Its input turns as features of ``whole``, its output as features of ``subgroup``; for the
+    elements of the subgroup it commutes with both.
+    """
+
+    places: Tensor
+
+    def __init__(self, group: GroupLike, subgroup: GroupLike) -> None:
+        super().__init__()
+        self.whole = Group(group)
+        self.subgroup = Group(subgroup)
+        self._refresh_constants()
+
+    def _constants(self) -> dict[str, np.ndarray]:
+        return {"places": self.whole.cosets(self.subgroup).ravel()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Read ``[batch, fields * group.order, height, width]`` as features of the subgroup."""
+        check_multiple(x, self.whole)
+        by_orientation = x.unflatten(1, (-1, self.whole.order))
+        chosen = by_orientation.index_select(2, self.places).flatten(1, 2)
+        return chosen.contiguous(memory_format=dense.memory_format(x))
+
+    def extra_repr(self) -> str:
+        return f"{self.whole.name}, {self.subgroup.name}"
+
+
+def restrict(x: Tensor, group: GroupLike, subgroup: GroupLike) -> Tensor:
+    """Read group features as features of a subgroup T, with |S| / |T| times as many fields.
+
+    Field (f, c) of the result holds, for t in T, the orientation t·c of field f: the right cosets
+    Tc, each of which T permutes as it permutes itself.
+
+    >>> import torch
+    >>> x = torch.arange(8.0).reshape(1, 8, 1, 1)
+    >>> restrict(x, "p8", "p4").flatten().tolist()
+    [0.0, 2.0, 4.0, 6.0, 1.0, 3.0, 5.0, 7.0]
+    """
+    module = Restrict2d(group, subgroup).to(x.device)
+    result: Tensor = module(x)
+    return result
