@@ -372,8 +372,8 @@ def harmonic(p: int, q: int) -> Polynomial:
 # tried, are in docs/decisions.md.
 _SMOOTHNESS = (1.0, 1.5, 2.0, 3.0)  # of the random fields, in pixels
 _SMOOTH_WEIGHT = 6.5  # the power of the smoothness by which a field weighs more
-_EVERY_ANGLE = 0.2  # share of turns by any angle beside that of the group
-_CONSISTENCY = 3e-5  # weight of plain accuracy up to 5×5 …
+_LEAST_LEAK = 0.2  # least weight of a leak, also of one that the group's turns do not show
+_CONSISTENCY = 2e-6  # weight of plain accuracy up to 5×5 …
 _CONSISTENCY_WIDE = 3e-8  # … and on wider supports, where leaks are a hundred times smaller
 
 
@@ -400,7 +400,7 @@ def _isotropic(p: int, q: int, size: int, rotations: int) -> npt.NDArray[np.comp
         # A turn by θ shows 1 − cos(dθ) of what leaked by d frequencies; 1 is the mean over all θ.
         # The grid's quarter turns leave d = ±4, ±8 …, of which those beyond 12 hardly matter.
         for d in (4, 8, 12) if rotations else ():
-            excess = -(1 - _EVERY_ANGLE) * math.cos(2 * math.pi * d / rotations)
+            excess = max(1 - math.cos(2 * math.pi * d / rotations), _LEAST_LEAK) - 1
             both = [_frequency_energy(points, m + step, sigma) for step in (d, -d)]
             leak = leak + excess * sum(both)
         unit = sigma**_SMOOTH_WEIGHT
