@@ -50,6 +50,7 @@ bench: $(STAMP)
 	@mkdir -p outputs
 	@$(RUN) benchmarks/layer_speed.py --json outputs/layer_speed.json
 	@$(RUN) benchmarks/build.py --json outputs/build.json
+	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -9,22 +9,15 @@ layer and beside a plain CNN, and draws a canonical filter with its turned copie
 from __future__ import annotations
 
 import argparse
-import math
-import os
 from pathlib import Path
 
-import matplotlib
-import numpy as np
 import torch
-from matplotlib.patches import Polygon
 from torch import Tensor, nn
 
 import econv
+from econv.lab import element_name
+from econv.plots import plot_filters, save
 from econv.testing import equivariance_error, smooth_field
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot  # after the choice of the backend
 
 FIELDS = 4
 CONVOLUTIONS = 4
@@ -89,11 +82,6 @@ def equivariance_errors(group: econv.Group, image: Tensor) -> tuple[list[str], l
     return list(measured), errors
 
 
-def element_name(group: econv.Group, element: int) -> str:
-    angle = f"{360 * (element % group.rotations) / group.rotations:.4g}°"
-    return f"{angle}, mirrored" if element >= group.rotations else angle
-
-
 def print_errors(group: econv.Group, names: list[str], errors: list[list[float]]) -> None:
     width = max(12, *(len(element_name(group, element)) for element in range(group.order)))
     print(f"Equivariance errors ‖f(πx) − πf(x)‖ / ‖πf(x)‖ of an untrained network of {group}:")
@@ -108,80 +96,12 @@ def print_errors(group: econv.Group, names: list[str], errors: list[list[float]]
 
 
 def draw_filters(group: econv.Group, path: Path) -> None:
-    """A canonical filter and what every element of the group turns it into, on one scale."""
+    """A canonical filter and what every element of the group turns it into."""
     layer = econv.LiftConv2d(1, 1, group, dtype=torch.float64)
     canonical = torch.tensor(CANONICAL_FILTER, dtype=torch.float64)
     with torch.no_grad():
         layer.weight.copy_(canonical.reshape(layer.weight.shape))
-        turned = layer.filters()[:, 0].numpy()
-    extent = max(float(np.abs(turned).max()), float(canonical.abs().max()))
-    # Whole rows of rotations, where their number allows it.
-    columns = max(n for n in range(1, 7) if group.rotations % n == 0 or n == min(group.order, 4))
-    lines = math.ceil(group.order / columns)
-    figure, axes = pyplot.subplots(
-        lines,
-        columns + 1,
-        figsize=(2.0 * (columns + 1) + 1.2, 2.1 * lines + 0.6),
-        squeeze=False,
-        layout="constrained",
-    )
-    for axis in axes.flat:
-        axis.set_axis_off()
-    draw_filter(axes[0, 0], canonical.numpy(), np.eye(2), "canonical, 3×3", extent)
-    panels = axes[:, 1:].flat
-    for element in range(group.order):
-        image = draw_filter(
-            panels[element],
-            turned[element],
-            group.matrices[element],
-            element_name(group, element),
-            extent,
-        )
-    size = layer.basis.size
-    figure.suptitle(f"A canonical filter and its copies in {group}, {size}×{size}", fontsize=13)
-    figure.colorbar(image, ax=axes, shrink=0.8, aspect=30, label="weight")
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        figure.savefig(temporary, dpi=140)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-        pyplot.close(figure)
-
-
-def draw_filter(
-    axis: pyplot.Axes, weights: np.ndarray, matrix: np.ndarray, title: str, extent: float
-) -> matplotlib.image.AxesImage:
-    half = weights.shape[0] / 2
-    image = axis.imshow(
-        weights,
-        cmap="RdBu_r",
-        vmin=-extent,
-        vmax=extent,
-        extent=(-half, half, -half, half),
-    )
-    for row, column in np.ndindex(weights.shape):
-        value = weights[row, column]
-        axis.text(
-            column + 0.5 - half,
-            half - row - 0.5,
-            f"{value:.1f}".replace("-", "−") if abs(value) >= 0.05 else "",
-            ha="center",
-            va="center",
-            fontsize=8,
-            zorder=3,  # above the square's outline
-            color="white" if abs(value) > 0.6 * extent else "black",
-        )
-    # The square that the canonical filter fills, turned with it.
-    corners = 1.5 * np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) @ matrix.T
-    axis.add_patch(Polygon(corners, fill=False, edgecolor="0.45", linewidth=1.2, zorder=2))
-    for line in np.arange(-half, half + 1):
-        axis.plot([line, line], [-half, half], color="white", linewidth=0.8, zorder=1)
-        axis.plot([-half, half], [line, line], color="white", linewidth=0.8, zorder=1)
-    reach = max(half, 2.6)
-    axis.set(xlim=(-reach, reach), ylim=(-reach, reach))
-    axis.set_title(title, fontsize=11)
-    return image
+    save(plot_filters(layer), path)
 
 
 def group_argument(text: str) -> econv.Group:

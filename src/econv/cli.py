@@ -1,0 +1,499 @@
+"""The `econv` command. It reads arguments, prints tables and says what is wrong in one line.
+
+What is measured is the business of `lab`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import econv
+from econv import lab
+from econv.groups import Group
+from econv.layers import (
+    Downsample2d,
+    GroupBatchNorm2d,
+    GroupConv2d,
+    GroupPool2d,
+    LiftConv2d,
+    PDOConv2d,
+    VectorConv2d,
+)
+from econv.testing import smooth_field
+
+__all__ = ["main"]
+
+_COLUMNS = 8  # elements side by side in a table
+
+
+class BadInputError(Exception):
+    """What the user gave cannot be checked; the message says why."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, or 2 for input that cannot be checked."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")  # a terminal without ‖ shows something else
+    try:
+        _check(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (BadInputError, ValueError, ImportError, OSError) as error:
+        text = " ".join(str(error).split())
+        print(f"econv check: {text}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="econv", description="Rotation- and reflection-equivariant networks: instruments."
+    )
+    parser.add_argument("--version", action="version", version=f"econv {econv.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    check = commands.add_parser(
+        "check",
+        help="is a model equivariant, where does its error come from, does training keep it?",
+        description="Measures how far a model is from turning with its input, layer by layer.",
+    )
+    add = check.add_argument
+    add(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="package.module:name or file.py:name, a module or a function that makes one; "
+        "without it, a small untrained network for a first look",
+    )
+    add(
+        "--weights",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="state dicts (.pt or .safetensors); one row for each, in the order given",
+    )
+    add(
+        "--images",
+        nargs="+",
+        metavar="PATH",
+        help="pictures, .npy or .npz files, or a folder; smooth random fields by default",
+    )
+    add("--count", type=_positive, default=4, help="how many images (default: %(default)s)")
+    add("--size", type=_positive, default=65, help="of random fields (default: %(default)s)")
+    add("--channels", type=_positive, help="of random fields (default: what the model reads)")
+    add(
+        "--smoothness",
+        type=_positive_float,
+        default=3.0,
+        help="of random fields, in pixels (default: %(default)s)",
+    )
+    add("--group", type=_group, help="the group to check (default: the model's; p8 without one)")
+    add("--angles", nargs="+", type=float, metavar="DEGREES", help="print the error at these too")
+    add("--html", type=Path, metavar="FILE", help="write one page with a slider that turns it all")
+    add("--plots", type=Path, metavar="FOLDER", help="write pictures; needs econv[plot]")
+    add("--json", type=Path, metavar="FILE", help="write all numbers")
+    add("--twin-weights", type=Path, metavar="FILE", help="state dict of the CNN twin on the page")
+    add("--seed", type=int, default=0, help="of weights and random fields (default: %(default)s)")
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    for path in (args.html, args.json):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise BadInputError(f"no such folder: {path.absolute().parent}")
+    if args.plots is not None:
+        importlib.import_module("econv.plots")._figure(1, 1)  # says so now if matplotlib is missing
+        args.plots.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(args.seed)
+    name = args.model or "built-in network"
+    channels = args.channels
+    if args.model is None:
+        if args.images is not None and channels is None:
+            channels = lab.load_images(args.images, limit=1).shape[1]
+        model: nn.Module = _first_look(Group(args.group or "p8"), channels or 1)
+    else:
+        model = _load_model(args.model)
+    group = lab.find_group(model, args.group)
+    images = _images(args, model, channels, group)
+    _probe(model, images)
+    if args.model is None and not args.weights:
+        _prepare(model, images)
+    model.eval()
+
+    checkpoints = []
+    for path in args.weights:
+        _load_weights(model, path)
+        model.eval()
+        checkpoints.append((path, lab.layer_errors(model, lab.windowed(images), group)))
+    table = (
+        checkpoints[-1][1] if checkpoints else lab.layer_errors(model, lab.windowed(images), group)
+    )
+    sources, why_not = _sources(model, images, group)
+    curve = None
+    if args.angles or args.plots or args.json:
+        curve = lab.angle_curve(model, lab.windowed(images), args.angles, group)
+
+    shape = "×".join(str(n) for n in images.shape[-2:])
+    print(f"{name}: {group}, {len(images)} images of {shape} pixels")
+    if len(checkpoints) > 1:
+        _print_checkpoints(checkpoints)
+        print(f"\nAfter {args.weights[-1]}:")
+    _print_table(table)
+    if sources is not None:
+        _print_sources(sources)
+    else:
+        print(f"\nThe sources of the error cannot be told apart: {why_not}")
+    if args.angles and curve is not None:
+        print("\nError of the output over the angle")
+        for angle, error in zip(curve.angles, curve.errors, strict=True):
+            print(f"  {angle:>7.4g}°  {_figure(error)}")
+
+    if args.json is not None:
+        record = {
+            "econv": econv.__version__,
+            "model": name,
+            "images": list(images.shape),
+            "table": table.to_dict(),
+            "sources": sources.to_dict() if sources is not None else None,
+            "angles": curve.to_dict() if curve is not None else None,
+            "checkpoints": [
+                {"weights": str(path), "table": found.to_dict()} for path, found in checkpoints
+            ],
+        }
+        with lab.atomic(args.json) as temporary:
+            text = json.dumps(_finite(record), indent=1, ensure_ascii=False, allow_nan=False)
+            temporary.write_text(text + "\n", encoding="utf-8")
+        print(f"\nNumbers: {args.json}")
+    if args.plots is not None and curve is not None:
+        print()
+        _plots(args.plots, model, curve, group)
+    if args.html is not None:
+        _page(args, model, images, table, sources, why_not, name)
+
+
+def _first_look(group: Group, channels: int) -> nn.Sequential:
+    def block(before: int, after: int) -> list[nn.Module]:
+        return [
+            GroupConv2d(before, after, group),
+            GroupBatchNorm2d(after, group),
+            nn.ReLU(),
+        ]
+
+    return nn.Sequential(
+        LiftConv2d(channels, 4, group),
+        GroupBatchNorm2d(4, group),
+        nn.ReLU(),
+        *block(4, 4),
+        Downsample2d(),
+        *block(4, 8),
+        GroupPool2d(group),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 10),
+    )
+
+
+def _prepare(model: nn.Module, images: Tensor) -> None:
+    """Statistics that fit the images, and scores that differ between classes."""
+    lab.calibrate(model, images)
+    classifier = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    with torch.no_grad():
+        factor = 1.5 / model(images).std(dim=1, correction=0).mean()
+        for parameter in classifier.parameters():
+            parameter.mul_(factor)
+
+
+def _load_model(text: str) -> nn.Module:
+    place, colon, name = text.rpartition(":")
+    if not colon or not place or not name:
+        raise BadInputError(f"expected MODEL as package.module:name or file.py:name; got {text!r}")
+    module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise BadInputError(f"{place} has no {name!r}")
+        found = getattr(found, part)
+    if not isinstance(found, nn.Module):
+        if not callable(found):
+            raise BadInputError(f"expected {text} to be a module or to make one; it is {found!r}")
+        try:
+            found = found()
+        except Exception as error:  # the user's code may raise anything
+            raise BadInputError(f"{text}() failed: {type(error).__name__}: {error}") from None
+    if not isinstance(found, nn.Module):
+        raise BadInputError(
+            f"expected {text}() to return a torch module; got {type(found).__name__}"
+        )
+    return found
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise BadInputError(f"no such file: {path}")
+    spec = importlib.util.spec_from_file_location(f"_econv_check_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise BadInputError(f"cannot load {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise BadInputError(f"{path} failed: {type(error).__name__}: {error}") from None
+    return module
+
+
+def _import(name: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path:  # as `python -m` has it, and an installed command has not
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise BadInputError(f"cannot import {name}: {type(error).__name__}: {error}") from None
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    if not path.is_file():
+        raise BadInputError(f"no such file: {path}")
+    try:
+        if path.suffix == ".safetensors":
+            # By name: it need not be installed where types are checked.
+            state = importlib.import_module("safetensors.torch").load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError:
+        raise BadInputError(f"reading {path} needs safetensors: pip install safetensors") from None
+    except Exception as error:  # unpicklers raise what they like
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise BadInputError(f"cannot read weights from {path}: {first}") from None
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise BadInputError(
+            f"expected a state dict of tensors in {path}; got {type(state).__name__}"
+        )
+    state = {key.removeprefix("module."): value for key, value in state.items()}
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise BadInputError(f"the weights in {path} do not fit the model: {error}") from None
+
+
+def _images(
+    args: argparse.Namespace, model: nn.Module, channels: int | None, group: Group
+) -> Tensor:
+    quarter = any(group.matrices[e][0, 0] == 0 for e in group.grid_symmetries)
+    first = next((m for m in model.modules() if isinstance(m, LiftConv2d)), None)
+    reads = channels or (first.in_channels if first is not None else None)
+    if args.images is not None:
+        images = lab.load_images(args.images, reads, square=quarter, limit=args.count)
+    else:
+        images = smooth_field(args.size, reads or 1, args.smoothness, args.seed, args.count)
+    weights = [p for p in model.parameters() if p.is_floating_point()]
+    return images.to(weights[0]) if weights else images
+
+
+def _probe(model: nn.Module, images: Tensor) -> None:
+    kept = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(images)
+    except Exception as error:  # the user's code may raise anything
+        raise BadInputError(
+            f"the model fails on images of shape {list(images.shape)}: "
+            f"{type(error).__name__}: {error}"
+        ) from None
+    finally:
+        model.train(kept)
+
+
+def _sources(model: nn.Module, images: Tensor, group: Group) -> tuple[lab.ErrorSources | None, str]:
+    off_grid = [e for e in range(group.order) if e not in group.grid_symmetries]
+    element = (off_grid or [e for e in group.grid_symmetries if e] or [0])[0]
+    try:
+        return lab.error_sources(model, images, element, group), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _print_table(table: lab.LayerErrors) -> None:
+    exact = set(table.group.grid_symmetries)
+    print("\nEquivariance errors ‖f(πx) − πf(x)‖ / ‖πf(x)‖; ∗ marks symmetries of the pixel grid")
+    names = [f"{entry.name} {entry.type}" for entry in table.layers]
+    heads = [
+        name + ("∗" if element in exact else " ")
+        for element, name in zip(table.elements, table.names, strict=True)
+    ]
+    first = max(len(name) for name in [*names, "output, invariant"]) + 2
+    kinds = max([len(entry.kind) for entry in table.layers] + [4])
+    width = max(10, *(len(head) + 1 for head in heads))
+    for start in range(0, len(heads), _COLUMNS):
+        part = slice(start, start + _COLUMNS)
+        print(f"{'element':<{first + kinds}}" + "".join(f"{h:>{width}}" for h in heads[part]))
+        for name, entry in zip(names, table.layers, strict=True):
+            cells = "".join(f"{_figure(e):>{width - 1}} " for e in entry.errors[part])
+            print(f"{name:<{first}}{entry.kind:<{kinds}}{cells}")
+        output = table.output[part]
+        cells = "".join(f"{_figure(e.relative):>{width - 1}} " for e in output)
+        print(f"{'output':<{first}}{table.output_kind:<{kinds}}{cells}")
+        if all(e.agreement is not None for e in output):
+            cells = "".join(f"{100 * (e.agreement or 0):>{width - 3}.0f} % " for e in output)
+            print(f"{'same class':<{first + kinds}}{cells}")
+    inexact = table.first_inexact()
+    if inexact is not None:
+        why = (
+            "it has a stride, and on this size its samples lie off the centre"
+            if inexact in table.strided
+            else "it, or what lies between it and the layer before, breaks equivariance"
+        )
+        print(f"Not exact at the symmetries of the pixel grid from {inexact} on: {why}.")
+    if table.unknown:
+        print(f"Not compared, because how they turn is unknown: {', '.join(table.unknown)}")
+
+
+def _print_sources(sources: lab.ErrorSources) -> None:
+    print(
+        f"\nWhere the error at {sources.angle} comes from, in the map after {sources.layer} "
+        f"({_figure(sources.error)} in the whole disc, {_figure(sources.interior)} inside):"
+    )
+    print(f"  strided sampling      {100 * sources.sampling:5.1f} %")
+    print(f"  padding and cropping  {100 * sources.padding:5.1f} %")
+    print(f"  stencils              {100 * sources.stencil:5.1f} %")
+    print(f"Turning that map there and back changes it by {_figure(sources.comparison)}.")
+
+
+def _print_checkpoints(checkpoints: Sequence[tuple[Path, lab.LayerErrors]]) -> None:
+    print("\nDoes training keep it? The largest error of any layer, and of the output")
+    width = max(len(str(path)) for path, _ in checkpoints) + 2
+    print(
+        f"{'weights':<{width}}{'on the grid':>13}{'elsewhere':>13}{'output':>13}{'same class':>13}"
+    )
+    for path, table in checkpoints:
+        exact = set(table.group.grid_symmetries)
+
+        def largest(on_grid: bool, table: lab.LayerErrors = table, grid: set[int] = exact) -> str:
+            found = [
+                error
+                for entry in table.layers
+                for element, error in zip(table.elements, entry.errors, strict=True)
+                if (element in grid) == on_grid
+            ]
+            return _figure(max(found)) if found else "–"
+
+        output = _figure(max(e.relative for e in table.output))
+        shares = [e.agreement for e in table.output if e.agreement is not None]
+        same = f"{100 * min(shares):.0f} %" if shares else "–"
+        row = f"{largest(True):>13}{largest(False):>13}{output:>13}{same:>13}"
+        print(f"{path!s:<{width}}{row}")
+
+
+def _plots(folder: Path, model: nn.Module, curve: lab.AngleCurve, group: Group) -> None:
+    from econv import plots
+
+    figures = {"angles": plots.plot_angles(curve)}
+    layer = next(
+        (
+            m
+            for m in model.modules()
+            if isinstance(m, PDOConv2d) and not isinstance(m, VectorConv2d)
+        ),
+        None,
+    )
+    if layer is not None:
+        figures["filters"] = plots.plot_filters(layer)
+        figures["symbols"] = plots.plot_symbols(lab.operator_symbols(layer.basis))
+        off_grid = [e for e in range(group.order) if e not in group.grid_symmetries]
+        if off_grid and layer.stride == 1 and layer.input_kind != "mixed":
+            named = {"first layer": lab.resolution_curve(layer, off_grid[0], group=group)}
+            figures["resolution"] = plots.plot_resolution(named)
+    for name, figure in figures.items():
+        print(f"Picture: {plots.save(figure, folder / f'{name}.png')}")
+
+
+def _page(
+    args: argparse.Namespace,
+    model: nn.Module,
+    images: Tensor,
+    table: lab.LayerErrors,
+    sources: lab.ErrorSources | None,
+    why_not: str,
+    name: str,
+) -> None:
+    from econv.page import write_page
+
+    if sources is None:
+        raise BadInputError(f"--html: {why_not}")
+    twin = None
+    if args.twin_weights is not None:
+        twin = lab.plain_twin(model)
+        _load_weights(twin, args.twin_weights)
+    write_page(
+        args.html,
+        model,
+        images,
+        twin=twin,
+        group=table.group,
+        title=f"Equivariance of {name}",
+        table=table,
+        sources=sources,
+    )
+    print(f"\nPage: {args.html}")
+
+
+def _figure(error: float) -> str:
+    return f"{error:.1e}"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text}")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number; got {text}")
+    return value
+
+
+def _group(text: str) -> Group:
+    try:
+        return Group(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

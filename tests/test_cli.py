@@ -1,0 +1,236 @@
+"""The command: what it prints, what it writes, and one clear line for what it cannot check."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import econv
+from econv import GroupBatchNorm2d, GroupConv2d, GroupPool2d, LiftConv2d
+from econv.cli import main
+
+MODEL = """
+import torch
+from torch import nn
+from econv import *
+
+def make(stride=1, group="p4"):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        LiftConv2d(1, 2, group, stride=stride), GroupBatchNorm2d(2, group), nn.ReLU(),
+        GroupConv2d(2, 2, group), GroupPool2d(group), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(2, 3))
+
+def strided(): return make(2)
+def eighths(): return make(1, "p8")
+def fails(): raise RuntimeError("no data")
+def nothing(): return None
+def plain(): return nn.Conv2d(1, 3, 3)
+def mixed(): return nn.Sequential(LiftConv2d(1, 1, "p8"), GroupPool2d("p8"), LiftConv2d(1, 1, "p6"))
+def three(): return LiftConv2d(3, 1, "p4")
+ready = make()
+number = 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return path
+
+
+def run(capsys, *arguments: object) -> str:
+    code = main(["check", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    return out
+
+
+def refused(capsys, *arguments: object) -> str:
+    code = main(["check", *map(str, arguments)])
+    err = capsys.readouterr().err
+    assert code == 2
+    assert err.startswith("econv check: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_a_first_look_needs_no_arguments(capsys):
+    out = run(capsys, "--size", 17, "--count", 2)
+    assert "built-in network: p8, 2 images of 17×17 pixels" in out
+    heads = next(line for line in out.splitlines() if line.startswith("element"))
+    assert heads.split()[1:] == ["45°", "90°∗", "135°", "180°∗", "225°", "270°∗", "315°"]
+    row = next(line for line in out.splitlines() if line.startswith("0 LiftConv2d"))
+    errors = [float(cell) for cell in row.split()[3:]]
+    assert errors[1] < 1e-5 < errors[0]
+    assert "strided sampling        0.0 %" in out
+    assert "Not exact" not in out
+
+
+def test_models_come_from_files_factories_and_modules(capsys, model):
+    factory = run(capsys, f"{model}:make", "--size", 17)
+    ready = run(capsys, f"{model}:ready", "--size", 17)
+    assert "p4" in factory
+    assert factory.splitlines()[1:] == ready.splitlines()[1:]
+
+
+def test_models_come_from_packages_in_the_working_folder(capsys, model, monkeypatch):
+    model.rename(model.with_name("some_models.py"))
+    monkeypatch.chdir(model.parent)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert "some_models:make: p4" in run(capsys, "some_models:make", "--size", 17)
+
+
+def test_a_stride_off_the_centre_is_reported(capsys, model):
+    out = run(capsys, f"{model}:strided", "--size", 32)
+    assert "Not exact at the symmetries of the pixel grid from 0 on: it has a stride" in out
+    share = float(re.search(r"strided sampling +([\d.]+) %", out)[1])
+    assert share > 10
+    assert "Not exact" not in run(capsys, f"{model}:strided", "--size", 33)
+
+
+def test_each_checkpoint_has_a_row(capsys, model, tmp_path):
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        LiftConv2d(1, 2, "p4"),
+        GroupBatchNorm2d(2, "p4"),
+        nn.ReLU(),
+        GroupConv2d(2, 2, "p4"),
+        GroupPool2d("p4"),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2, 3),
+    )
+    first, second = tmp_path / "first.pt", tmp_path / "second.pt"
+    torch.save(network.state_dict(), first)
+    with torch.no_grad():
+        network[3].weight.mul_(2)
+    torch.save({"state_dict": network.state_dict(), "epoch": 3}, second)
+    out = run(capsys, f"{model}:make", "--weights", first, second, "--size", 17)
+    assert "Does training keep it?" in out
+    rows = [line.split() for line in out.splitlines() if ".pt " in line]
+    assert [row[0] for row in rows] == [str(first), str(second)]
+    assert all(float(row[1]) < 1e-5 for row in rows)
+    assert f"After {second}:" in out
+
+
+def test_all_that_is_asked_for_is_written(capsys, model, tmp_path):
+    out = run(
+        capsys,
+        *(f"{model}:eighths", "--size", 24, "--count", 1, "--angles", 0, 30, 45),
+        *("--html", tmp_path / "page.html", "--json", tmp_path / "numbers.json"),
+        *("--plots", tmp_path / "plots"),
+    )
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    names = sorted(p.name for p in (tmp_path / "plots").iterdir())
+    assert names == ["angles.png", "filters.png", "resolution.png", "symbols.png"]
+    numbers = json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))
+    assert numbers["angles"]["angles"] == [0, 30, 45]
+    assert numbers["table"]["group"] == "p8"
+    assert numbers["sources"]["angle"] == "45°"
+    assert numbers["econv"] == econv.__version__
+    printed = re.search(r" 30°  (\S+)", out)[1]
+    assert float(printed) == pytest.approx(numbers["angles"]["errors"][1], rel=0.05)
+
+
+def test_images_of_the_user_are_used(capsys, model, tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(3, 1, 20, 20)))
+    out = run(capsys, f"{model}:make", "--images", tmp_path / "x.npy", "--count", 2)
+    assert "2 images of 20×20 pixels" in out
+
+
+def test_the_seed_decides(capsys):
+    one, same, other = (run(capsys, "--size", 17, "--count", 1, "--seed", s) for s in (1, 1, 2))
+    assert one == same != other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "expected MODEL as package.module:name"),
+        (["no_such_package_here:make"], "cannot import no_such_package_here"),
+        (["{folder}/missing.py:make"], "no such file"),
+        (["{folder}/broken.py:make"], "broken.py failed: SyntaxError"),
+        (["{model}:missing"], "has no 'missing'"),
+        (["{model}:number"], "to be a module or to make one; it is 3"),
+        (["{model}:fails"], "failed: RuntimeError: no data"),
+        (["{model}:nothing"], "to return a torch module; got NoneType"),
+        (["{model}:plain"], "no layer that names one"),
+        (["{model}:plain", "--group", "p4"], "no equivariant map"),
+        (["{model}:mixed"], "several (p6, p8)"),
+        (["{model}:make", "--group", "p8"], "not a subgroup"),
+        (["{model}:make", "--size", "3"], "fails on images of shape [4, 1, 3, 3]: ValueError"),
+        (["{model}:make", "--channels", "2"], "fails on images of shape"),
+        (["{model}:make", "--images", "{folder}/missing"], "no such file or folder"),
+        (["{model}:make", "--images", "{folder}/wide.npy"], "expected square images"),
+        (["{model}:three", "--images", "{folder}/grey.npy"], "expected images of 3 channels"),
+        (["{model}:make", "--weights", "{folder}/missing.pt"], "no such file"),
+        (["{model}:make", "--weights", "{folder}/wide.npy"], "cannot read weights"),
+        (["{model}:make", "--weights", "{folder}/other.pt"], "do not fit the model"),
+        (["{model}:make", "--weights", "{folder}/tensor.pt"], "expected a state dict"),
+        (["{model}:make", "--weights", "{folder}/pickled.pt"], "cannot read weights"),
+        (["--html", "{folder}/missing/page.html"], "no such folder"),
+    ],
+)
+def test_bad_input_gets_one_line_and_code_two(capsys, model, arguments, message):
+    folder = model.parent
+    (folder / "broken.py").write_text("def make(:")
+    np.save(folder / "wide.npy", np.zeros((8, 12)))
+    np.save(folder / "grey.npy", np.zeros((12, 12)))
+    torch.save({"weight": torch.zeros(1)}, folder / "other.pt")
+    torch.save(torch.zeros(1), folder / "tensor.pt")
+    torch.save(nn.ReLU(), folder / "pickled.pt")
+    texts = [text.format(folder=folder, model=model) for text in arguments]
+    assert message in refused(capsys, *texts)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--group", "q4"], ["--size", "0"], ["--smoothness", "-1"], ["--angles", "x"], ["--nonsense"]],
+)
+def test_bad_options_are_refused_by_the_parser(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(["check", *arguments])
+    assert stop.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_pictures_without_matplotlib_name_the_extra(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "econv[plot]" in refused(capsys, "--plots", tmp_path / "plots")
+
+
+def test_safetensors_that_are_not_installed_are_named(capsys, monkeypatch, model, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    text = refused(capsys, f"{model}:make", "--weights", tmp_path / "x.safetensors")
+    assert "pip install safetensors" in text
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"econv {econv.__version__}\n"
+
+
+def test_a_process_without_utf8_still_prints(tmp_path):
+    command = [sys.executable, "-m", "econv.cli", "check", "--size", "17", "--count", "1"]
+    environment = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    assert b"LiftConv2d" in result.stdout
+
+
+def test_the_command_is_installed_under_its_name():
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    assert 'econv = "econv.cli:main"' in pyproject.read_text(encoding="utf-8")

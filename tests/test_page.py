@@ -1,0 +1,372 @@
+"""The page: what it holds, and that it works in a real browser, from a file and with no network."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from econv import (
+    Downsample2d,
+    GroupBatchNorm2d,
+    GroupConv2d,
+    GroupPool2d,
+    LiftConv2d,
+    VectorConv2d,
+    lab,
+)
+from econv.page import LARGEST, page, png, write_page
+from econv.testing import smooth_field
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+HOSTILE = '</script><script>alert(1)</script>&"{{data}}'
+
+
+def classifier(channels: int = 1) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        LiftConv2d(channels, 2, "p8"),
+        GroupBatchNorm2d(2, "p8"),
+        nn.ReLU(),
+        Downsample2d(),
+        GroupConv2d(2, 4, "p8"),
+        GroupPool2d("p8"),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    )
+    nn.init.normal_(model[-1].weight, std=3.0)
+    return lab.calibrate(model, images(channels))
+
+
+def images(channels: int = 1) -> torch.Tensor:
+    return smooth_field(48, channels, 3.0, batch=2, dtype=torch.float32)
+
+
+def data_of(text: str) -> dict:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found[1])
+
+
+def decoded(address: str) -> np.ndarray:
+    from matplotlib.image import imread
+
+    content = base64.b64decode(address.removeprefix("data:image/png;base64,"))
+    return imread(io.BytesIO(content), format="png")
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return page(classifier(), images(), title=HOSTILE, classes=["cat", "dog", HOSTILE])
+
+
+# What the page holds
+
+
+def test_png_files_decode_to_the_same_pixels():
+    random = np.random.default_rng(0)
+    colours = random.integers(0, 256, (5, 7, 4), dtype=np.uint8)
+    address = "data:image/png;base64," + base64.b64encode(png(colours)).decode()
+    np.testing.assert_allclose(decoded(address) * 255, colours, atol=1e-4)
+    palette = random.integers(0, 256, (256, 3), dtype=np.uint8)
+    indices = random.integers(0, 256, (6, 3), dtype=np.uint8)
+    address = "data:image/png;base64," + base64.b64encode(png(indices, palette, 255)).decode()
+    found = decoded(address) * 255
+    np.testing.assert_allclose(found[..., :3][indices < 255], palette[indices][indices < 255])
+    assert (found[..., 3][indices == 255] == 0).all()
+    assert (found[..., 3][indices < 255] == 255).all()
+
+
+def test_the_numbers_are_those_of_the_laboratory(text):
+    data = data_of(text)
+    model, x = classifier(), lab.windowed(images()[:1])
+    curve = lab.angle_curve(model[:6], x, angles=[45, 90])
+    assert data["angles"][9] == 45
+    # The page turns maps back and the curve turns them there: alike but for interpolation.
+    assert data["errors"]["ours"][9] == pytest.approx(curve.errors[0], rel=0.2)
+    assert data["errors"]["ours"][18] < 1e-5
+    assert data["errors"]["twin"][18] > 0.1
+    scores = model(x).softmax(dim=1)[0].tolist()
+    assert data["probabilities"]["ours"][0] == pytest.approx(scores, abs=1e-4)
+    assert data["own"][9]
+    assert not data["own"][8]
+    table = lab.layer_errors(model, lab.windowed(images()))
+    assert f"<td>{table.layers[0].errors[0]:.1e}</td>" in text
+
+
+def test_the_shares_of_the_sources_are_shown(text):
+    sources = lab.error_sources(classifier(), images())
+    for name in ("sampling", "padding", "stencil"):
+        shown = re.search(rf'id="share-{name}">([\d.]+) %', text)[1]
+        assert float(shown) == pytest.approx(100 * getattr(sources, name), abs=0.06)
+
+
+def test_every_sheet_has_a_frame_for_every_angle(text):
+    data = data_of(text)
+    assert len(data["angles"]) == 72
+    names = {"input", "ours", "ours-difference", "twin", "twin-difference"}
+    assert set(data["sheets"]) == names
+    for sheet in data["sheets"].values():
+        pixels = decoded(sheet["png"])
+        assert pixels.shape[:2] == (8 * sheet["size"], 9 * sheet["size"])
+        first, later = (
+            pixels[: sheet["size"], k * sheet["size"] :][:, : sheet["size"]] for k in (0, 5)
+        )
+        assert not np.array_equal(first, later)
+
+
+def test_no_string_of_the_user_becomes_markup(text):
+    assert "<script>alert" not in text
+    assert html.escape(HOSTILE) in text
+    assert data_of(text)["predicted"]["ours"][0] in ("cat", "dog", HOSTILE)
+    assert text.count("<script") == 2
+
+
+def test_the_page_refers_to_nothing_outside(text):
+    assert len(text.encode()) < LARGEST
+    assert not re.search(r"https?:", text)
+    assert "default-src 'none'" in text
+    assert not re.search(
+        r"\{\{\w+\}\}", text.replace(html.escape(HOSTILE), "").replace("{{data}}", "")
+    )
+
+
+def test_colour_images_and_many_classes_fit():
+    torch.manual_seed(0)
+    model = classifier(3)
+    model[-1] = nn.Linear(4, 200)
+    text = page(model, images(3))
+    data = data_of(text)
+    assert decoded(data["sheets"]["input"]["png"]).shape[2] == 4
+    assert len(data["probabilities"]["ours"][0]) == 10
+    assert "likeliest of 200 classes" in text
+    assert len(text.encode()) < LARGEST
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        LiftConv2d(1, 2, "p8"),
+        nn.Sequential(LiftConv2d(1, 2, "p6m"), VectorConv2d(2, 1, "p6m")),
+        nn.Sequential(LiftConv2d(1, 2, "p3")),
+    ],
+    ids=["layer", "vectors", "no grid symmetry"],
+)
+def test_models_without_scores_have_a_page_without_probabilities(model):
+    text = page(model, images()[:1])
+    assert data_of(text)["probabilities"] is None
+    assert "Class probabilities" not in text
+
+
+def test_the_page_names_the_broken_layer_and_what_is_unknown():
+    model = nn.Sequential(
+        LiftConv2d(1, 2, "p8", stride=2), nn.Flatten(), nn.Linear(16 * 24 * 24, 2)
+    )
+    text = page(model, images())
+    assert "is <code>0</code>. It has a stride" in text
+    assert "1 (Flatten), 2 (Linear)" in text
+    assert "class=high" in text
+
+
+def test_bad_input_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="square images"):
+        page(classifier(), torch.zeros(1, 1, 16, 20))
+    with pytest.raises(ValueError, match="names of 3 classes; got 2"):
+        page(classifier(), images(), classes=["a", "b"])
+    path = tmp_path / "page.html"
+    path.write_text("old")
+    with pytest.raises(ValueError, match="no layer that names one"):
+        write_page(path, nn.Conv2d(1, 1, 3), images())
+    assert path.read_text() == "old"
+
+
+def test_the_model_is_left_as_it_was():
+    model = classifier().train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    page(model, images()[:1])
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+# In a real browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    binary = shutil.which("chromium") or shutil.which("chromium-browser")
+    driver = shutil.which("chromedriver")
+    if binary is None or driver is None:
+        pytest.skip("no Chromium with chromedriver found: the page was not opened in a browser")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield found
+    found.quit()
+
+
+@pytest.fixture
+def opened(browser, tmp_path, text):
+    path = tmp_path / "page.html"
+    path.write_text(text, encoding="utf-8")
+    resize(browser, 1200)
+    browser.get(path.as_uri())
+    wait(browser, "return document.documentElement.dataset.ready === 'yes'")
+    return browser
+
+
+def wait(browser, script: str) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(browser, 10).until(lambda b: b.execute_script(script))
+
+
+def resize(browser, width: int) -> None:
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def seen(browser) -> dict[str, str]:
+    """The picture on every canvas, and the numbers."""
+    pictures = browser.execute_script(
+        "return Object.fromEntries([...document.querySelectorAll('canvas')]"
+        ".map(canvas => [canvas.id, canvas.toDataURL()]))"
+    )
+    names = ("degrees", "ours-error", "twin-error", "summary", "whose")
+    return pictures | {name: browser.find_element("id", name).text for name in names}
+
+
+def test_the_arrow_keys_turn_the_picture_and_the_numbers(opened):
+    from selenium.webdriver.common.keys import Keys
+
+    before = seen(opened)
+    assert before["degrees"] == "0°"
+    assert before["ours-error"] == "0"
+    slider = opened.find_element("id", "angle")
+    opened.find_element("tag name", "body").send_keys(Keys.TAB)
+    assert opened.switch_to.active_element == slider  # the first stop of the Tab key
+    for _ in range(9):
+        slider.send_keys(Keys.ARROW_RIGHT)
+    after = seen(opened)
+    assert after["degrees"] == "45°"
+    assert after["whose"] == "an angle of p8"
+    unchanged = [name for name in before if before[name] == after[name]]
+    assert unchanged == []
+    slider.send_keys(Keys.HOME)
+    assert seen(opened) == before
+
+
+def test_the_numbers_shown_are_those_of_the_page(opened, text):
+    from selenium.webdriver.common.keys import Keys
+
+    slider = opened.find_element("id", "angle")
+    slider.send_keys(Keys.END)
+    assert seen(opened)["degrees"] == "355°"
+    errors = data_of(text)["errors"]
+    assert float(seen(opened)["twin-error"]) == pytest.approx(errors["twin"][71], rel=0.01)
+    shown = opened.find_element("css selector", "#ours-0 span").text
+    wanted = 100 * data_of(text)["probabilities"]["ours"][71][0]
+    assert float(shown.removesuffix(" %")) == pytest.approx(wanted, abs=0.06)
+
+
+def test_dragging_turns_it_too(opened):
+    from selenium.webdriver import ActionChains
+
+    before = seen(opened)
+    slider = opened.find_element("id", "angle")
+    ActionChains(opened).move_to_element(slider).click().perform()
+    after = seen(opened)
+    assert after["degrees"] in ("175°", "180°", "185°")
+    assert after["input"] != before["input"]
+
+
+def test_focus_is_visible_and_changes_are_announced(opened):
+    from selenium.webdriver.common.keys import Keys
+
+    slider = opened.find_element("id", "angle")
+    slider.send_keys(Keys.ARROW_RIGHT)
+    assert slider.value_of_css_property("outline-style") == "solid"
+    assert slider.accessible_name == "Turn the input"
+    assert slider.get_attribute("aria-valuetext") == "5°"
+    assert opened.find_element("id", "summary").get_attribute("aria-live") == "polite"
+
+
+@pytest.mark.parametrize("width", [320, 375, 768, 1200])
+def test_nothing_overflows(opened, width):
+    resize(opened, width)
+    assert opened.execute_script("return window.innerWidth") == width
+    assert opened.execute_script("return document.documentElement.scrollWidth") <= width
+    # Only the table may be wider than the page, inside its own scroll box.
+    beyond = opened.execute_script(
+        "return [...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll') &&"
+        " e.getBoundingClientRect().right > window.innerWidth + 1).map(e => e.outerHTML)"
+    )
+    assert beyond == []
+
+
+def test_dark_mode_changes_the_colours(opened):
+    def background(scheme: str) -> str:
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        return opened.find_element("tag name", "body").value_of_css_property("background-color")
+
+    assert background("dark") != background("light")
+
+
+def requested(browser) -> list[str]:
+    """The addresses that were asked for since the last call."""
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    return [
+        message["params"]["request"]["url"]
+        for message in messages
+        if message["method"] == "Network.requestWillBeSent"
+    ]
+
+
+def test_no_error_in_the_console_and_no_request_beyond_the_file(opened):
+    from selenium.webdriver.common.keys import Keys
+
+    requested(opened)
+    opened.refresh()
+    wait(opened, "return document.documentElement.dataset.ready === 'yes'")
+    opened.find_element("id", "angle").send_keys(Keys.ARROW_RIGHT)
+    assert opened.get_log("browser") == []
+    addresses = requested(opened)
+    assert addresses
+    assert all(address.startswith(("file:", "data:image/png")) for address in addresses)
+
+
+OUTSIDE = "http://127.0.0.1:9/x.png"  # nobody listens on the discard port
+ASK = (
+    "const image = new Image(); image.onerror = () => window.refused = true;"
+    f"image.src = '{OUTSIDE}'"
+)
+
+
+def test_the_page_itself_forbids_requests(opened):
+    opened.execute_script(ASK)
+    wait(opened, "return window.refused === true")
+    assert "Content Security Policy" in opened.get_log("browser")[0]["message"]
+
+
+def test_requests_and_console_errors_of_another_page_are_seen(browser):
+    browser.get("data:text/html,<title>another</title>")
+    requested(browser)
+    browser.execute_script(ASK)
+    wait(browser, "return window.refused === true")
+    assert OUTSIDE in requested(browser)
+    assert browser.get_log("browser") != []

@@ -1,0 +1,142 @@
+"""Pictures: they show the numbers that they were given, and are written whole or not at all."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from econv import GroupConv2d, LiftConv2d, VectorConv2d, filter_basis
+from econv.groups import Group
+from econv.lab import AngleCurve, ResolutionCurve, operator_symbols
+from econv.plots import plot_angles, plot_filters, plot_resolution, plot_symbols, save
+
+
+def angle_curve(scale: float = 1.0) -> AngleCurve:
+    angles = tuple(5.0 * k for k in range(72))
+    errors = tuple(scale * abs(math.sin(math.radians(2 * a))) for a in angles)
+    return AngleCurve("scalar", angles, errors, Group("p8"))
+
+
+def resolution_curve() -> ResolutionCurve:
+    spacings = (1.0, 0.5, 0.25)
+    return ResolutionCurve(1, "45°", spacings, tuple(0.1 * h**2 for h in spacings), 2.0)
+
+
+def test_the_polar_picture_has_the_errors_as_logarithmic_radii():
+    figure = plot_angles({"ours": angle_curve(0.01), "twin": angle_curve()})
+    (axis,) = figure.axes
+    ours, twin = (line for line in axis.lines if line.get_label() in ("ours", "twin"))
+    at = 9  # 45°, where the error is 0.01 and 1
+    assert ours.get_xdata()[at] == pytest.approx(math.pi / 4)
+    assert twin.get_ydata()[at] - ours.get_ydata()[at] == pytest.approx(2.0)
+    assert ours.get_ydata()[0] == 0.0  # exact: in the centre
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["ours", "twin"]
+    assert "45°" in [label.get_text() for label in axis.get_xticklabels()]
+
+
+def test_a_curve_that_is_exact_everywhere_can_be_drawn(tmp_path):
+    curve = AngleCurve("scalar", (0.0, 90.0), (0.0, 0.0), None)
+    assert save(plot_angles(curve), tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_the_resolution_picture_shows_points_line_and_order():
+    figure = plot_resolution({"layer": resolution_curve()})
+    (axis,) = figure.axes
+    line, points = axis.lines
+    np.testing.assert_allclose(points.get_ydata(), resolution_curve().errors)
+    np.testing.assert_allclose(line.get_ydata(), 0.1 * np.asarray(line.get_xdata()) ** 2)
+    assert "order 2.00" in axis.get_legend().get_texts()[0].get_text()
+
+
+@pytest.mark.parametrize(
+    ("layer", "panels"),
+    [
+        (LiftConv2d(2, 3, "p8"), 9),
+        (GroupConv2d(2, 3, "p6m"), 13),
+        (LiftConv2d(1, 1, "p4", operators="order<=1"), 4),
+    ],
+    ids=["lift", "group", "no canonical square"],
+)
+def test_every_turned_copy_of_a_filter_has_a_panel(layer, panels):
+    figure = plot_filters(layer)
+    images = [axis.images[0].get_array() for axis in figure.axes if axis.get_title()]
+    assert len(images) == panels
+    filters = layer.filters().detach().double().numpy()
+    np.testing.assert_allclose(images[-layer.group.order], filters[0, 0])
+    last = layer.group.order - 1
+    column = last if isinstance(layer, GroupConv2d) else 0
+    np.testing.assert_allclose(images[-1], filters[last, column])
+
+
+def test_the_chosen_field_and_channel_are_drawn():
+    layer = LiftConv2d(2, 3, "p4")
+    images = [a.images[0].get_array() for a in plot_filters(layer, 2, 1).axes if a.get_title()]
+    np.testing.assert_allclose(images[0], layer.weight.detach()[2, 1].reshape(3, 3))
+    np.testing.assert_allclose(images[2], layer.filters().detach()[2 * 4 + 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("layer", "where", "message"),
+    [
+        (VectorConv2d(1, 1, "p4"), (), "got VectorConv2d"),
+        (torch.nn.Conv2d(1, 1, 3), (), "got Conv2d"),
+        (LiftConv2d(2, 3, "p4"), (3, 0), "field below 3"),
+        (LiftConv2d(2, 3, "p4"), (0, 2), "channel below 2"),
+    ],
+)
+def test_what_has_no_turned_filters_is_refused(layer, where, message):
+    with pytest.raises(ValueError, match=message):
+        plot_filters(layer, *where)
+
+
+def test_symbols_are_drawn_beside_the_ideal_on_one_scale():
+    symbols = operator_symbols(filter_basis("p4", stencils="central"), points=9)
+    figure = plot_symbols(symbols)
+    assert len(figure.axes) == 3 * len(symbols)
+    columns = np.array(figure.axes).reshape(3, len(symbols))
+    ideal, stencil, difference = (axis.images[0] for axis in columns[:, 1])
+    np.testing.assert_allclose(stencil.get_array(), symbols[1].stencil.imag)
+    np.testing.assert_allclose(difference.get_array(), stencil.get_array() - ideal.get_array())
+    assert ideal.get_clim() == stencil.get_clim() == difference.get_clim()
+    assert columns[0, 1].get_title() == "∂x"
+
+
+@pytest.mark.parametrize("draw", [plot_angles, plot_resolution, plot_symbols])
+def test_nothing_to_draw_is_an_error(draw):
+    with pytest.raises(ValueError, match="at least one"):
+        draw({} if draw is not plot_symbols else [])
+
+
+def test_a_picture_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "x.png"
+    save(plot_resolution(resolution_curve()), path)
+    before = path.read_bytes()
+    assert before.startswith(b"\x89PNG")
+    figure = plot_resolution(resolution_curve())
+    figure.axes[0].set_title("$\\broken{$")
+    with pytest.raises(ValueError, match="broken"):
+        save(figure, path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["x.png"]
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"econv\[plot\]"):
+        plot_angles(angle_curve())
+
+
+def test_importing_econv_loads_neither_matplotlib_nor_pillow():
+    code = (
+        "import sys, econv, econv.cli, econv.lab, econv.page, econv.plots; "
+        "print({'matplotlib', 'PIL', 'selenium'} & set(sys.modules))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "set()"
