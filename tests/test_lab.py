@@ -27,6 +27,7 @@ from econv import (
     filter_basis,
     lab,
 )
+from econv.files import atomic
 from econv.models import ResNet
 from econv.testing import equivariance_error, rotate, smooth_field, transform
 
@@ -678,7 +679,7 @@ def test_every_record_becomes_json():
 
 
 def interrupted(path):
-    with lab.atomic(path) as temporary:
+    with atomic(path) as temporary:
         temporary.write_text("half")
         raise KeyError
 
@@ -689,7 +690,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     with pytest.raises(KeyError):
         interrupted(path)
     assert path.read_text() == "old"
-    with lab.atomic(path) as temporary:
+    with atomic(path) as temporary:
         temporary.write_text("new")
     assert path.read_text() == "new"
     assert [p.name for p in tmp_path.iterdir()] == ["x.txt"]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import econv
 from econv import lab
+from econv.files import atomic
 from econv.groups import Group
 from econv.layers import (
     Downsample2d,
@@ -178,7 +179,7 @@ def _check(args: argparse.Namespace) -> None:
                 {"weights": str(path), "table": found.to_dict()} for path, found in checkpoints
             ],
         }
-        with lab.atomic(args.json) as temporary:
+        with atomic(args.json) as temporary:
             text = json.dumps(_finite(record), indent=1, ensure_ascii=False, allow_nan=False)
             temporary.write_text(text + "\n", encoding="utf-8")
         print(f"\nNumbers: {args.json}")

@@ -25,14 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from econv.files import atomic
 from econv.groups import Group, GroupLike
 from econv.lab import (
-    MARGIN,
     ErrorSources,
     LayerErrors,
-    _mask,
-    _relative,
-    atomic,
     calibrate,
     error_sources,
     find_group,
@@ -40,6 +37,7 @@ from econv.lab import (
     plain_twin,
     windowed,
 )
+from econv.lab.measure import MARGIN, disc_mask, relative_error
 from econv.testing import _undisturbed, rotate
 
 __all__ = ["page", "png", "write_page"]
@@ -143,9 +141,9 @@ class _Result:
         self.scores = scores
         back = [rotate(m[None], -angle) for m, angle in zip(maps, angles, strict=True)]
         self.maps = torch.cat(back)
-        mask = _mask(self.maps, MARGIN)
+        mask = disc_mask(self.maps, MARGIN)
         straight = self.maps[:1]
-        self.errors = [_relative(m[None], straight, mask, "the map") for m in self.maps]
+        self.errors = [relative_error(m[None], straight, mask, "the map") for m in self.maps]
         whole = self.maps[0] * (1.0 if mask is None else mask)
         self.channel = int(whole.flatten(1).std(dim=1, correction=0).argmax())
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from econv.files import atomic
 from econv.groups import FloatArray
-from econv.lab import AngleCurve, OperatorSymbol, ResolutionCurve, atomic, element_name
+from econv.lab import AngleCurve, OperatorSymbol, ResolutionCurve, element_name
 from econv.layers import GroupConv2d, LiftConv2d, PDOConv2d, VectorConv2d
 
 if TYPE_CHECKING:

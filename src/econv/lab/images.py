@@ -1,0 +1,176 @@
+"""Images to check with: files, folders and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".npy", ".npz")
+
+
+def load_images(
+    source: str | Path | Sequence[str | Path] | npt.NDArray[Any] | Tensor,
+    channels: int | None = None,
+    *,
+    square: bool = False,
+    limit: int | None = None,
+) -> Tensor:
+    """Images as a float tensor ``[n, channels, height, width]``; bytes become 0 … 1.
+
+    Args:
+        source: a file (picture, ``.npy`` or ``.npz``), several files, a folder of them, an array or
+            a tensor. Arrays may be ``[h, w]``, ``[h, w, c]``, ``[c, h, w]``, ``[n, h, w]``,
+            ``[n, c, h, w]`` or ``[n, h, w, c]``; channels are looked for among 1 to 4.
+        channels: how many the model reads; any number by default.
+        square: whether quarter turns will be asked for.
+        limit: take the first so many only.
+
+    >>> load_images(np.zeros((28, 28), dtype=np.uint8)).shape
+    torch.Size([1, 1, 28, 28])
+    """
+    if isinstance(source, Tensor | np.ndarray):
+        named = [("the array", _as_images(source, "the array"))]
+    else:
+        paths = [Path(source)] if isinstance(source, str | Path) else [Path(p) for p in source]
+        named = [(str(p), _read_images(p)) for p in _image_paths(paths, limit)]
+    first, rest = named[0], named[1:]
+    for name, found in rest:
+        if found.shape[1:] != first[1].shape[1:]:
+            raise ValueError(
+                f"expected images of one size: {first[0]} has "
+                f"{_size_text(first[1])}, {name} has {_size_text(found)}"
+            )
+    images = torch.cat([found for _, found in named])[:limit]
+    if images.numel() == 0:
+        raise ValueError(f"expected at least one image; {first[0]} has none")
+    if channels is not None and images.shape[1] != channels:
+        raise ValueError(
+            f"expected images of {channels} channel{'s' * (channels != 1)}, which the model reads; "
+            f"{first[0]} has {images.shape[1]}"
+        )
+    if square and images.shape[-1] != images.shape[-2]:
+        raise ValueError(
+            f"expected square images, which quarter turns map onto themselves; {first[0]} has "
+            f"{images.shape[-2]}×{images.shape[-1]} pixels"
+        )
+    if not bool(torch.isfinite(images).all()):
+        raise ValueError(f"expected finite numbers; {first[0]} has NaN or infinity")
+    return images
+
+
+def windowed(images: Tensor, start: float = 0.7) -> Tensor:
+    """The images with everything outside of the inscribed disc faded to zero.
+
+    Turning such an image loses no corner, so that what remains is the error of the model. The fade
+    begins at the fraction ``start`` of the disc's radius.
+
+    >>> windowed(torch.ones(1, 1, 9, 9))[0, 0, 0, 0].item()
+    0.0
+    """
+    height, width = images.shape[-2:]
+    rows = torch.arange(height, dtype=torch.float64) - (height - 1) / 2
+    columns = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
+    radius = torch.sqrt(rows[:, None] ** 2 + columns**2) / (min(height, width) / 2)
+    fade = torch.clamp((radius - start) / (1 - start), 0, 1)
+    # The polynomial from 0 to 1 with four derivatives that vanish at both ends: a kink in any of
+    # them would be seen by the stencils.
+    rise = fade**5 * (126 - fade * (420 - fade * (540 - fade * (315 - fade * 70))))
+    return images * (1 - rise).to(images)
+
+
+def _image_paths(paths: Sequence[Path], limit: int | None) -> list[Path]:
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"no such file or folder: {path}")
+        if path.is_dir():
+            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGE_FILES)
+            if not inside:
+                raise ValueError(
+                    f"no images in the folder {path}: expected {', '.join(IMAGE_FILES)}"
+                )
+            found += inside
+        else:
+            found.append(path)
+    if not found:
+        raise ValueError("expected at least one image file")
+    return found[:limit]
+
+
+def _read_images(path: Path) -> Tensor:
+    try:
+        if path.suffix.lower() == ".npy":
+            return _as_images(np.load(path, allow_pickle=False), str(path))
+        if path.suffix.lower() == ".npz":
+            with np.load(path, allow_pickle=False) as archive:
+                if len(archive.files) != 1:
+                    raise ValueError(f"expected one array; found {archive.files}")
+                return _as_images(archive[archive.files[0]], str(path))
+        return _as_images(_read_picture(path), str(path))
+    except ImportError:
+        raise
+    except Exception as error:  # decoders raise what they like
+        text = str(error)
+        named = text.startswith(str(path))
+        raise ValueError(text if named else f"cannot read {path}: {text}") from None
+
+
+def _read_picture(path: Path) -> npt.NDArray[Any]:
+    try:
+        from PIL import Image
+    except ImportError:
+        try:
+            from matplotlib.image import imread
+        except ImportError:
+            raise ImportError(
+                f"reading {path} needs pillow or matplotlib: pip install 'econv[plot]', or give "
+                "the images as a .npy file"
+            ) from None
+        return np.asarray(imread(path))
+    with Image.open(path) as picture:
+        if picture.mode in ("P", "LA", "PA", "RGBA", "CMYK"):
+            picture = picture.convert("L" if picture.mode == "LA" else "RGB")
+        elif picture.mode == "1":
+            picture = picture.convert("L")
+        return np.asarray(picture)
+
+
+def _as_images(source: npt.NDArray[Any] | Tensor, name: str) -> Tensor:
+    if isinstance(source, np.ndarray):
+        if source.dtype.kind not in "fiub":
+            raise ValueError(f"{name}: expected an array of numbers; got {source.dtype}")
+        native = source.astype(source.dtype.newbyteorder("="))
+        if native.dtype.kind == "u" and native.dtype.itemsize > 1:
+            native = native.astype(np.float64) / np.iinfo(source.dtype).max
+        x = torch.from_numpy(np.ascontiguousarray(native))
+    else:
+        x = source.detach().cpu()
+        if x.is_complex():
+            raise ValueError(f"{name}: expected real numbers; got {x.dtype}")
+    if x.dtype == torch.uint8:
+        x = x.float() / 255
+    elif x.dtype not in (torch.float32, torch.float64):
+        x = x.float()
+    last = x.ndim >= 3 and x.shape[-1] in (1, 3, 4)
+    if x.ndim == 2:
+        x = x[None, None]
+    elif x.ndim == 3 and x.shape[0] <= 4:
+        x = x[None]
+    elif x.ndim == 3:
+        x = x.permute(2, 0, 1)[None] if last else x[:, None]
+    elif x.ndim == 4:
+        x = x.permute(0, 3, 1, 2) if last and x.shape[1] > 4 else x
+    else:
+        raise ValueError(f"{name}: expected images of 2 to 4 dimensions; got {tuple(x.shape)}")
+    return x.contiguous()
+
+
+def _size_text(images: Tensor) -> str:
+    channels, height, width = images.shape[1:]
+    return f"{channels} channel{'s' * (channels != 1)} of {height}×{width} pixels"

@@ -1,0 +1,494 @@
+"""The measurements: errors by layer, angle and resolution, and where they come from."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from econv.basis import FilterBasis
+from econv.groups import FloatArray, Group, GroupLike
+from econv.lab.flow import (
+    ACTIVATIONS,
+    Flow,
+    element_name,
+    find_group,
+    input_kind_of,
+    leaf_modules,
+    output_kind_of,
+    rotate_map,
+    together,
+    trace_maps,
+    turn_channels,
+    turn_map,
+)
+from econv.lab.records import (
+    AngleCurve,
+    ErrorSources,
+    LayerError,
+    LayerErrors,
+    OperatorSymbol,
+    OutputError,
+    ResolutionCurve,
+)
+from econv.layers import (
+    GroupBatchNorm2d,
+    GroupPool2d,
+    PDOConv2d,
+)
+from econv.stencils import coordinates
+from econv.testing import _disc, _undisturbed, convergence_order, transform
+
+MARGIN = 3 / 16
+"""Fraction of the side before the border that interior errors leave out."""
+
+
+def layer_errors(
+    model: nn.Module,
+    images: Tensor,
+    group: GroupLike | None = None,
+    elements: Iterable[int] | None = None,
+    margin: float = MARGIN,
+    *,
+    input_kind: str | None = None,
+    output_kind: str | None = None,
+) -> LayerErrors:
+    """The error after every layer and for every element: f(πx) against πf(x).
+
+    Maps are collected by hooks. How a map turns is what the layers say of themselves
+    (``output_kind``); modules and functions that treat all channels alike hand on the kind of what
+    flows in, and everything else is listed as unknown.
+
+    The model is measured in the mode that it is in, and left as it was. At elements that are no
+    symmetries of the pixel grid the error of maps is taken inside the disc that ends ``margin`` of
+    the side before the border.
+
+    >>> from econv import LiftConv2d
+    >>> from econv.testing import smooth_field
+    >>> model = nn.Sequential(LiftConv2d(1, 2, "p4"), nn.ReLU(), GroupPool2d("p4")).double()
+    >>> table = layer_errors(model, smooth_field(16))
+    >>> [layer.name for layer in table.layers], max(table.layers[-1].errors) < 1e-12
+    (['0', '1', '2'], True)
+    """
+    found = find_group(model, group)
+    chosen = _elements(found, elements)
+    _check_images(images, found, chosen)
+    kind = input_kind_of(model, input_kind)
+    with _undisturbed(model, images.device) as run:
+        straight = trace_maps(model, run, images, kind, found)
+        out_kind = output_kind_of(model, straight, output_kind)
+        errors: list[list[float]] = [[] for _ in straight.maps]
+        outputs = []
+        for element in chosen:
+            turned = trace_maps(model, run, transform(images, found, element, kind), kind, found)
+            exact = element in found.grid_symmetries
+            for row, before, after in zip(errors, straight.maps, turned.maps, strict=True):
+                expected = turn_map(before.value, before.flow, found, element)
+                mask = None if exact else disc_mask(expected, margin)
+                row.append(relative_error(after.value, expected, mask, before.name))
+            outputs.append(
+                _output_error(straight.output, turned.output, out_kind, found, element, margin)
+            )
+    layers = tuple(
+        LayerError(
+            entry.name,
+            entry.type,
+            entry.flow.kind,
+            together(entry.flow, found),
+            tuple(entry.value.shape[1:]),
+            tuple(row),
+        )
+        for entry, row in zip(straight.maps, errors, strict=True)
+    )
+    strided = tuple(name for name, module in model.named_modules() if _strided(module))
+    return LayerErrors(
+        found,
+        chosen,
+        tuple(element_name(found, element) for element in chosen),
+        layers,
+        out_kind.kind,
+        tuple(outputs),
+        tuple(straight.unknown),
+        strided,
+    )
+
+
+def angle_curve(
+    model: nn.Module,
+    images: Tensor,
+    angles: Sequence[float] | None = None,
+    group: GroupLike | None = None,
+    margin: float = MARGIN,
+    *,
+    input_kind: str | None = None,
+    output_kind: str | None = None,
+) -> AngleCurve:
+    """The error of the model's output over the angle of rotation, in degrees.
+
+    Outputs that are images, vector fields or invariant are measured at any angle (every 5° by
+    default), group feature maps at the angles of the group only. The error of maps is taken inside
+    the same disc at all angles.
+
+    >>> from econv import LiftConv2d
+    >>> from econv.testing import smooth_field
+    >>> model = nn.Sequential(LiftConv2d(1, 2, "p8"), GroupPool2d("p8")).double()
+    >>> curve = angle_curve(model, smooth_field(33), angles=[0, 20, 45, 90])
+    >>> [f"{error:.0e}" for error in curve.errors[:1]], curve.errors[2] < curve.errors[1]
+    (['0e+00'], True)
+    """
+    found = find_group(model, group)
+    _check_images(images, found, ())
+    if images.shape[-1] != images.shape[-2]:
+        raise ValueError(f"expected square images to turn; got {tuple(images.shape[-2:])} pixels")
+    kind = input_kind_of(model, input_kind)
+    with _undisturbed(model, images.device) as run:
+        straight = trace_maps(model, run, images, kind, found)
+        flow = output_kind_of(model, straight, output_kind)
+        step = 360 / found.rotations
+        if "regular" in (kind, flow.kind):
+            if angles is None:
+                angles = [step * k for k in range(found.rotations)]
+            for angle in angles:
+                if abs(angle / step - round(angle / step)) > 1e-9:
+                    raise ValueError(
+                        f"expected multiples of {step:.4g}°, the angles of {found}: group feature "
+                        f"maps turn by no others; got {angle}°"
+                    )
+        elif angles is None:
+            angles = [5.0 * k for k in range(72)]
+        errors = []
+        for angle in angles:
+            if "regular" in (kind, flow.kind):
+                element = round(angle / step) % found.rotations
+                result = run(transform(images, found, element, kind))
+                expected = turn_map(straight.output, flow, found, element)
+            else:
+                result = run(rotate_map(images, angle, kind))
+                expected = rotate_map(straight.output, angle, flow.kind)
+            mask = None if flow.kind == "invariant" else disc_mask(expected, margin)
+            errors.append(relative_error(result, expected, mask, "the output"))
+    return AngleCurve(flow.kind, tuple(float(a) for a in angles), tuple(errors), found)
+
+
+def resolution_curve(
+    module: nn.Module,
+    element: int = 1,
+    spacings: Sequence[float] = (0.5, 0.4, 0.3, 0.22),
+    group: GroupLike | None = None,
+    *,
+    length: float = 6.0,
+    functions: int = 16,
+    seed: int = 0,
+) -> ResolutionCurve:
+    """The equivariance error of the same operators on ever finer grids, and its fitted order.
+
+    Functions are sums of plane waves, known in closed form, whose wavelengths over 2π are at least
+    ``length`` pixels of the layer's own grid. Each function and its turned copy are sampled around
+    the one point that a turned grid shares with the grid; nothing is interpolated. ``spacings`` are
+    in units of the layer's own; the coefficients β stay while the pixels shrink.
+
+    For a PDO-eConv, or a `Sequential` of them with pointwise modules in between.
+
+    >>> from econv import LiftConv2d
+    >>> curve = resolution_curve(LiftConv2d(1, 2, "p8", stencils="central"))
+    >>> 1.8 < curve.order < 2.2
+    True
+    """
+    found = find_group(module, group)
+    if not 0 <= element < found.order or element in found.grid_symmetries:
+        raise ValueError(
+            f"expected an element of {found} that is no symmetry of the pixel grid, where the "
+            f"error is zero at every resolution; got {element}"
+        )
+    work = copy.deepcopy(module).double().eval()
+    leaves = list(leaf_modules(work))
+    convolutions = [leaf for leaf in leaves if isinstance(leaf, PDOConv2d)]
+    for leaf in leaves:
+        if not isinstance(leaf, (PDOConv2d, GroupBatchNorm2d, GroupPool2d, *ACTIVATIONS)):
+            raise ValueError(
+                "expected PDO-eConvs and pointwise modules, which mean the same at every "
+                f"resolution; got {type(leaf).__name__}"
+            )
+    if not convolutions:
+        raise ValueError(f"expected at least one PDO-eConv; {type(module).__name__} has none")
+    own = convolutions[0].spacing
+    if any(c.stride != 1 or c.spacing != own for c in convolutions):
+        raise ValueError("expected convolutions of stride 1 and one spacing, which one grid serves")
+    kind = str(convolutions[0].input_kind)
+    if kind == "mixed":
+        raise ValueError("expected an input of one kind; the first layer mixes images and vectors")
+    order = found.order if kind == "regular" else 1
+    fields = convolutions[0].in_channels // order
+    size = 1 + sum(c.extent - 1 for c in convolutions)
+    coefficients = [c.coefficients().detach() for c in convolutions]
+    waves = _PlaneWaves(functions, fields * order, length * own, seed)
+    inner = convolutions[0].group.embed(found)[element]
+    errors = []
+    for spacing in spacings:
+        for convolution, beta in zip(convolutions, coefficients, strict=True):
+            convolution.padding = 0
+            convolution.spacing = own * spacing
+            convolution.set_coefficients(beta)
+        straight = waves.sample(size, own * spacing, np.eye(2))
+        turned = waves.sample(size, own * spacing, found.matrices[element])
+        turned = turn_channels(turned, kind, convolutions[0].group, int(inner))
+        with torch.no_grad():
+            trace = trace_maps(work, work, straight, kind, found)
+            result = work(turned)
+        if result.shape[-2:] != (1, 1):
+            raise ValueError("expected a chain of layers, each of which reads the one before it")
+        flow = output_kind_of(work, trace, None)
+        expected = turn_map(trace.output, flow, found, element)
+        errors.append(relative_error(result, expected, None, "the output"))
+    return ResolutionCurve(
+        element,
+        element_name(found, element),
+        tuple(float(h) for h in spacings),
+        tuple(errors),
+        convergence_order(errors, spacings),
+    )
+
+
+def operator_symbols(
+    basis: FilterBasis, points: int = 65, smoothness: float = 1.5
+) -> tuple[OperatorSymbol, ...]:
+    """The frequency response of every operator's stencil, the ideal one, and their distance.
+
+    Errors weigh frequencies by the spectrum of images of the given ``smoothness`` in pixels.
+
+    >>> from econv import filter_basis
+    >>> central = operator_symbols(filter_basis("p8", stencils="central"))
+    >>> isotropic = operator_symbols(filter_basis("p8", stencils="isotropic"))
+    >>> central[3].name, isotropic[3].turning_error < central[3].turning_error
+    ('∂xx', True)
+    """
+    line = np.linspace(-math.pi, math.pi, points)
+    kappa = np.stack(np.broadcast_arrays(line[None, :], line[:, None]))
+    weight = np.exp(-(smoothness**2) * (kappa**2).sum(axis=0))
+    # Turned beyond the square of frequencies, a response would repeat itself.
+    weight = weight * ((kappa**2).sum(axis=0) <= math.pi**2)
+
+    def distance(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
+        error = (weight * np.abs(one - other) ** 2).sum() / (weight * np.abs(other) ** 2).sum()
+        return float(np.sqrt(error))
+
+    symbols = []
+    for place, polynomial in enumerate(basis.operators.polynomials):
+        exponents = basis.operators.monomials[place]
+        found = _response(basis.turned[0, place], kappa)
+        ideal = np.ones_like(found)
+        for axis, exponent in enumerate(exponents):
+            ideal = ideal * (1j * kappa[axis]) ** exponent
+        # r(A⁻¹x) moves frequency κ to Aκ, where the operator in frame A must do what it did at κ.
+        turning = max(
+            distance(
+                _response(basis.turned[element, place], np.tensordot(matrix, kappa, axes=1)), found
+            )
+            for element, matrix in enumerate(basis.group.matrices)
+        )
+        symbols.append(
+            OperatorSymbol(str(polynomial), line, found, ideal, distance(found, ideal), turning)
+        )
+    return tuple(symbols)
+
+
+def error_sources(
+    model: nn.Module,
+    images: Tensor,
+    element: int = 1,
+    group: GroupLike | None = None,
+    margin: float = MARGIN,
+    *,
+    input_kind: str | None = None,
+) -> ErrorSources:
+    """How much sampling, padding and stencils each contribute to the error of the last map.
+
+    - ``sampling``: what remains at quarter turns and flips, where stencils and padding are exact.
+      Strided layers keep samples that lie off the centre of the image by some vector c; π moves
+      them by c − Ac, and the squared error grows with the square of that. A layer that is not
+      equivariant at all shows up here too: :meth:`LayerErrors.first_inexact` names it.
+    - ``padding``: what the error in the whole inscribed disc exceeds that of the interior disc by.
+    - ``stencil``: the rest of the interior's error: stencils, and the aliasing of sharp maps.
+
+    >>> from econv import LiftConv2d
+    >>> from econv.testing import smooth_field
+    >>> model = nn.Sequential(LiftConv2d(1, 4, "p8", stride=2)).double()
+    >>> error_sources(model, smooth_field(48)).sampling > 0.1  # off the centre
+    True
+    >>> error_sources(model, smooth_field(49)).sampling < 1e-9
+    True
+    """
+    found = find_group(model, group)
+    chosen = _elements(found, [element])
+    exact = [e for e in found.grid_symmetries if e != 0]
+    _check_images(images, found, (*chosen, *exact))
+    kind = input_kind_of(model, input_kind)
+    with _undisturbed(model, images.device) as run:
+        straight = trace_maps(model, run, images, kind, found)
+        places = [i for i, entry in enumerate(straight.maps) if entry.has_pixels]
+        if not places:
+            raise ValueError(
+                "expected a model with at least one map that is known to turn with the image; "
+                "what its layers do to it is unknown: " + (", ".join(straight.unknown) or "none")
+            )
+        last = straight.maps[places[-1]]
+
+        def squares(which: int, margin: float) -> tuple[float, float]:
+            turned = trace_maps(model, run, transform(images, found, which, kind), kind, found)
+            expected = turn_map(last.value, last.flow, found, which).double()
+            result = turned.maps[places[-1]].value.double()
+            _same_shape(result, expected, last.name)
+            mask = _disc_of(expected, margin)
+            difference = (result - expected) * mask
+            return float(difference.square().sum()), float((expected * mask).square().sum())
+
+        whole, whole_norm = squares(element, 0.0)
+        inner, inner_norm = squares(element, margin)
+        on_grid = [(e, *squares(e, margin)) for e in exact]
+        there = turn_map(last.value.double(), last.flow, found, element)
+        back = turn_map(there, last.flow, found, int(found.inverse[element]))
+        mask = _disc_of(back, margin)
+        comparison = relative_error(back, last.value.double(), mask, last.name) / math.sqrt(2)
+    if not (inner_norm > 0 and math.isfinite(whole) and math.isfinite(whole_norm)):
+        raise ValueError(f"expected a map after {last.name} that is finite and not zero")
+    interior = inner / inner_norm
+    total = max(whole / whole_norm, interior)
+    grid = max((error / norm for _, error, norm in on_grid), default=0.0)
+    offset = sum(_displacement(found, e) for e, _, _ in on_grid)
+    sampling = 0.0
+    if offset > 0:
+        per_offset = sum(error / norm for _, error, norm in on_grid) / offset
+        sampling = min(interior, per_offset * _displacement(found, element))
+    shares = (sampling, total - interior, interior - sampling)
+    sampled, padded, rest = (share / total if total > 0 else 0.0 for share in shares)
+    return ErrorSources(
+        last.name,
+        element,
+        element_name(found, element),
+        math.sqrt(whole / whole_norm),
+        math.sqrt(interior),
+        math.sqrt(grid) if exact else None,
+        comparison,
+        sampled,
+        padded,
+        rest,
+    )
+
+
+def _elements(group: Group, elements: Iterable[int] | None) -> tuple[int, ...]:
+    chosen = tuple(range(1, group.order)) if elements is None else tuple(elements)
+    if not chosen or not all(0 <= element < group.order for element in chosen):
+        raise ValueError(
+            f"expected elements of {group} from 0 to {group.order - 1}; got {list(chosen)}"
+        )
+    return chosen
+
+
+def _check_images(images: Tensor, group: Group, elements: Iterable[int]) -> None:
+    if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point():
+        found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(
+            f"expected images as a float tensor [batch, channels, height, width]; got {found}"
+        )
+    height, width = images.shape[-2:]
+    if height == width:
+        return
+    for element in elements:
+        if element in group.grid_symmetries and group.matrices[element][0, 0] == 0:
+            raise ValueError(
+                f"expected square images for the quarter turns of {group}, which swap the sides; "
+                f"got {height}×{width} pixels"
+            )
+
+
+def _output_error(
+    straight: Tensor, turned: Tensor, flow: Flow, group: Group, element: int, margin: float
+) -> OutputError:
+    expected = turn_map(straight, flow, group, element)
+    mask = None
+    if flow.kind != "invariant" and element not in group.grid_symmetries:
+        mask = disc_mask(expected, margin)
+    relative = relative_error(turned, expected, mask, "the output")
+    difference = (turned.double() - expected.double()).abs()
+    agreement = None
+    if flow.kind == "invariant" and turned.ndim == 2 and turned.shape[1] > 1:
+        agreement = float((turned.argmax(1) == expected.argmax(1)).double().mean())
+    largest = float((difference if mask is None else difference * mask).max())
+    return OutputError(element, largest, relative, agreement)
+
+
+def disc_mask(x: Tensor, margin: float) -> Tensor | None:
+    has_pixels = x.ndim == 4 and min(x.shape[-2:]) > 1
+    return _disc_of(x, margin) if has_pixels else None
+
+
+def _disc_of(x: Tensor, margin: float) -> Tensor:
+    # On maps of a few pixels an empty disc would measure nothing.
+    height, width = x.shape[-2:]
+    return _disc(height, width, min(margin, 0.5 - 0.75 / min(height, width))).to(x.device)
+
+
+def relative_error(result: Tensor, expected: Tensor, mask: Tensor | None, name: str) -> float:
+    _same_shape(result, expected, name)
+    difference, size = (result.double() - expected.double()), expected.double()
+    if mask is not None:
+        difference, size = difference * mask, size * mask
+    error, norm = float(difference.norm()), float(size.norm())
+    if norm == 0.0:
+        return 0.0 if error == 0.0 else math.inf
+    return error / norm
+
+
+def _same_shape(result: Tensor, expected: Tensor, name: str) -> None:
+    if result.shape != expected.shape:
+        raise ValueError(
+            f"{name}: the map of the turned input has shape {tuple(result.shape)}, the turned map "
+            f"{tuple(expected.shape)}: expected the same"
+        )
+
+
+def _displacement(group: Group, element: int) -> float:
+    """|c − Ac|² for samples that lie off the centre along the diagonal, as strides leave them."""
+    offset = np.array([-1.0, 1.0]) / math.sqrt(2)
+    return float(((offset - group.matrices[element] @ offset) ** 2).sum())
+
+
+def _strided(module: nn.Module) -> bool:
+    stride = getattr(module, "stride", 1)
+    largest = max(stride) if isinstance(stride, tuple | list) else stride
+    return isinstance(largest, int) and largest > 1
+
+
+class _PlaneWaves:
+    """Random sums of plane waves, one for each function (batch) and channel."""
+
+    count = 6
+
+    def __init__(self, functions: int, channels: int, length: float, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        shape = (functions, channels, self.count, 1, 1)
+        number = random.uniform(0.3, 1.0, shape) / length
+        angle = random.uniform(0.0, 2 * np.pi, shape)
+        self.wave_x, self.wave_y = number * np.cos(angle), number * np.sin(angle)
+        self.phase = random.uniform(0.0, 2 * np.pi, shape)
+
+    def sample(self, size: int, spacing: float, matrix: FloatArray) -> Tensor:
+        """f(A⁻¹x) on a grid around the origin."""
+        right, up = (spacing * axis for axis in coordinates(size, 2))
+        x = matrix[0, 0] * right + matrix[1, 0] * up
+        y = matrix[0, 1] * right + matrix[1, 1] * up
+        waves = np.cos(self.wave_x * x + self.wave_y * y + self.phase)
+        return torch.from_numpy(waves.sum(axis=2) / math.sqrt(self.count))
+
+
+def _response(weights: FloatArray, kappa: FloatArray) -> npt.NDArray[np.complex128]:
+    """Σ w(x) e^{iκ·x} at every frequency κ, ``[2, …]``."""
+    x, y = coordinates(weights.shape[-1], 2)
+    phase = np.multiply.outer(kappa[0], x) + np.multiply.outer(kappa[1], y)
+    return (weights * np.exp(1j * phase)).sum(axis=(-2, -1))

@@ -1,0 +1,102 @@
+"""The ordinary CNN that a network is compared with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from econv.layers import (
+    GroupBatchNorm2d,
+    GroupDropout2d,
+    GroupInstanceNorm2d,
+    GroupLayerNorm2d,
+    PDOConv2d,
+    Restrict2d,
+)
+
+
+def plain_twin(model: nn.Module, seed: int = 0) -> nn.Module:
+    """A CNN of the same architecture: a copy with ordinary convolutions and norms, drawn anew.
+
+    PDO-eConvs become `Conv2d` of equal channels, support, stride, padding, dilation and groups, and
+    norms per field become norms per channel. Pooling over orientations stays, as a maxout over
+    channels, and so does everything else, such as the classifier with its weights.
+
+    >>> from econv import LiftConv2d
+    >>> twin = plain_twin(nn.Sequential(LiftConv2d(1, 2, "p4"), GroupBatchNorm2d(2, "p4")))
+    >>> twin[0], twin[1].num_features
+    (Conv2d(1, 8, kernel_size=(5, 5), stride=(1, 1), padding=(2, 2), bias=False), 8)
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _twin(copy.deepcopy(model))
+
+
+def calibrate(model: nn.Module, images: Tensor) -> nn.Module:
+    """Set the running statistics of every batch norm to those of these images.
+
+    An untrained network in eval mode otherwise applies statistics that it has never seen.
+    Returns the model, in eval mode.
+    """
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    model.eval()
+    kept = [(norm, norm.momentum) for norm in norms if norm.track_running_stats]
+    for norm, _ in kept:
+        norm.reset_running_stats()
+        norm.momentum = None
+        norm.train()
+    try:
+        with torch.no_grad():
+            model(images)
+    finally:
+        for norm, momentum in kept:
+            norm.momentum = momentum
+            norm.eval()
+    return model
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    weight = getattr(module, "weight", None)
+    options: dict[str, Any] = {}
+    if isinstance(weight, Tensor):
+        options = {"device": weight.device, "dtype": weight.dtype}
+    twin: nn.Module | None = None
+    if isinstance(module, PDOConv2d):
+        twin = nn.Conv2d(
+            module.in_channels,
+            module.out_channels,
+            module.basis.size,
+            module.stride,
+            module.padding,
+            module.dilation,
+            module.groups,
+            module.bias is not None,
+            module.padding_mode,  # type: ignore[arg-type]  # one of the four that torch knows
+            **options,
+        )
+        nn.init.kaiming_normal_(twin.weight, nonlinearity="relu")
+    elif isinstance(module, GroupBatchNorm2d | GroupInstanceNorm2d):
+        plain = nn.BatchNorm2d if isinstance(module, GroupBatchNorm2d) else nn.InstanceNorm2d
+        twin = plain(
+            module.fields * module.group.order,
+            module.eps,
+            module.momentum,  # type: ignore[arg-type]
+            module.affine,
+            module.track_running_stats,
+            **options,
+        )
+    elif isinstance(module, GroupLayerNorm2d):
+        channels = module.fields * module.group.order
+        twin = GroupLayerNorm2d(channels, "p1", module.eps, weight is not None, **options)
+    elif isinstance(module, GroupDropout2d):
+        twin = nn.Dropout2d(module.p)
+    elif isinstance(module, Restrict2d):
+        twin = nn.Identity()
+    if twin is not None:
+        return twin.train(module.training)
+    for name, child in module.named_children():
+        setattr(module, name, _twin(child))
+    return module
