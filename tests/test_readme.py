@@ -1,0 +1,34 @@
+"""What the README says is so: its code runs, its tables are those of the benchmarks."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+
+pytestmark = pytest.mark.skipif(not README.exists(), reason="no README beside the tests")
+
+
+def test_the_code_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
+    assert len(blocks) >= 2
+    exec(compile("\n".join(blocks), str(README), "exec"), {})
+    assert float(capsys.readouterr().out) < 0.001
+
+
+def test_the_first_result_comes_within_25_lines():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert any("scores = network(" in line for line in lines[:25])
+
+
+def test_the_tables_are_those_of_the_benchmarks():
+    script = ROOT / "benchmarks" / "readme.py"
+    if not script.exists():
+        pytest.skip("no benchmarks beside the tests")
+    command = [sys.executable, str(script), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
