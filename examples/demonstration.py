@@ -23,7 +23,7 @@ FIELDS = 4
 CONVOLUTIONS = 4
 SIZE = 65  # pixels along each side of the image
 SMOOTHNESS = 5.0  # pixels over which the image changes
-PICTURE = "filters.png"
+STENCILS = ("central", "isotropic")  # the paper's, and the default
 
 # An edge detector: only a full turn maps it onto itself.
 CANONICAL_FILTER = [
@@ -95,9 +95,9 @@ def print_errors(group: econv.Group, names: list[str], errors: list[list[float]]
     print()
 
 
-def draw_filters(group: econv.Group, path: Path) -> None:
+def draw_filters(group: econv.Group, stencils: str, path: Path) -> None:
     """A canonical filter and what every element of the group turns it into."""
-    layer = econv.LiftConv2d(1, 1, group, dtype=torch.float64)
+    layer = econv.LiftConv2d(1, 1, group, stencils=stencils, dtype=torch.float64)
     canonical = torch.tensor(CANONICAL_FILTER, dtype=torch.float64)
     with torch.no_grad():
         layer.weight.copy_(canonical.reshape(layer.weight.shape))
@@ -142,9 +142,10 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     image = smooth_field(SIZE, smoothness=SMOOTHNESS, seed=args.seed)
     print_errors(args.group, *equivariance_errors(args.group, image))
-    picture = args.output / PICTURE
-    draw_filters(args.group, picture)
-    print(f"Picture of a filter and its turned copies: {picture}")
+    for stencils in STENCILS:
+        picture = args.output / f"filters_{stencils}.png"
+        draw_filters(args.group, stencils, picture)
+        print(f"A filter and its turned copies, {stencils} stencils: {picture}")
 
 
 if __name__ == "__main__":

@@ -152,7 +152,10 @@ def plot_filters(layer: PDOConv2d, field: int = 0, channel: int = 0) -> Figure:
     for axis, (found, matrix, name) in zip(axes[:, first:].flat, panels, strict=False):
         image = _draw_filter(axis, found, matrix, name, extent, half)
     size = layer.basis.size
-    figure.suptitle(f"A filter and its copies in {group}, {size}×{size}", fontsize=13)
+    title = (
+        f"A filter and its copies in {group}, {size}×{size}, {layer.basis.stencils.name} stencils"
+    )
+    figure.suptitle(title, fontsize=13)
     figure.colorbar(image, ax=axes, shrink=0.8, aspect=30, label="weight")
     return figure
 
