@@ -1,7 +1,7 @@
 """Write the tables of the README from the results that the benchmarks left, or check them.
 
-    python benchmarks/readme.py           rewrite what stands between the markers
-    python benchmarks/readme.py --check   exit with 1 if the README says anything else
+python benchmarks/readme.py           rewrite what stands between the markers
+python benchmarks/readme.py --check   exit with 1 if the README says anything else
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def with_tables(text: str) -> str:
     """The README with every table between its markers made anew."""
     for name, table in TABLES.items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-        text, count = re.subn(pattern, lambda m: f"{m[1]}{table()}\n{m[2]}", text, flags=re.S)
+        content = table().replace("\\", r"\\")
+        text, count = re.subn(pattern, rf"\g<1>{content}\n\g<2>", text, flags=re.S)
         if count != 1:
             raise SystemExit(f"expected the markers of table {name!r} once; found {count}")
     return text

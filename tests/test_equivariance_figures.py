@@ -7,8 +7,9 @@ splines, and the relative error is taken inside the central disc of radius 65/2 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -25,22 +26,13 @@ MARGIN = 12 / PIXELS
 SMOOTHNESS = (1.0, 1.5, 2.0, 3.0)
 
 # At each smoothness: what must hold, and what was measured plus a fifth, to see a step back.
-P8, P8_MEASURED = (0.010, 0.0012, 0.0004, 0.0001), (0.0050, 0.00046, 0.000093, 0.000018)
-WIDE, WIDE_MEASURED = (0.001, 0.0002, 0.0001, 0.0001), (0.00087, 0.000102, 0.0000167, 0.0000016)
-P8M, P8M_MEASURED = P8, (0.0050, 0.00047, 0.000096, 0.000019)
-WIDE_P8M, WIDE_P8M_MEASURED = WIDE, (0.00090, 0.000107, 0.0000171, 0.0000016)
-# With as little room as 1 % at the two lowest, a fifth more would be no bound.
-OTHER, P16_MEASURED = (0.010, 0.0015, 0.0004, 0.0001), (0.010, 0.0015, 0.0004, 0.000068)
-P12_MEASURED = (0.010, 0.0015, 0.0004, 0.000059)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Layers here are so small that threads cost more than they give."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+P8, P8_MEASURED = (0.010, 0.0012, 0.0004, 0.0001), (0.0042, 0.00040, 0.000085, 0.0000164)
+WIDE, WIDE_MEASURED = (0.001, 0.0002, 0.0001, 0.0001), (0.00084, 0.0001, 0.0000163, 0.0000014)
+P8M, P8M_MEASURED = P8, (0.0043, 0.00041, 0.000088, 0.0000176)
+WIDE_P8M, WIDE_P8M_MEASURED = WIDE, (0.00087, 0.000104, 0.0000168, 0.0000014)
+# Here there is so little room at the lower three that a fifth more would be no bound.
+OTHER, P16_MEASURED = (0.010, 0.0015, 0.0004, 0.0001), (0.010, 0.0015, 0.0004, 0.000058)
+P12_MEASURED = (0.010, 0.0015, 0.0004, 0.000053)
 
 
 def canonical_system() -> np.ndarray:
@@ -96,7 +88,7 @@ def assert_below(found: Sequence[float], *bounds: Sequence[float]) -> None:
 def test_one_random_layer_has_the_stated_errors(group, element, size, stated, measured):
     found = errors(group, element, size=size)
     assert_below(found, stated, measured)
-    assert all(later < earlier for earlier, later in zip(found, found[1:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(found))
 
 
 def test_five_pixels_are_the_default():
@@ -180,7 +172,15 @@ def layer_with_beta(kind: str, group: str, size: int, spacing: float, **options:
 
 
 @torch.no_grad()
-def error_at_the_origin(family, kind: str, name: str, size: int, h: float, **options) -> float:
+def error_at_the_origin(
+    family,
+    kind: str,
+    name: str,
+    size: int,
+    h: float,
+    compare_with: Callable[[int], int] = lambda element: element,
+    **options: object,
+) -> float:
     """RMS of f(πe) − πf(e) over functions, fields and elements off the grid, relative to f(e)."""
     group = Group(name)
     layer = layer_with_beta(kind, name, size, h, **options)
@@ -197,14 +197,17 @@ def error_at_the_origin(family, kind: str, name: str, size: int, h: float, **opt
     straight = output(0)
     others = [e for e in range(group.order) if e not in group.grid_symmetries]
     squares = [
-        np.mean((output(element) - straight[:, :, group.relative[element]]) ** 2)
+        np.mean((output(element) - straight[:, :, group.relative[compare_with(element)]]) ** 2)
         for element in others
     ]
     return math.sqrt(np.mean(squares) / np.mean(straight**2))
 
 
-@pytest.mark.parametrize("family", [plane_waves, gaussians])
-@pytest.mark.parametrize("size", [5, 7])
+@pytest.mark.parametrize(
+    ("size", "family"),
+    [(5, plane_waves), (5, gaussians), (7, plane_waves)],
+    ids=["5×5 waves", "5×5 gaussians", "7×7 waves"],
+)
 @pytest.mark.parametrize("name", ["p8", "p6m"])
 @pytest.mark.parametrize("kind", ["lift", "group"])
 def test_the_error_falls_with_at_least_the_second_order(kind, name, size, family):
@@ -212,17 +215,19 @@ def test_the_error_falls_with_at_least_the_second_order(kind, name, size, family
     measure = partial(error_at_the_origin, family, kind, name, size)
     found = [measure(h) for h in spacings]
     assert convergence_order(found, spacings) >= 1.9
-    for i in range(len(spacings) - 1):
-        assert convergence_order(found[i : i + 2], spacings[i : i + 2]) >= 1.9
-    # At the same order it is lower than with central differences, 5 times or more.
+    for pair in itertools.pairwise(zip(found, spacings, strict=True)):
+        assert convergence_order(*zip(*pair, strict=True)) >= 1.9
+    # At the same order it is lower than with central differences.
     central = [measure(h, stencils="central") for h in spacings]
     assert convergence_order(central, spacings) == pytest.approx(2.0, abs=0.1)
-    assert all(5 * ours < theirs for ours, theirs in zip(found, central, strict=True))
+    assert all(2 * ours < theirs for ours, theirs in zip(found, central, strict=True))
 
 
-def test_the_order_is_not_reached_by_comparing_with_another_element(monkeypatch):
-    group = Group("p8")
-    monkeypatch.setattr(Group, "relative", np.roll(group.relative, 1, axis=0), raising=False)
+@pytest.mark.parametrize("kind", ["lift", "group"])
+def test_comparing_with_another_element_does_not_converge(kind):
     spacings = SPACINGS[5]
-    found = [error_at_the_origin(plane_waves, "lift", "p8", 5, h) for h in spacings]
-    assert convergence_order(found, spacings) < 0.2
+    found = [
+        error_at_the_origin(plane_waves, kind, "p8", 5, h, compare_with=lambda e: (e + 1) % 8)
+        for h in spacings
+    ]
+    assert convergence_order(found, spacings) == pytest.approx(0.0, abs=0.1)

@@ -10,7 +10,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from functools import lru_cache
 
 import numpy as np
@@ -20,12 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import null_space
 
-import econv.basis
-import econv.operators
 import econv.stencils
 from econv import Group, GroupConv2d, LiftConv2d
 from econv.basis import filter_basis
-from econv.models import ResNet
 from econv.operators import Polynomial, monomials
 from econv.stencils import Central, Gaussian, Isotropic, Stencil, harmonic, stencil_set
 from econv.testing import convergence_order
@@ -38,8 +34,9 @@ PAIRS = [(p, q) for p in range(1, 5) for q in range(p + 1) if p + q <= 4]
 
 
 def pairs_on(size: int) -> list[tuple[int, int]]:
-    """Every (p, q), p ≥ q, whose D₊^p D₋^q fits on a support, without the identity."""
-    return [(p, q) for p in range(1, size) for q in range(p + 1) if p + q < size]
+    """Every (p, q), p ≥ q, up to order 6 whose D₊^p D₋^q fits on a support; not the identity."""
+    most = min(size - 1, 6)
+    return [(p, q) for p in range(1, most + 1) for q in range(p + 1) if p + q <= most]
 
 
 def grid(size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -236,15 +233,19 @@ for stencils in (Isotropic(0), Isotropic(8), Isotropic(12), Gaussian()):
 """
 
 
-def designed_elsewhere(threads: int, hash_seed: int) -> list[str]:
+def run_elsewhere(code: str, threads: int, hash_seed: int = 0) -> list[str]:
+    """The words that a fresh interpreter prints."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
     environment.update(dict.fromkeys(names, str(threads)))
-    code = DESIGN + "print(*map(repr, designed))"
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     return run.stdout.split()
+
+
+def designed_elsewhere(threads: int, hash_seed: int) -> list[str]:
+    return run_elsewhere(DESIGN + "print(*map(repr, designed))", threads, hash_seed)
 
 
 def test_the_design_is_the_same_in_every_process():
@@ -268,40 +269,44 @@ def test_a_design_is_made_once_and_cannot_be_spoilt():
     assert width.harmonic_weights(1, 0, 5) is Gaussian(0.9).harmonic_weights(1, 0, 5)
 
 
-def forget_designs() -> None:
-    econv.stencils._isotropic.cache_clear()
-    econv.basis._filter_basis.cache_clear()
-    econv.operators._turned.cache_clear()
+CLOCK = """
+import time
+import econv.basis, econv.operators, econv.stencils
+from econv.models import ResNet
+from econv.operators import monomials
+from econv.stencils import Isotropic
 
 
-def fastest(function, repeats: int) -> float:
-    """The least CPU time of several runs, each without anything designed before."""
+def fastest(function, repeats):
     times = []
     for _ in range(repeats):
-        forget_designs()
+        econv.stencils._isotropic.cache_clear()
+        econv.basis._filter_basis.cache_clear()
+        econv.operators._turned.cache_clear()
         start = time.process_time()
         function()
         times.append(time.process_time() - start)
-    return min(times)
+    print(min(times))
 
 
-@pytest.mark.parametrize("rotations", [0, 8, 12, 16])
-def test_designing_a_5x5_set_takes_at_most_50_ms(rotations):
-    def design():
-        for exponents in monomials(4, 2):
-            Isotropic(rotations).weights(exponents, 5)
-
-    assert fastest(design, repeats=7) <= 0.050
+for n in (0, 8, 12, 16):
+    fastest(lambda: [Isotropic(n).weights(e, 5) for e in monomials(4, 2)], 9)
+fastest(lambda: ResNet("p8"), 3)
+"""
 
 
-def test_building_a_large_network_takes_less_than_a_second():
-    assert fastest(lambda: ResNet("p8"), repeats=3) < 1.0
+def test_designing_a_5x5_set_takes_50_ms_and_a_large_network_a_second_on_one_core():
+    # Threads of a linear algebra library that wait for each other would count as work.
+    *designs, network = map(float, run_elsewhere(CLOCK, threads=1))
+    assert len(designs) == 4
+    assert max(designs) <= 0.050
+    assert network < 1.0
 
 
 # Optimality. The symbol of a stencil is what it makes of e^{iκ·x}. Frequencies are taken in polar
 # coordinates: equidistant angles, and Gauss–Laguerre points in σ²|κ|² for a Gaussian spectrum.
 
-RADII, ANGLES, EVERY_ANGLE = 40, 64, 32
+RADII, ANGLES = 40, 64
 
 
 def waves(size: int, radii: np.ndarray, turn: float = 0.0) -> np.ndarray:
@@ -331,18 +336,22 @@ def turning_error(weights: np.ndarray, m: int, sigma: float, turn: float) -> tup
 class Objective:
     """What the design of D₊^p D₋^q for n rotations minimises, by quadrature.
 
-    Half the turning error at 2π/n and, with the share that the design gives to every angle, its
-    mean over all angles; plus a little of the distance to the true symbol.
+    The energy of every wrong angular frequency p − q + d, times what a turn by 2π/n shows of it,
+    1 − cos(2πd/n), but at least the floor of the design (times 1, the mean over all turns, without
+    a group); plus a little of the distance to the true symbol.
     """
 
     def __init__(self, p: int, q: int, size: int, rotations: int) -> None:
         design = econv.stencils
-        small = size <= 5
-        consistency = design._CONSISTENCY if small else design._CONSISTENCY_WIDE
-        every = design._EVERY_ANGLE if rotations else 1.0
-        turns = [(2 * np.pi * (j + 0.5) / EVERY_ANGLE, every / EVERY_ANGLE) for j in range(32)]
+        consistency = design._CONSISTENCY if size <= 5 else design._CONSISTENCY_WIDE
+        frequencies = np.round(ANGLES * np.fft.fftfreq(ANGLES)).astype(int)
+        distance = frequencies - (p - q)
+        shown = np.ones(ANGLES)
         if rotations:
-            turns.append((2 * np.pi / rotations, 1 - every))
+            shown = 1 - np.cos(2 * np.pi * distance / rotations)
+            # Without the symmetry of the grid all distances occur, which the design leaves at 1.
+            shown = np.where(distance % 4, 1.0, np.maximum(shown, design._LEAST_LEAK))
+        shown[distance == 0] = 0.0
         self.quadratic = np.zeros((size**2, size**2), dtype=complex)
         self.linear = np.zeros(size**2, dtype=complex)
         self.constant = 0.0
@@ -350,9 +359,9 @@ class Objective:
             radii, share = laguerre()
             share = share * sigma**design._SMOOTH_WEIGHT
             straight = waves(size, radii / sigma)
-            for turn, part in turns:
-                row = waves(size, radii / sigma, turn) - np.exp(1j * (p - q) * turn) * straight
-                self.quadratic += part / 2 * (row.conj().T * share) @ row
+            rings = np.fft.fft(straight.reshape(RADII, ANGLES, -1), axis=1, norm="forward")
+            rings = rings.reshape(straight.shape)
+            self.quadratic += (rings.conj().T * (ANGLES * share * np.tile(shown, RADII))) @ rings
             angles = np.exp(2j * np.pi * np.arange(ANGLES) / ANGLES)
             kappa = np.multiply.outer(radii / sigma, angles).ravel()
             symbol = (1j * kappa) ** p * (1j * kappa.conj()) ** q
@@ -529,17 +538,12 @@ def expected_layer_error(stencils: str, size: int, sigma: float) -> float:
     return math.sqrt(error / total)
 
 
-@pytest.mark.parametrize("sigma", [1.5, 2.0, 3.0, 5.0])
-def test_a_random_layer_is_no_less_consistent_than_with_central_differences(sigma):
-    ours = expected_layer_error("isotropic", 5, sigma)
-    assert 0 < ours <= expected_layer_error("central", 5, sigma)
-
-
-def test_a_random_layer_of_wide_stencils_trades_consistency_for_isotropy():
-    # Turning 5 to 15 times better than 5×5, they blur more: about twice what central ones miss.
-    for sigma in (1.5, 2.0, 3.0, 5.0):
-        ours = expected_layer_error("isotropic", 7, sigma)
-        assert 0 < ours <= 2.2 * expected_layer_error("central", 5, sigma), sigma
+@pytest.mark.parametrize(("size", "factor"), [(5, 2.0), (7, 2.2)])
+@pytest.mark.parametrize("sigma", [1.0, 1.5, 2.0, 3.0, 5.0])
+def test_isotropy_costs_at_most_a_factor_of_two_in_consistency(sigma, size, factor):
+    # Stencils that smooth turn better, and miss more of the derivative than central ones do.
+    ours = expected_layer_error("isotropic", size, sigma)
+    assert 0 < ours <= factor * expected_layer_error("central", 5, sigma)
 
 
 # Gaussian stencils
@@ -576,7 +580,7 @@ def test_wide_gaussians_pass_less_noise():
 
 @pytest.mark.parametrize("width", [0, -1, 0.0, -0.5, math.nan, math.inf, -math.inf, None, "1"])
 def test_widths_are_positive_numbers(width):
-    with pytest.raises(ValueError, match="positive width in pixels"):
+    with pytest.raises(ValueError, match="width of 0.3 to 100 pixels"):
         Gaussian(width)
 
 

@@ -205,7 +205,7 @@ class HarmonicStencils(StencilSet):
 
     @abstractmethod
     def harmonic_weights(self, p: int, q: int, size: int) -> npt.NDArray[np.complex128]:
-        """The weights of D₊^p D₋^q, p ≥ q, on ``[size, size]``."""
+        """The weights of D₊^p D₋^q with p ≥ q, on ``[size, size]``."""
 
     def smallest_size(self, operators: Sequence[Polynomial]) -> int:
         """Moments of order N need N + 1 points along an axis, and an odd number of them."""
@@ -252,7 +252,8 @@ class Isotropic(HarmonicStencils):
     name: ClassVar[str] = "isotropic"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rotations, int) or self.rotations < 0:
+        whole = isinstance(self.rotations, int) and not isinstance(self.rotations, bool)
+        if not whole or self.rotations < 0:
             raise ValueError(f"expected a number of rotations, 0 or more; got {self.rotations!r}")
         if self.rotations > 16 or self.rotations in (1, 2, 4):
             object.__setattr__(self, "rotations", 0)
@@ -281,8 +282,9 @@ class Gaussian(HarmonicStencils):
     name: ClassVar[str] = "gaussian"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.width) and self.width > 0):
-            raise ValueError(f"expected a positive width in pixels; got {self.width!r}")
+        # Narrower, its samples beside the centre vanish; wider, it is flat on every support.
+        if not isinstance(self.width, float | int) or not 0.3 <= self.width <= 100:
+            raise ValueError(f"expected a width of 0.3 to 100 pixels; got {self.width!r}")
 
     def harmonic_weights(self, p: int, q: int, size: int) -> npt.NDArray[np.complex128]:
         return _gaussian(p, q, size, self.width)
@@ -373,7 +375,7 @@ def harmonic(p: int, q: int) -> Polynomial:
 _SMOOTHNESS = (1.0, 1.5, 2.0, 3.0)  # of the random fields, in pixels
 _SMOOTH_WEIGHT = 6.5  # the power of the smoothness by which a field weighs more
 _LEAST_LEAK = 0.2  # least weight of a leak, also of one that the group's turns do not show
-_CONSISTENCY = 2e-6  # weight of plain accuracy up to 5×5 …
+_CONSISTENCY = 2.5e-6  # weight of plain accuracy up to 5×5 …
 _CONSISTENCY_WIDE = 3e-8  # … and on wider supports, where leaks are a hundred times smaller
 
 
@@ -417,8 +419,17 @@ def _gaussian(p: int, q: int, size: int, width: float) -> npt.NDArray[np.complex
     points = _complex_points(size)
     # Correlation with s reads f at x where convolution reads it at −x.
     samples = _gaussian_derivative(p, q, -points, width**2) / (2 * math.pi * width**2)
-    cost = np.exp(np.abs(points) ** 2 / (2 * width**2))
-    return frozen(_constrained(p, q, size, np.diag(cost), cost * samples))
+    operator = harmonic(p, q)
+    powers = monomials(operator.order + 1, 2)
+    moments = np.array([operator.coefficient(exponents) for exponents in powers])
+    rows = taylor_terms(powers, size, 2)
+    # The correction c with the least Σ |c|²/g among those that set the moments is √g times the
+    # shortest solution of rows·√g; scaled so, weights that span many orders stay accurate.
+    root = np.exp(-(np.abs(points) ** 2) / (4 * width**2))
+    missing = moments - rows @ samples
+    correction = root * np.linalg.lstsq(rows * root, missing, rcond=1e-14)[0]
+    weights = _symmetrised((samples + correction).reshape(size, size), p - q)
+    return Stencil(operator, weights, accuracy=2).weights
 
 
 def _constrained(
