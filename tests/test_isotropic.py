@@ -580,7 +580,7 @@ def test_wide_gaussians_pass_less_noise():
 
 @pytest.mark.parametrize("width", [0, -1, 0.0, -0.5, math.nan, math.inf, -math.inf, None, "1"])
 def test_widths_are_positive_numbers(width):
-    with pytest.raises(ValueError, match="width of 0.3 to 100 pixels"):
+    with pytest.raises(ValueError, match=r"width of 0\.3 to 100 pixels"):
         Gaussian(width)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import econv
-from econv import lab
+from econv import lab, report, train
 from econv.files import atomic
 from econv.groups import Group
 from econv.layers import (
@@ -45,9 +45,15 @@ class BadInputError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, or 2 for input that cannot be checked."""
+    """Run the command; returns the exit code, 0 if all went well."""
     parser = _parser()
     args = parser.parse_args(arguments)
+    code: int = args.run(args)
+    return code
+
+
+def _run_check(args: argparse.Namespace) -> int:
+    """``econv check``: 0, or 2 with a line on stderr for input that cannot be checked."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")  # a terminal without ‖ shows something else
@@ -74,6 +80,16 @@ def _parser() -> argparse.ArgumentParser:
         help="is a model equivariant, where does its error come from, does training keep it?",
         description="Measures how far a model is from turning with its input, layer by layer.",
     )
+    check.set_defaults(run=_run_check)
+    for name, room, text in (
+        ("train", train, "train a network of the paper's tables, or your change of one"),
+        ("report", report, "the paper's tables with the records of your runs beside its figures"),
+    ):
+        command = commands.add_parser(
+            name, help=text, description=(room.__doc__ or "").split("\n")[0]
+        )
+        room.add_arguments(command)
+        command.set_defaults(run=room.main)
     add = check.add_argument
     add(
         "model",

@@ -1,0 +1,358 @@
+"""One frozen recipe per row of the paper's tables, with the paper's number in it.
+
+A recipe is a value: what is trained on what, and how. This room knows nothing of tensors, files or
+loops; `train` reads a recipe, `report` puts what came out beside the paper's number.
+
+Recipes named ``…_paper`` keep the paper's own network and schedule; those without the suffix are
+ours where they differ.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+__all__ = ["RECIPES", "Recipe", "recipe"]
+
+OPTIMIZERS = ("adam", "adamw", "sgd")
+SCHEDULES = ("steps", "cosine", "exponential")
+
+Items = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one row of a table is trained.
+
+    >>> RECIPES["mnist_rot_p8"].with_changes({"epochs": "3"}).epochs
+    3
+    """
+
+    name: str
+    table: int
+    """1, 2 or 3 as in the paper; 0 for what the paper has not."""
+    row: str
+    """How the table names it."""
+    dataset: str
+    model: str
+    """A name for :func:`econv.create_model`."""
+    model_options: Items = ()
+    """Keywords for it, as pairs."""
+    paper_error: float | None = None
+    """Test error in percent."""
+    paper_parameters: str = ""
+    epochs: int = 200
+    batch_size: int = 128
+    """Images in each step, of all processes together."""
+    optimizer: str = "adamw"
+    """``"adam"`` adds the decay to the gradient, ``"adamw"`` shrinks the weights themselves,
+    ``"sgd"`` has a Nesterov momentum of 0.9 without dampening and adds it to the gradient."""
+    learning_rate: float = 1e-3
+    """The highest of the schedule."""
+    schedule: str = "cosine"
+    """``"steps"`` divides by 10 at the milestones, ``"cosine"`` falls to the final rate along half
+    a wave, ``"exponential"`` by equal factors."""
+    milestones: tuple[float, ...] = ()
+    """Of ``"steps"``, as fractions of the epochs."""
+    final_rate: float = 0.0
+    """Of the other schedules."""
+    warmup_epochs: float = 0.0
+    """How long the rate first rises in a straight line."""
+    weight_decay: float = 0.0
+    """On the weights of convolutions and the classifier; not on norms and biases."""
+    augmentation: Items = ()
+    """Keywords of ``econv.data.Augmentation``, as pairs."""
+    label_smoothing: float = 0.0
+    ema_decay: float = 0.0
+    """Of the moving average of the weights that is evaluated; 0 for the weights themselves."""
+    evaluate_every: int = 1
+    """Epochs from one look at the validation split to the next."""
+    retrain_on_all: bool = False
+    """After the selection on the validation split, train anew on both and take the last epoch."""
+    minimum_seeds: int = 3
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _expect(self.table in (0, 1, 2, 3), "table", "0, 1, 2 or 3", self.table)
+        _expect(self.optimizer in OPTIMIZERS, "optimizer", f"one of {OPTIMIZERS}", self.optimizer)
+        _expect(self.schedule in SCHEDULES, "schedule", f"one of {SCHEDULES}", self.schedule)
+        for name in ("epochs", "batch_size", "evaluate_every", "minimum_seeds"):
+            _expect(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        _expect(0 < self.learning_rate < math.inf, "learning_rate", "above 0", self.learning_rate)
+        for name in ("final_rate", "warmup_epochs", "weight_decay"):
+            _expect(0 <= getattr(self, name) < math.inf, name, "0 or more", getattr(self, name))
+        for name in ("label_smoothing", "ema_decay"):
+            _expect(0 <= getattr(self, name) < 1, name, "at least 0, below 1", getattr(self, name))
+        if self.schedule == "exponential":
+            _expect(self.final_rate > 0, "final_rate", "above 0 to fall to", self.final_rate)
+        inside = all(0 < milestone < 1 for milestone in self.milestones)
+        _expect(inside, "milestones", "fractions between 0 and 1", self.milestones)
+
+    def rate(self, epoch: float) -> float:
+        """The learning rate after so many epochs, a fraction for steps within one.
+
+        >>> RECIPES["mnist_rot_p8_paper"].rate(150)
+        1e-05
+        """
+        if epoch < self.warmup_epochs:
+            return self.learning_rate * epoch / self.warmup_epochs
+        if self.schedule == "steps":
+            passed = sum(epoch >= milestone * self.epochs for milestone in self.milestones)
+            return self.learning_rate / 10**passed
+        rest = self.epochs - self.warmup_epochs
+        part = min((epoch - self.warmup_epochs) / rest, 1.0) if rest > 0 else 1.0
+        if self.schedule == "exponential":
+            return float(self.learning_rate * (self.final_rate / self.learning_rate) ** part)
+        height = (1 + math.cos(math.pi * part)) / 2
+        return self.final_rate + (self.learning_rate - self.final_rate) * height
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the result, ready for JSON: two runs with the same are one row."""
+        told = asdict(self)
+        for name in ("row", "table", "paper_error", "paper_parameters", "minimum_seeds", "note"):
+            del told[name]
+        told["model_options"] = _listed(dict(self.model_options))
+        told["augmentation"] = _listed(dict(self.augmentation))
+        told["milestones"] = list(self.milestones)
+        return told
+
+    def with_changes(self, changes: Mapping[str, str]) -> Recipe:
+        """A copy with other values, read from text; its name says which.
+
+        ``model_options.dropout=0.1`` and ``augmentation.rotate=true`` set one of the keywords.
+
+        >>> RECIPES["mnist_rot_p8"].with_changes({"learning_rate": "0.01"}).name
+        'mnist_rot_p8+learning_rate=0.01'
+        """
+        kinds = {field.name: str(field.type) for field in fields(self)}
+        fixed = ("name", "table", "row", "paper_error", "paper_parameters")
+        values: dict[str, Any] = {}
+        for key, text in changes.items():
+            owner, _, keyword = key.partition(".")
+            if keyword and kinds.get(owner) == "Items":
+                items = dict(values.get(owner, getattr(self, owner)))
+                items[keyword] = _literal(text)
+                values[owner] = tuple(items.items())
+            elif owner in kinds and owner not in fixed and not keyword and kinds[owner] != "Items":
+                values[owner] = _read(key, text, kinds[owner])
+            else:
+                open_fields = [name for name in kinds if name not in fixed]
+                raise ValueError(
+                    f"{self.name} has no setting {key!r}: expected one of "
+                    f"{', '.join(open_fields)}; keywords as model_options.dropout"
+                )
+        suffix = "".join(f"+{key}={_plain(text)}" for key, text in sorted(changes.items()))
+        return replace(self, name=self.name + suffix, **values)
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of that name, or an error that lists the names there are."""
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}: expected one of {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def _expect(holds: bool, name: str, what: str, value: Any) -> None:
+    if not holds:
+        raise ValueError(f"expected {name}: {what}; got {value!r}")
+
+
+def _read(key: str, text: str, kind: str) -> Any:
+    try:
+        if kind == "int":
+            return int(text)
+        if kind == "float":
+            value = float(text)
+            if not math.isfinite(value):
+                raise ValueError
+            return value
+        if kind == "bool":
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
+                text.lower()
+            ]
+        if kind.startswith("tuple"):
+            return tuple(float(part) for part in text.split(",") if part.strip())
+    except (ValueError, KeyError):
+        words = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+        what = words.get(kind, "numbers with commas between them")
+        raise ValueError(f"expected {key}: {what}; got {text!r}") from None
+    return text
+
+
+def _literal(text: str) -> Any:
+    if text.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _plain(text: str) -> str:
+    """The text as part of a folder's name."""
+    return "".join(c if c.isalnum() or c in ".,-_" else "_" for c in text.replace(" ", ""))
+
+
+def _listed(items: dict[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back: tuples become lists."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in items.items()}
+
+
+_PAPER_MNIST: dict[str, Any] = {
+    "dataset": "mnist_rot",
+    "epochs": 200,
+    "optimizer": "adam",
+    "learning_rate": 1e-3,
+    "schedule": "steps",
+    "milestones": (0.5, 0.75),
+    "weight_decay": 0.01,
+}
+_OUR_MNIST: dict[str, Any] = {
+    "dataset": "mnist_rot",
+    "epochs": 200,
+    "optimizer": "adamw",
+    "learning_rate": 5e-3,
+    "schedule": "cosine",
+    "warmup_epochs": 5.0,
+    "weight_decay": 0.02,
+    "label_smoothing": 0.05,
+    "ema_decay": 0.999,
+}
+_PAPER_CIFAR: dict[str, Any] = {
+    "epochs": 300,
+    "optimizer": "sgd",
+    "learning_rate": 0.1,
+    "schedule": "steps",
+    "milestones": (0.5, 0.75),
+    "weight_decay": 1e-3,
+    "augmentation": (("shift", 4), ("flip", True)),
+}
+_OUR_CIFAR: dict[str, Any] = {
+    "epochs": 200,
+    "optimizer": "sgd",
+    "learning_rate": 0.1,
+    "schedule": "cosine",
+    "warmup_epochs": 5.0,
+    "weight_decay": 1e-3,
+    "label_smoothing": 0.05,
+    "ema_decay": 0.999,
+    "augmentation": (("shift", 4), ("flip", True)),
+}
+
+
+def _mnist_rows() -> list[Recipe]:
+    # Orientation pooling leaves parameters for wider layers within the paper's 26.8k.
+    wider = (("pool", "max"), ("fields", (8, 8, 8, 8, 8, 10)))
+    rows: list[tuple[str, str, str, Items, float, str]] = [
+        ("mnist_rot_cnn", "CNN", "convnet6", (), 5.03, "22k"),
+        ("mnist_rot_p4", "G-CNN, p4", "convnet6_p4", (), 2.28, "25k"),
+        ("mnist_rot_p8", "PDO-eConv, p8", "convnet6_p8", wider, 1.87, "26k"),
+    ]
+    found = []
+    for name, row, model, options, error, parameters in rows:
+        common: dict[str, Any] = {
+            "table": 1,
+            "row": row,
+            "model": model,
+            "paper_error": error,
+            "paper_parameters": parameters,
+        }
+        found.append(Recipe(name, model_options=options, **common, **_OUR_MNIST))
+        paper: dict[str, Any] = {**common, **_PAPER_MNIST, "note": "the paper's schedule"}
+        if model != "convnet6":  # the paper's stencils; an ordinary network has none
+            paper["model_options"] = (("options", {"stencils": "central"}),)
+        found.append(Recipe(f"{name}_paper", **paper))
+    return found
+
+
+def _large_rows() -> list[Recipe]:
+    common: dict[str, Any] = {
+        "table": 2,
+        "row": "PDO-eConv, p8, 7 layers",
+        "model": "convnet7_p8",
+        "paper_error": 0.709,
+        "paper_parameters": "0.65M",
+        "augmentation": (("rotate", True),),
+    }
+    paper: dict[str, Any] = {
+        "dataset": "mnist_rot",
+        "epochs": 300,
+        "optimizer": "sgd",
+        "learning_rate": 1e-2,
+        "schedule": "exponential",
+        "final_rate": 1e-5,
+        "model_options": (("options", {"stencils": "central"}),),
+        "note": "the paper's schedule",
+    }
+    return [
+        Recipe("mnist_rot_p8_large", **{**common, **_OUR_MNIST, "learning_rate": 3e-3}),
+        Recipe("mnist_rot_p8_large_paper", **common, **paper),
+    ]
+
+
+def _cifar_rows() -> list[Recipe]:
+    rows = [
+        ("resnet26", "ResNet-26", 11.5, 31.66, "0.37M"),
+        ("resnet26_p6", "PDO-eConv, p6, ResNet-26", 5.65, 27.13, "0.36M"),
+        ("resnet26_p6m", "PDO-eConv, p6m, ResNet-26", 5.38, 27.00, "0.37M"),
+        ("resnet44_p8", "PDO-eConv, p8, ResNet-44", 3.68, 20.01, "2.62M"),
+        ("resnet26_p8", "PDO-eConv, p8, ResNet-26", 3.50, 18.40, "4.6M"),
+    ]
+    found = []
+    for dataset, classes, column in (("cifar10", 10, 2), ("cifar100", 100, 3)):
+        for values in rows:
+            model, row = values[0], values[1]
+            common: dict[str, Any] = {
+                "table": 3,
+                "row": f"{row}, CIFAR-{classes}",
+                "dataset": dataset,
+                "model": model,
+                "paper_error": values[column],
+                "paper_parameters": values[4],
+            }
+            ours: Items = (("num_classes", classes),)
+            found.append(Recipe(f"{dataset}_{model}", model_options=ours, **common, **_OUR_CIFAR))
+            paper: dict[str, Any] = dict(ours)
+            if "_p" in model:
+                paper["options"] = {"stencils": "central"}
+            found.append(
+                Recipe(
+                    f"{dataset}_{model}_paper",
+                    model_options=tuple(paper.items()),
+                    note="the paper's schedule",
+                    **common,
+                    **_PAPER_CIFAR,
+                )
+            )
+    return found
+
+
+def _digit_rows() -> list[Recipe]:
+    common: dict[str, Any] = {
+        **_OUR_MNIST,
+        "table": 0,
+        "dataset": "digits",
+        "epochs": 16,
+        "batch_size": 64,
+        "warmup_epochs": 1.0,
+        "learning_rate": 1e-2,
+        "ema_decay": 0.98,
+        "minimum_seeds": 1,
+    }
+    narrow = (("fields", (4,) * 6), ("pool", "max"), ("dropout", 0.1))
+    twin = (("fields", (10,) * 6), ("dropout", 0.1))
+    return [
+        Recipe(
+            "digits_p8", row="PDO-eConv, p8", model="convnet6_p8", model_options=narrow, **common
+        ),
+        Recipe("digits_cnn", row="CNN", model="convnet6", model_options=twin, **common),
+    ]
+
+
+RECIPES: dict[str, Recipe] = {
+    found.name: found for found in [*_digit_rows(), *_mnist_rows(), *_large_rows(), *_cifar_rows()]
+}
+"""Every recipe, by name, in the order of the tables."""

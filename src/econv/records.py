@@ -1,0 +1,202 @@
+"""What a run leaves behind: one JSON file per recipe and seed, ``records/<recipe>/<seed>.json``.
+
+A record holds what was trained, on what, by which code on which machine, every epoch's metrics and
+the one reading of the test split. Files appear whole or not at all, and what is read back is
+checked field by field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from econv import files
+
+__all__ = [
+    "Record",
+    "load",
+    "load_all",
+    "parse",
+    "path_of",
+    "revision",
+    "save",
+    "versions",
+]
+
+FORMAT = 1
+
+
+class RecordError(ValueError):
+    """A file is no record; the message says which one and why."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished run. Errors are in percent, times in seconds."""
+
+    recipe: str
+    seed: int
+    dataset: str
+    recreated: bool
+    """Whether the data set is a re-creation and not the official files."""
+    parameters: int
+    validation_error: float
+    """Of the selected epoch."""
+    test_error: float
+    """Read once, with the weights of the selected epoch or, if retrained, of the last."""
+    seconds: float
+    """Training with its evaluations, over all the parts of a resumed run."""
+    setup_seconds: float
+    """Reading the data, building the network, compiling and capturing."""
+    device: str
+    selected_epoch: int
+    """The epoch with the lowest validation error, counted from 1."""
+    retrained: bool
+    """Whether the tested weights come from training on training and validation split together."""
+    data_sha256: str
+    """Of the images and classes of all splits."""
+    predictions_sha256: str
+    """Of the predicted classes of the test split, one byte or more each, in its order."""
+    epochs: list[dict[str, Any]]
+    """Metrics of every epoch: phase, epoch, learning_rate, loss, seconds and, where evaluated,
+    validation_loss and validation_error."""
+    settings: dict[str, Any]
+    """The whole recipe."""
+    processes: int
+    engine: str
+    precision: str
+    revision: str
+    """Of the code: the commit, with ``+changes`` if files differ; ``unknown`` outside git."""
+    source_sha256: str
+    """Of the package's Python files."""
+    versions: dict[str, str]
+    finished: str
+    """When, in UTC."""
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            kind = str(field.type)
+            if not _is(value, kind):
+                raise RecordError(f"expected {field.name} as {kind}; got {value!r}")
+        if self.format != FORMAT:
+            raise RecordError(f"expected format {FORMAT}; got {self.format}")
+        for name in ("validation_error", "test_error"):
+            if not 0 <= getattr(self, name) <= 100:
+                raise RecordError(f"expected {name} in percent; got {getattr(self, name)!r}")
+        for entry in self.epochs:
+            if not isinstance(entry, dict) or not isinstance(entry.get("epoch"), int):
+                raise RecordError(f"expected epochs with their number; got {entry!r}")
+
+
+def path_of(folder: Path, recipe: str, seed: int) -> Path:
+    """Where the record of a recipe and seed lies."""
+    return Path(folder) / recipe / f"{seed}.json"
+
+
+def save(record: Record, folder: Path) -> Path:
+    """Write the record to its place and return that."""
+    path = path_of(folder, record.recipe, record.seed)
+    text = json.dumps(asdict(record), indent=1, allow_nan=False)
+    files.write_atomically(path, text.encode() + b"\n")
+    return path
+
+
+def load(path: Path) -> Record:
+    """Read a record; :class:`RecordError` names the file if it is none."""
+    return parse(Path(path).read_bytes(), Path(path))
+
+
+def parse(content: bytes, path: Path) -> Record:
+    """The record in a file's bytes; the path is checked against it and named in errors."""
+    try:
+        told = json.loads(content)
+    except ValueError as error:
+        raise RecordError(f"{path} is no record: {error}") from None
+    names = {field.name for field in fields(Record)}
+    if not isinstance(told, dict) or set(told) != names:
+        given = set(told) if isinstance(told, dict) else set()
+        raise RecordError(
+            f"{path} is no record: missing {sorted(names - given)}, unknown {sorted(given - names)}"
+        )
+    try:
+        record = Record(**told)
+    except RecordError as error:
+        raise RecordError(f"{path} is no record: {error}") from None
+    if path.stem != str(record.seed) or path.parent.name != record.recipe:
+        raise RecordError(
+            f"{path} holds the record of {record.recipe}, seed {record.seed}: moved or edited"
+        )
+    return record
+
+
+def load_all(folder: Path) -> list[Record]:
+    """Every record under the folder, by recipe and seed; none if the folder is not there."""
+    found = [load(path) for path in Path(folder).glob("*/*.json")]
+    return sorted(found, key=lambda record: (record.recipe, record.seed))
+
+
+@lru_cache
+def revision() -> str:
+    """The commit that the package's files come from."""
+    here = Path(__file__).parent
+    try:
+        # The files' own repository, and not one that happens to lie around an installed package.
+        _git(here, "ls-files", "--error-unmatch", "__init__.py")
+        commit = _git(here, "rev-parse", "HEAD")
+        changed = _git(here, "status", "--porcelain", "--untracked-files=no", ".")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return commit + ("+changes" if changed else "")
+
+
+@lru_cache
+def source_hash() -> str:
+    """One hash over the package's Python files."""
+    here = Path(__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(here.rglob("*.py")):
+        found.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of what computes."""
+    import numpy as np
+    import torch
+
+    import econv
+
+    return {
+        "python": platform.python_version(),
+        "econv": econv.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "cuda": torch.version.cuda or "none",
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def _is(value: Any, kind: str) -> bool:
+    if kind == "float":
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and math.isfinite(value)
+    if kind == "int":
+        return isinstance(value, int) and not isinstance(value, bool)
+    kinds: dict[str, type] = {"str": str, "bool": bool}
+    container = list if kind.startswith("list") else dict
+    return isinstance(value, kinds.get(kind, container))

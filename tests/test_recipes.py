@@ -1,0 +1,164 @@
+"""Recipes: the rows of the paper's tables, their schedules, and settings read from text."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from econv import create_model
+from econv.data import Augmentation
+from econv.recipes import RECIPES, Recipe, recipe
+
+DEMANDED = [
+    "mnist_rot_cnn",
+    "mnist_rot_p4",
+    "mnist_rot_p8",
+    "mnist_rot_p8_large",
+    *(
+        f"{data}_{model}"
+        for data in ("cifar10", "cifar100")
+        for model in ("resnet26", "resnet26_p6", "resnet26_p6m", "resnet44_p8", "resnet26_p8")
+    ),
+]
+LIMITS = {
+    "mnist_rot_p8": 26_800,
+    "mnist_rot_p8_large": 650_000,
+    "cifar10_resnet26_p6": 370_000,
+    "cifar10_resnet26_p6m": 380_000,
+}
+
+
+def parameters(found: Recipe) -> int:
+    model = create_model(found.model, **dict(found.model_options))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", [*DEMANDED, "digits_p8", "digits_cnn"])
+def test_every_row_has_a_recipe_of_its_name(name: str) -> None:
+    assert RECIPES[name].name == name
+    assert RECIPES[name].minimum_seeds >= (3 if name in DEMANDED else 1)
+
+
+@pytest.mark.parametrize("name", DEMANDED)
+def test_every_row_has_the_papers_own_schedule(name: str) -> None:
+    paper = RECIPES[f"{name}_paper"]
+    assert paper.paper_error == RECIPES[name].paper_error is not None
+    assert paper.ema_decay == paper.label_smoothing == paper.warmup_epochs == 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_models_and_augmentations_can_be_built(name: str) -> None:
+    found = RECIPES[name]
+    create_model(found.model, **dict(found.model_options))
+    Augmentation(**dict(found.augmentation))
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_parameters_stay_within_the_papers(name: str) -> None:
+    assert parameters(RECIPES[name]) <= LIMITS[name]
+
+
+def test_the_papers_p8_network_has_its_number_of_parameters() -> None:
+    assert parameters(RECIPES["mnist_rot_p8_paper"]) == 26_747
+
+
+def test_table_1_is_trained_without_augmentation_and_table_2_with_rotations() -> None:
+    for found in RECIPES.values():
+        if found.table == 1:
+            assert not found.augmentation
+        if found.table == 2:
+            assert dict(found.augmentation) == {"rotate": True}
+
+
+def test_steps_divide_by_ten_at_the_milestones() -> None:
+    paper = RECIPES["mnist_rot_p8_paper"]
+    rates = [paper.rate(epoch) for epoch in (0, 99.9, 100, 149.9, 150, 199)]
+    assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5], rel=1e-12)
+
+
+def test_exponential_ends_at_the_final_rate_by_equal_factors() -> None:
+    paper = RECIPES["mnist_rot_p8_large_paper"]
+    assert paper.rate(0) == pytest.approx(1e-2)
+    assert paper.rate(paper.epochs) == pytest.approx(1e-5)
+    assert paper.rate(150) / paper.rate(100) == pytest.approx(paper.rate(250) / paper.rate(200))
+
+
+def test_cosine_rises_in_a_line_then_falls_along_half_a_wave() -> None:
+    found = dataclasses.replace(
+        RECIPES["mnist_rot_p8"], learning_rate=1.0, final_rate=0.2, warmup_epochs=4.0, epochs=24
+    )
+    assert [found.rate(e) for e in (0, 1, 4)] == pytest.approx([0, 0.25, 1.0])
+    assert found.rate(14) == pytest.approx(0.6)
+    assert found.rate(24) == pytest.approx(0.2)
+    assert found.rate(9) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2)
+
+
+def test_settings_survive_json() -> None:
+    for found in RECIPES.values():
+        settings = found.settings()
+        assert json.loads(json.dumps(settings)) == settings
+
+
+def test_settings_tell_recipes_apart_but_not_their_labels() -> None:
+    found = RECIPES["mnist_rot_p8"]
+    assert dataclasses.replace(found, note="x", row="y").settings() == found.settings()
+    for change in ({"epochs": 3}, {"weight_decay": 1.0}, {"model_options": ()}):
+        assert dataclasses.replace(found, **change).settings() != found.settings()
+
+
+def test_changes_are_read_by_the_type_of_the_setting() -> None:
+    changed = RECIPES["mnist_rot_p8_large"].with_changes(
+        {
+            "epochs": "3",
+            "learning_rate": "1e-2",
+            "retrain_on_all": "true",
+            "schedule": "steps",
+            "milestones": "0.5,0.75",
+            "augmentation.shift": "2",
+            "model_options.dropout": "0.1",
+            "model_options.fields": "4,4,4,4,4,4,4",
+        }
+    )
+    assert (changed.epochs, changed.learning_rate, changed.retrain_on_all) == (3, 0.01, True)
+    assert (changed.schedule, changed.milestones) == ("steps", (0.5, 0.75))
+    assert dict(changed.augmentation) == {"rotate": True, "shift": 2}
+    assert dict(changed.model_options) == {"dropout": 0.1, "fields": (4,) * 7}
+
+
+def test_a_changed_recipe_has_another_name() -> None:
+    found = RECIPES["mnist_rot_p8"]
+    assert found.with_changes({}) == found
+    changed = found.with_changes({"epochs": "3", "dataset": "a/../b c"})
+    assert changed.name == "mnist_rot_p8+dataset=a_.._bc+epochs=3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epoch": "3"}, "no setting 'epoch'.*epochs"),
+        ({"name": "x"}, "no setting 'name'"),
+        ({"paper_error": "0"}, "no setting 'paper_error'"),
+        ({"model_options": "x"}, "no setting 'model_options'"),
+        ({"epochs.x": "3"}, "no setting 'epochs.x'"),
+        ({"epochs": "three"}, "expected epochs: a whole number; got 'three'"),
+        ({"epochs": "0"}, "expected epochs: at least 1; got 0"),
+        ({"learning_rate": "nan"}, "expected learning_rate: a number"),
+        ({"learning_rate": "-1"}, "expected learning_rate: above 0"),
+        ({"retrain_on_all": "perhaps"}, "expected retrain_on_all: true or false"),
+        ({"milestones": "a"}, "expected milestones: numbers"),
+        ({"milestones": "2"}, "expected milestones: fractions"),
+        ({"optimizer": "lion"}, "expected optimizer: one of"),
+        ({"schedule": "exponential"}, "expected final_rate: above 0"),
+        ({"ema_decay": "1"}, "expected ema_decay"),
+    ],
+)
+def test_bad_changes_say_what_was_expected(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RECIPES["mnist_rot_p8"].with_changes(changes)
+
+
+def test_an_unknown_recipe_is_told_the_names_there_are() -> None:
+    assert recipe("digits_p8") is RECIPES["digits_p8"]
+    with pytest.raises(ValueError, match=r"unknown recipe 'mnist'.*mnist_rot_p8"):
+        recipe("mnist")

@@ -1,0 +1,154 @@
+"""Records: written whole or not at all, and checked when they are read."""
+
+import dataclasses
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from econv import files, records
+from econv.records import Record, RecordError
+
+
+def record(**changes: object) -> Record:
+    values: dict[str, object] = {
+        "recipe": "mnist_rot_p8",
+        "seed": 3,
+        "dataset": "mnist_rot",
+        "recreated": False,
+        "parameters": 26_747,
+        "validation_error": 1.5,
+        "test_error": 1.25,
+        "seconds": 20.5,
+        "setup_seconds": 4.0,
+        "device": "cpu, 2 threads",
+        "selected_epoch": 2,
+        "retrained": False,
+        "data_sha256": "0" * 64,
+        "predictions_sha256": "1" * 64,
+        "epochs": [{"phase": "select", "epoch": 1, "loss": 0.1}],
+        "settings": {"name": "mnist_rot_p8"},
+        "processes": 1,
+        "engine": "eager",
+        "precision": "float32",
+        "revision": "unknown",
+        "source_sha256": "2" * 64,
+        "versions": {"torch": "2"},
+        "finished": "2030-01-01T00:00:00+00:00",
+    }
+    return Record(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = records.save(record(), tmp_path)
+    assert path == tmp_path / "mnist_rot_p8" / "3.json"
+    assert records.load(path) == record()
+    told = json.loads(path.read_text())
+    demanded = "recipe seed dataset recreated parameters validation_error test_error seconds"
+    for name in (*demanded.split(), "setup_seconds", "device"):
+        assert told[name] == getattr(record(), name)
+
+
+def test_all_records_are_found_in_order(tmp_path: Path) -> None:
+    for seed in (10, 2):
+        records.save(record(seed=seed), tmp_path)
+    records.save(record(recipe="digits_p8"), tmp_path)
+    found = [(r.recipe, r.seed) for r in records.load_all(tmp_path)]
+    assert found == [("digits_p8", 3), ("mnist_rot_p8", 2), ("mnist_rot_p8", 10)]
+    assert records.load_all(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": "3"},
+        {"seed": True},
+        {"recreated": 1},
+        {"test_error": float("nan")},
+        {"test_error": False},
+        {"test_error": 101.0},
+        {"validation_error": -1.0},
+        {"epochs": {}},
+        {"epochs": [{"loss": 1.0}]},
+        {"versions": []},
+        {"format": 2},
+    ],
+)
+def test_wrong_values_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(RecordError, match=f"expected .*{next(iter(changes))}"):
+        record(**changes)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda told: told.pop("test_error"), r"missing \['test_error'\]"),
+        (lambda told: told.update(more=1), r"unknown \['more'\]"),
+        (lambda told: told.update(seconds="1"), "expected seconds"),
+        (lambda told: told.update(seed=4), "seed 4: moved or edited"),
+        (lambda told: told.update(recipe="other"), "record of other"),
+    ],
+)
+def test_an_edited_file_is_refused_by_name(tmp_path: Path, edit, message: str) -> None:
+    path = records.save(record(), tmp_path)
+    told = json.loads(path.read_text())
+    edit(told)
+    path.write_text(json.dumps(told))
+    with pytest.raises(RecordError, match=message) as caught:
+        records.load(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
+def test_a_torn_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    path = records.save(record(), tmp_path)
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match=r"3\.json is no record"):
+        records.load_all(tmp_path)
+
+
+def test_a_write_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    files.write_atomically(path, b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        files.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_records_are_values() -> None:
+    assert record() == record()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record().seed = 4  # type: ignore[misc]
+
+
+def test_the_revision_is_the_commit_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    records.revision.cache_clear()
+    answers = {"ls-files": "__init__.py", "rev-parse": "abc", "status": ""}
+    monkeypatch.setattr(records, "_git", lambda folder, verb, *rest: answers[verb])
+    assert records.revision() == "abc"
+    records.revision.cache_clear()
+    answers["status"] = " M file.py"
+    assert records.revision() == "abc+changes"
+    records.revision.cache_clear()
+
+    def fail(*_: object) -> str:
+        raise subprocess.CalledProcessError(128, "git")
+
+    monkeypatch.setattr(records, "_git", fail)
+    assert records.revision() == "unknown"
+    records.revision.cache_clear()
+
+
+def test_the_source_hash_and_versions_say_what_ran() -> None:
+    assert len(records.source_hash()) == 64
+    assert {"python", "econv", "torch", "numpy", "cuda", "system"} == set(records.versions())

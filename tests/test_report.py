@@ -1,0 +1,214 @@
+"""The report: rows count what they should, say what is missing, and print everywhere alike."""
+
+import argparse
+import dataclasses
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from econv import records, report
+from econv.recipes import RECIPES
+from econv.records import Record
+from test_records import record
+
+
+def made(name: str = "mnist_rot_p8", seed: int = 0, **changes: object) -> Record:
+    epochs = [
+        {"phase": "select", "epoch": e, "loss": 1 / e, "validation_error": 8 / e} for e in (1, 2, 4)
+    ]
+    values: dict[str, object] = {"epochs": epochs, "selected_epoch": 4, "validation_error": 2.0}
+    if name in RECIPES:
+        values["settings"] = RECIPES[name].settings()
+    return record(recipe=name, seed=seed, **{**values, **changes})
+
+
+def row(found: list[report.Row], name: str = "mnist_rot_p8") -> report.Row:
+    (match,) = [r for r in found if r.recipe.name == name]
+    return match
+
+
+def test_enough_seeds_give_mean_and_deviation_beside_the_papers_number() -> None:
+    found = [made(seed=s, test_error=e) for s, e in enumerate((1.2, 1.3, 1.7))]
+    cells = row(report.rows(found)).cells()
+    assert cells[1:4] == ("1.87", "1.40 ± 0.26", "3")
+    assert cells[5] == "26,747"
+    assert cells[6] == "20.5 (cpu, 2 threads)"
+    assert cells[7] == "mnist_rot"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_too_few_seeds_are_incomplete_and_show_no_mean(count: int) -> None:
+    found = report.rows([made(seed=s, test_error=1.23) for s in range(count)])
+    assert row(found).error == f"incomplete ({count} of 3 seeds)"
+    for text in (report.as_text(found), report.as_markdown(found), report.as_html(found)):
+        assert f"incomplete ({count} of 3 seeds)" in text
+    assert "1.23" not in report.as_text(found) + report.as_markdown(found)
+
+
+def test_re_created_data_are_labelled_and_never_averaged_with_official_ones() -> None:
+    official = [made(seed=s, test_error=1.0) for s in range(3)]
+    again = [
+        made(seed=s, test_error=2.0, recreated=True, data_sha256="9" * 64) for s in range(3, 6)
+    ]
+    found = [r for r in report.rows([*official, *again]) if r.recipe.name == "mnist_rot_p8"]
+    assert [(r.recreated, r.error) for r in found] == [
+        (False, "1.00 ± 0.00"),
+        (True, "2.00 ± 0.00"),
+    ]
+    assert "re-created" not in found[0].cells()[7]
+    assert "re-created" in found[1].cells()[7]
+    for text in (report.as_text(found), report.as_markdown(found), report.as_html(found)):
+        assert "re-created" in text
+
+
+def test_runs_on_other_images_have_rows_of_their_own() -> None:
+    mixed = [made(seed=s, data_sha256=str(s) * 64) for s in range(3)]
+    found = [r for r in report.rows(mixed) if r.recipe.name == "mnist_rot_p8"]
+    assert len(found) == 3
+    assert not any(r.complete for r in found)
+
+
+def test_records_of_earlier_settings_do_not_count() -> None:
+    old = dataclasses.replace(RECIPES["mnist_rot_p8"], epochs=7).settings()
+    found = row(report.rows([*(made(seed=s) for s in range(2)), made(seed=2, settings=old)]))
+    assert not found.complete
+    assert "1 outdated" in found.cells()[7]
+
+
+def test_retraining_is_said() -> None:
+    found = row(report.rows([made(seed=s, retrained=True) for s in range(3)]))
+    assert "retrained on all" in found.cells()[7]
+
+
+def test_the_papers_schedules_appear_once_they_were_run() -> None:
+    name = "mnist_rot_p8_paper"
+    assert name not in [r.recipe.name for r in report.rows([])]
+    assert row(report.rows([made(name)]), name).error == "incomplete (1 of 3 seeds)"
+
+
+def test_every_demanded_row_is_there_without_any_record() -> None:
+    text = report.as_text(report.rows([]))
+    for title in ("Table 1", "Table 2", "Table 3"):
+        assert title in text
+    for error in ("5.03", "2.28", "1.87", "0.709", "11.5", "5.65", "5.38", "3.68", "20.01"):
+        assert error in text
+
+
+def test_changed_settings_are_listed_apart() -> None:
+    found = [made("mnist_rot_p8+epochs=3", seed=s, test_error=float(s)) for s in (1, 2)]
+    others = report.variants(found)
+    assert list(others) == ["mnist_rot_p8+epochs=3"]
+    text = report.as_text(report.rows(found), others)
+    assert "With changed settings" in text
+    assert "1.50 ± 0.71" in text
+    assert row(report.rows(found)).error == "incomplete (0 of 3 seeds)"
+
+
+def test_the_readme_changes_between_its_markers_only(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    found = report.rows([made()])
+    assert report.update(path, found)
+    text = path.read_text()
+    assert text.startswith(f"before\n{report.BEGIN}\n")
+    assert text.endswith(f"{report.END}\nafter\n")
+    assert "old" not in text
+    assert report.as_markdown(found) in text
+    assert not report.update(path, found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["nothing", report.BEGIN, report.END + report.BEGIN, report.BEGIN * 2 + report.END],
+)
+def test_a_readme_without_its_markers_is_left_alone(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "README.md"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"README\.md: expected one line"):
+        report.update(path, report.rows([]))
+    assert path.read_text() == text
+
+
+def test_markdown_tables_have_as_many_cells_as_heads() -> None:
+    lines = report.as_markdown(report.rows([made()])).splitlines()
+    bars = {line.count("|") for line in lines if line.startswith("|")}
+    assert bars == {9}
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.addresses += [v or "" for k, v in attrs if k in ("src", "href")]
+        if tag not in ("meta", "line", "circle"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_well_formed_needs_nothing_else_and_draws_every_seed() -> None:
+    found = [made(seed=s) for s in range(3)]
+    page = _Page()
+    page.feed(report.as_html(report.rows(found)))
+    assert page.open == []
+    assert page.addresses == []
+    assert page.seen.count("polyline") == page.seen.count("circle") == 3
+
+
+def test_the_page_escapes_what_records_say() -> None:
+    name = "mnist_rot_p8+note=<script>"
+    found = [made(name)]
+    page = report.as_html(report.rows(found), report.variants(found))
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_a_curve_falls_where_the_error_does_and_takes_a_perfect_score() -> None:
+    drawn = report.curve([made()])
+    points = drawn.split("points='")[1].split("'")[0].split()
+    heights = [float(point.split(",")[1]) for point in points]
+    assert heights == sorted(heights)
+    assert heights[0] < heights[-1]
+    perfect = [{"epoch": e, "validation_error": 0.0} for e in (1, 2)]
+    assert "nan" not in report.curve([made(epochs=perfect, validation_error=0.0)])
+    assert "nan" not in report.curve([made(epochs=[], validation_error=0.0)])
+
+
+def options(**changes: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    report.add_arguments(parser)
+    return argparse.Namespace(**{**vars(parser.parse_args([])), **changes})
+
+
+def test_the_command_prints_writes_and_checks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, page, readme = tmp_path / "records", tmp_path / "page.html", tmp_path / "README.md"
+    for seed in range(3):
+        records.save(made(seed=seed, test_error=1.5), folder)
+    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
+    assert report.main(options(records=folder, check=readme)) == 1
+    assert "are not those of the records" in capsys.readouterr().err
+    assert report.main(options(records=folder, html=page, markdown=readme, check=readme)) == 0
+    assert "1.50 ± 0.00" in capsys.readouterr().out
+    assert "1.50 ± 0.00" in page.read_text()
+    assert "1.50 ± 0.00" in readme.read_text()
+
+
+def test_the_command_names_a_broken_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "0.json").write_text("{}")
+    assert report.main(options(records=tmp_path)) == 1
+    assert "0.json is no record" in capsys.readouterr().err
