@@ -23,7 +23,7 @@ help:
 	@echo "make test      the fast tests, in less than ten minutes"
 	@echo "make test-all  all tests"
 	@echo "make lint      style, types and the order of the modules"
-	@echo "make bench     time and size against plain PyTorch, in outputs/"
+	@echo "make bench     time, size, initialisation and equivariance, in outputs/"
 	@echo "make clean     remove the environment, the caches and what was built; outputs/ stays"
 	@echo
 	@echo "PYTHON=python3.12   the interpreter to set up with ($(PYTHON) now)"
@@ -50,6 +50,7 @@ bench: $(STAMP)
 	@mkdir -p outputs
 	@$(RUN) benchmarks/layer_speed.py --json outputs/layer_speed.json
 	@$(RUN) benchmarks/build.py --json outputs/build.json
+	@$(RUN) benchmarks/initialisation.py
 	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json
 
 clean:

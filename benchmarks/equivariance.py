@@ -33,6 +33,7 @@ from torch import Tensor, nn
 import econv
 from econv import GroupBatchNorm2d, GroupConv2d, LiftConv2d
 from econv.basis import filter_basis
+from econv.files import write_atomically
 from econv.testing import equivariance_error, smooth_field, transform
 
 SMOOTHNESS = (1.0, 1.5, 2.0, 3.0)
@@ -150,7 +151,9 @@ def side_by_side(seeds: int, with_escnn: bool) -> dict[str, Any]:
         if quarter[ESCNN] > 1e-5:
             sys.exit("escnn's quarter turns are not at rounding: its conventions are misread here")
         lower = all(o < e for o, e in zip(rows[OURS], rows[ESCNN], strict=True))
-        print(f"{OURS} is lower than escnn at every σ: {'yes' if lower else 'NO'}")
+        if not lower:
+            sys.exit(f"{OURS} is not lower than escnn at every σ")
+        print(f"{OURS} is lower than escnn at every σ")
     else:
         print("escnn is not installed here, so its row is missing; --install-escnn installs it")
     print()
@@ -344,9 +347,8 @@ def main(arguments: list[str] | None = None) -> None:
             "python": platform.python_version(),
         }
         content = rounded({**record, "settings": settings, "versions": versions})
-        temporary = args.json.with_name(f".{args.json.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        os.replace(temporary, args.json)
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        write_atomically(args.json, text.encode())
 
 
 if __name__ == "__main__":

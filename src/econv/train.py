@@ -1198,7 +1198,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def leave() -> None:
-    """Part from the other processes, all at once: one that goes early makes those who wait abort."""
+    """Part from the other processes, all at once: one that leaves early makes the rest abort."""
     if distributed.is_initialized():
         distributed.barrier()
         distributed.destroy_process_group()
