@@ -1,6 +1,7 @@
 """Filter bases: turned filters, what a weight means, gains at initialisation, value semantics."""
 
 import copy
+import dataclasses
 import math
 import pickle
 
@@ -225,10 +226,15 @@ def test_default_initialisation_has_gain_one_through_relu(name, operators):
 @pytest.mark.parametrize(
     ("name", "operators"), [("p1", "order<=0"), ("p8m", "order<=0"), ("p1", "paper")]
 )
-def test_where_every_pixel_is_free_the_default_is_he(name, operators):
-    basis = central_basis(name, operators)
-    assert basis.scale("relu") == pytest.approx(1.0, abs=1e-12)
-    assert basis.gains("paper") == pytest.approx((2.0, 2.0, 1.0), abs=1e-12)
+def test_where_every_pixel_is_free_the_default_is_he_but_for_the_width(
+    name, operators, monkeypatch
+):
+    narrow = central_basis(name, operators)
+    assert 1.0 < narrow.scale("relu") < math.exp(2.5 / 32 / 2)
+    monkeypatch.setattr("econv.basis._WIDTH", math.inf)
+    wide = dataclasses.replace(narrow)
+    assert wide.scale("relu") == pytest.approx(1.0, abs=1e-12)
+    assert wide.gains("paper") == pytest.approx((2.0, 2.0, 1.0), abs=1e-12)
 
 
 def test_the_papers_initialisation_grows_where_turned_filters_carry_more_energy():

@@ -36,6 +36,19 @@ def nothing(): return None
 def plain(): return nn.Conv2d(1, 3, 3)
 def mixed(): return nn.Sequential(LiftConv2d(1, 1, "p8"), GroupPool2d("p8"), LiftConv2d(1, 1, "p6"))
 def three(): return LiftConv2d(3, 1, "p4")
+def middle(): return GroupConv2d(2, 3, "p4")
+def vectors(): return VectorConv2d(2, 1, "p4")
+def half(): return nn.Sequential(LiftConv2d(1, 2, "p2"), nn.ReLU(), GroupConv2d(2, 2, "p2"))
+def cnn():
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+def read_out(): return nn.Sequential(LiftConv2d(1, 2, "p4"), nn.Flatten(), nn.LazyLinear(3))
+def broken():
+    return nn.Sequential(LiftConv2d(1, 2, "p8"), nn.Conv2d(16, 16, 1), GroupConv2d(2, 2, "p8"))
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module = make()
+    def forward(self, x): return self.module(x)
 ready = make()
 number = 3
 """
@@ -72,7 +85,8 @@ def test_a_first_look_needs_no_arguments(capsys):
     row = next(line for line in out.splitlines() if line.startswith("0 LiftConv2d"))
     errors = [float(cell) for cell in row.split()[3:]]
     assert errors[1] < 1e-5 < errors[0]
-    assert "strided sampling        0.0 %" in out
+    assert "strided sampling        0.0 % (estimate)" in out
+    assert out.count("faded to zero outside of the inscribed disc") == 1
     assert "Not exact" not in out
 
 
@@ -179,6 +193,16 @@ def test_the_seed_decides(capsys):
         (["{model}:make", "--weights", "{folder}/tensor.pt"], "expected a state dict"),
         (["{model}:make", "--weights", "{folder}/pickled.pt"], "cannot read weights"),
         (["--html", "{folder}/missing/page.html"], "no such folder"),
+        (["{model}:make", "--group", "p1"], "p1 has nothing to check"),
+        (
+            ["{model}:half", "--images", "{folder}/wide.npy", "--html", "{folder}/page.html"],
+            "--html turns images by any angle and needs square ones; got 8×12 pixels",
+        ),
+        (
+            ["{model}:half", "--images", "{folder}/wide.npy", "--angles", "20"],
+            "--angles turns images by any angle",
+        ),
+        (["resnet7_p8"], "depth"),
     ],
 )
 def test_bad_input_gets_one_line_and_code_two(capsys, model, arguments, message):
@@ -234,3 +258,88 @@ def test_a_process_without_utf8_still_prints(tmp_path):
 def test_the_command_is_installed_under_its_name():
     pyproject = Path(__file__).parents[1] / "pyproject.toml"
     assert 'econv = "econv.cli:main"' in pyproject.read_text(encoding="utf-8")
+
+
+def test_an_output_that_is_not_exact_is_said(capsys, model):
+    out = run(capsys, f"{model}:read_out", "--size", 17)
+    assert "Not exact at the symmetries of the pixel grid: the output." in out
+    assert "Not exact" not in run(capsys, f"{model}:make", "--size", 17)
+
+
+def test_a_layer_that_is_not_equivariant_is_named_instead_of_sampling(capsys, model):
+    out = run(capsys, f"{model}:broken", "--size", 33)
+    share = float(re.search(r"not equivariant, 2: ([\d.]+) % \(estimate\)", out)[1])
+    assert share > 10
+    assert "strided sampling" not in out
+
+
+def test_rounding_is_not_explained(capsys, model):
+    out = run(capsys, f"{model}:make", "--size", 17)
+    assert "nothing to explain: exact to rounding" in out
+    assert " %\n  padding" not in out
+    assert "nothing to explain" not in run(capsys, f"{model}:eighths", "--size", 17)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("middle", "regular"), ("vectors", "vector")])
+def test_a_layer_that_reads_features_is_given_features(capsys, model, name, kind):
+    out = run(capsys, f"{model}:{name}", "--size", 17)
+    assert re.search(rf"^output +{kind} ", out, re.MULTILINE)
+    assert "Not exact" not in out
+
+
+def test_a_model_may_have_a_child_of_the_name_that_wrappers_add(capsys, model, tmp_path):
+    out = run(capsys, f"{model}:Wrapped", "--size", 17)
+    namespace: dict = {}
+    exec(MODEL, namespace)
+    state = namespace["Wrapped"]().state_dict()
+    assert all(key.startswith("module.") for key in state)
+    torch.save(state, tmp_path / "own.pt")
+    torch.save({f"module.{key}": value for key, value in state.items()}, tmp_path / "wrapped.pt")
+    for name in ("own", "wrapped"):
+        path = tmp_path / f"{name}.pt"
+        assert run(capsys, f"{model}:Wrapped", "--size", 17, "--weights", path) == out
+
+
+def test_images_that_are_not_square_have_numbers_without_a_curve(capsys, model, tmp_path):
+    np.save(tmp_path / "wide.npy", np.random.default_rng(0).normal(size=(1, 1, 12, 20)))
+    path = tmp_path / "numbers.json"
+    out = run(capsys, f"{model}:half", "--images", tmp_path / "wide.npy", "--json", path)
+    assert "images of 12×20 pixels" in out
+    numbers = json.loads(path.read_text(encoding="utf-8"))
+    assert numbers["angles"] is None
+    assert numbers["table"]["layers"]
+
+
+def test_that_no_layer_of_a_cnn_could_be_compared_is_said(capsys, model):
+    out = run(capsys, f"{model}:cnn", "--size", 17, "--group", "p4")
+    assert "No layer could be compared" in out
+    assert "No layer could be compared" not in run(capsys, f"{model}:make", "--size", 17)
+
+
+def test_above_the_tolerance_the_code_is_one(capsys, model):
+    strided = [f"{model}:strided", "--size", "32", "--tolerance"]
+    assert main(["check", *strided, "1e-3"]) == 1
+    out, err = capsys.readouterr()
+    assert "Equivariance errors" in out
+    assert re.fullmatch(
+        r"econv check: the error \S+ of .+ at .+ exceeds the tolerance 0.001\n", err
+    )
+    run(capsys, *strided, "100")
+    run(capsys, f"{model}:eighths", "--size", 33, "--tolerance", "1e-4")  # 45° is not on the grid
+
+
+def test_a_nan_is_above_every_tolerance(capsys, model, tmp_path):
+    namespace: dict = {}
+    exec(MODEL, namespace)
+    state = namespace["make"]().state_dict()
+    state["3.weight"].fill_(torch.nan)
+    torch.save(state, tmp_path / "nan.pt")
+    weights = ["--weights", str(tmp_path / "nan.pt")]
+    assert main(["check", f"{model}:make", "--size", "17", "--tolerance", "9", *weights]) == 1
+    assert "the error nan of 3" in capsys.readouterr().err
+
+
+def test_networks_are_known_by_name(capsys):
+    options = ("--size", 17, "--count", 1)
+    assert "resnet8_p4: p4" in run(capsys, "resnet8_p4", *options)
+    run(capsys, "resnet8_p4", *options, "--channels", 2)

@@ -709,3 +709,118 @@ def test_downsampling_hands_on_the_kind():
     model = nn.Sequential(LiftConv2d(1, 1, "p4"), Downsample2d(), nn.Upsample(scale_factor=2))
     kinds = [layer.kind for layer in lab.layer_errors(model.double(), smooth_field(12)).layers]
     assert kinds == ["regular"] * 3
+
+
+def test_an_output_that_is_not_exact_is_named_where_all_layers_are():
+    model = nn.Sequential(LiftConv2d(1, 2, "p4"), nn.Flatten(), nn.Linear(8 * 81, 3)).double()
+    table = lab.layer_errors(model, smooth_field(9))
+    assert max(table.layers[0].errors) < 1e-12
+    assert table.output[0].relative > 0.1
+    assert table.first_inexact() == "output"
+
+
+class Swapped(nn.Module):
+    output_kind = "regular"
+    group = "p8"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, torch.arange(x.shape[1]).roll(2)].clone() * torch.arange(1, 1 + x.shape[1])[
+            :, None, None
+        ].to(x)
+
+
+@pytest.mark.parametrize(("group", "element"), [("p8", 1), ("p8", 2)])
+def test_a_layer_that_is_not_equivariant_is_not_taken_for_sampling(group, element):
+    model = nn.Sequential(
+        LiftConv2d(1, 2, group), Downsample2d(), Swapped(), GroupConv2d(2, 2, group)
+    ).double()
+    found = lab.error_sources(model, smooth_field(33), element)
+    assert found.broken_layer == "2"
+    assert found.sampling == 0.0
+    assert found.broken > 0.5
+    whole = found.broken + found.padding + found.stencil
+    assert whole == pytest.approx(1.0)
+
+
+def test_a_plain_convolution_in_the_middle_is_not_taken_for_sampling():
+    model = nn.Sequential(
+        LiftConv2d(1, 2, "p4"), nn.Conv2d(8, 8, 3, padding=1), GroupConv2d(2, 2, "p4")
+    ).double()
+    found = lab.error_sources(model, smooth_field(17))
+    assert (found.broken_layer, found.sampling) == ("2", 0.0)
+    assert found.broken == pytest.approx(1.0)  # at a quarter turn nothing else can be wrong
+
+
+def test_a_stride_of_a_function_is_sampling():
+    class Strided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lift, self.conv = LiftConv2d(1, 2, "p8"), GroupConv2d(2, 2, "p8")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(functional.max_pool2d(self.lift(x), 2))
+
+    found = lab.error_sources(Strided().double(), smooth_field(33))
+    assert found.broken_layer is None
+    assert found.sampling > 0.1
+
+
+def test_rounding_is_not_shared_out():
+    model = nn.Sequential(LiftConv2d(1, 2, "p4"), nn.ReLU(), GroupConv2d(2, 2, "p4"))
+    found = lab.error_sources(model, smooth_field(17, dtype=torch.float32))
+    assert 0 < found.error < 1e-5
+    assert found.exact
+    assert (found.sampling, found.padding, found.stencil, found.broken) == (0, 0, 0, 0)
+    assert not lab.error_sources(smooth_net(), smooth_field(17)).exact
+
+
+@pytest.mark.parametrize(
+    ("stencils", "element", "share"), [("central", 1, 0.44), ("isotropic", 3, 0.98)]
+)
+def test_the_estimate_of_sampling_is_near_what_centring_the_samples_saves(stencils, element, share):
+    model = nn.Sequential(
+        LiftConv2d(1, 4, "p8", stencils=stencils),
+        nn.MaxPool2d(2),
+        GroupConv2d(4, 4, "p8", stencils=stencils),
+    ).double()
+    centred, off = (
+        lab.error_sources(model, lab.windowed(smooth_field(size, smoothness=2.0, batch=4)), element)
+        for size in (64, 65)
+    )
+    assert centred.sampling < 1e-9
+    truth = 1 - (centred.interior / off.interior) ** 2
+    assert truth == pytest.approx(share, abs=0.01)
+    assert off.sampling == pytest.approx(truth, abs=0.1)
+
+
+@pytest.mark.parametrize("reduce", ["amax", "mean"])
+@pytest.mark.parametrize(("dim", "known"), [(2, True), (1, False)])
+def test_pooling_over_unflattened_orientations_is_known(reduce, dim, known):
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lift, self.relu = LiftConv2d(1, 4, "p4"), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.relu(getattr(self.lift(x).unflatten(1, (4, 4)), reduce)(dim))
+
+    model = nn.Sequential(Pooled(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+    table = lab.layer_errors(model, smooth_field(9))
+    assert ("0.relu" in [layer.name for layer in table.layers]) == known
+    if known:
+        assert table.layers[1].kind == "scalar"
+        assert table.first_inexact(1e-12) is None
+        assert not table.unknown
+
+
+def test_unflattened_orientations_are_no_map():
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lift, self.relu = LiftConv2d(1, 4, "p4"), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.relu(self.lift(x).unflatten(1, (4, 4)))
+
+    with pytest.raises(ValueError, match="no equivariant map"):
+        lab.layer_errors(Apart().double(), smooth_field(9))

@@ -107,6 +107,8 @@ def test_the_numbers_are_those_of_the_laboratory(text):
 
 def test_the_shares_of_the_sources_are_shown(text):
     sources = lab.error_sources(classifier(), images())
+    assert re.search(r'id="share-sampling">[^<]+<span class="soft">estimate</span>', text)
+    assert "not equivariant" not in text
     for name in ("sampling", "padding", "stencil"):
         shown = re.search(rf'id="share-{name}">([\d.]+) %', text)[1]
         assert float(shown) == pytest.approx(100 * getattr(sources, name), abs=0.06)
@@ -177,6 +179,47 @@ def test_the_page_names_the_broken_layer_and_what_is_unknown():
     assert "is <code>0</code>. It has a stride" in text
     assert "1 (Flatten), 2 (Linear)" in text
     assert "class=high" in text
+
+
+def test_an_output_that_is_not_exact_is_said():
+    model = nn.Sequential(LiftConv2d(1, 2, "p4"), nn.Flatten(), nn.Linear(8 * 48 * 48, 2))
+    text = page(model, images())
+    assert "but the output is not" in text
+    assert "Every layer is exact" not in text
+
+
+def test_rounding_is_not_explained(text):
+    exact = page(nn.Sequential(LiftConv2d(1, 2, "p4")), images())
+    assert "Nothing to explain: exact to rounding" in exact
+    assert "share-sampling" not in exact
+    assert "Nothing to explain" not in text
+
+
+def test_a_layer_that_is_not_equivariant_is_named_instead_of_sampling():
+    model = nn.Sequential(LiftConv2d(1, 2, "p8"), nn.Conv2d(16, 16, 1), GroupConv2d(2, 2, "p8"))
+    text = page(model, images())
+    share = re.search(r'id="share-broken">([\d.]+) %', text)[1]
+    assert float(share) > 10
+    assert "<code>2</code>, or what lies between" in text
+    assert "share-sampling" not in text
+
+
+def test_the_page_says_that_images_are_faded(text):
+    assert "Table and chart use images that are faded to zero outside of the inscribed disc" in text
+
+
+def test_a_twin_with_other_names_is_refused():
+    twin = nn.Sequential()
+    twin.add_module("other", lab.plain_twin(classifier()))
+    with pytest.raises(
+        ValueError, match="twin with modules of the same names; it has no layer '5'"
+    ):
+        page(classifier(), images(), twin=twin)
+
+
+def test_features_are_no_picture():
+    with pytest.raises(ValueError, match="reads regular features"):
+        page(GroupConv2d(2, 2, "p4"), smooth_field(17, 8, dtype=torch.float32))
 
 
 def test_bad_input_is_refused(tmp_path):
@@ -316,6 +359,23 @@ def test_nothing_overflows(opened, width):
         " e.getBoundingClientRect().right > window.innerWidth + 1).map(e => e.outerHTML)"
     )
     assert beyond == []
+
+
+@pytest.mark.parametrize("width", [375, 480, 768, 1200])
+def test_the_text_of_the_chart_is_legible_and_inside(opened, width):
+    resize(opened, width)
+    sizes, inside = opened.execute_script(
+        "const chart = document.querySelector('.chart'), box = chart.getBoundingClientRect();"
+        "const scale = box.width / chart.viewBox.baseVal.width;"
+        "const texts = [...chart.querySelectorAll('text')].filter("
+        " e => getComputedStyle(e).display !== 'none');"
+        "return [texts.map(e => scale * parseFloat(getComputedStyle(e).fontSize)),"
+        " texts.every(e => { const r = e.getBoundingClientRect();"
+        " return r.left >= box.left - 1 && r.right <= box.right + 1 && r.bottom <= box.bottom + 1"
+        " })]"
+    )
+    assert min(sizes) >= 11
+    assert inside
 
 
 def test_dark_mode_changes_the_colours(opened):

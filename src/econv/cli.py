@@ -48,20 +48,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code, 0 if all went well."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    code: int = args.run(args)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return code
 
 
 def _run_check(args: argparse.Namespace) -> int:
-    """``econv check``: 0, or 2 with a line on stderr for input that cannot be checked."""
+    """``econv check``: 0, or 1 above the tolerance, or 2 for input that cannot be checked.
+
+    With a line on stderr for the last two.
+    """
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")  # a terminal without ‖ shows something else
     try:
-        _check(args)
+        too_large = _check(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if too_large:
+            print(f"econv check: {too_large}", file=sys.stderr)
+            return 1
+    except BrokenPipeError:
+        raise
     except (BadInputError, ValueError, ImportError, OSError) as error:
         text = " ".join(str(error).split())
         print(f"econv check: {text}", file=sys.stderr)
@@ -95,8 +106,9 @@ def _parser() -> argparse.ArgumentParser:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="package.module:name or file.py:name, a module or a function that makes one; "
-        "without it, a small untrained network for a first look",
+        help="package.module:name or file.py:name, a module or a function that makes one, or a "
+        "name that econv.create_model knows, such as resnet26_p8; without it, a small untrained "
+        "network for a first look",
     )
     add(
         "--weights",
@@ -115,14 +127,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--count", type=_positive, default=4, help="how many images (default: %(default)s)")
     add("--size", type=_positive, default=65, help="of random fields (default: %(default)s)")
-    add("--channels", type=_positive, help="of random fields (default: what the model reads)")
+    add(
+        "--channels",
+        type=_positive,
+        help="of random fields and of a model given by name (default: what the model reads)",
+    )
     add(
         "--smoothness",
         type=_positive_float,
         default=3.0,
         help="of random fields, in pixels (default: %(default)s)",
     )
-    add("--group", type=_group, help="the group to check (default: the model's; p8 without one)")
+    add(
+        "--group",
+        type=_group,
+        help="the group to check, which those of all layers must contain; needed where no layer "
+        "has one or they differ (default: that of the layers; p8 for the built-in network)",
+    )
+    add(
+        "--tolerance",
+        type=_positive_float,
+        metavar="ERROR",
+        help="exit with code 1 if any layer or the output is off by more at a symmetry of the "
+        "pixel grid, or at any element of a group that has none",
+    )
     add("--angles", nargs="+", type=float, metavar="DEGREES", help="print the error at these too")
     add("--html", type=Path, metavar="FILE", help="write one page with a slider that turns it all")
     add("--plots", type=Path, metavar="FOLDER", help="write pictures; needs econv[plot]")
@@ -132,7 +160,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> str | None:
+    """Measure, print and write; returns what exceeds the tolerance."""
     for path in (args.html, args.json):
         if path is not None and not path.absolute().parent.is_dir():
             raise BadInputError(f"no such folder: {path.absolute().parent}")
@@ -147,9 +176,18 @@ def _check(args: argparse.Namespace) -> None:
             channels = lab.load_images(args.images, limit=1).shape[1]
         model: nn.Module = _first_look(Group(args.group or "p8"), channels or 1)
     else:
-        model = _load_model(args.model)
+        model = _load_model(args.model, channels)
     group = lab.find_group(model, args.group)
+    if group.order == 1:
+        raise BadInputError(f"{group} has nothing to check: its one element turns nothing")
     images = _images(args, model, channels, group)
+    square = images.shape[-1] == images.shape[-2]
+    for option, given in (("--html", args.html), ("--angles", args.angles)):
+        if given is not None and not square:
+            raise BadInputError(
+                f"{option} turns images by any angle and needs square ones; got "
+                f"{images.shape[-2]}×{images.shape[-1]} pixels"
+            )
     _probe(model, images)
     if args.model is None and not args.weights:
         _prepare(model, images)
@@ -165,17 +203,18 @@ def _check(args: argparse.Namespace) -> None:
     )
     sources, why_not = _sources(model, images, group)
     curve = None
-    if args.angles or args.plots or args.json:
+    if square and (args.angles or args.plots or args.json):
         curve = lab.angle_curve(model, lab.windowed(images), args.angles, group)
 
     shape = "×".join(str(n) for n in images.shape[-2:])
     print(f"{name}: {group}, {len(images)} images of {shape} pixels")
+    print("Table and curve use the images faded to zero outside of the inscribed disc.")
     if len(checkpoints) > 1:
         _print_checkpoints(checkpoints)
         print(f"\nAfter {args.weights[-1]}:")
     _print_table(table)
     if sources is not None:
-        _print_sources(sources)
+        _print_sources(sources, group)
     else:
         print(f"\nThe sources of the error cannot be told apart: {why_not}")
     if args.angles and curve is not None:
@@ -199,11 +238,32 @@ def _check(args: argparse.Namespace) -> None:
             text = json.dumps(_finite(record), indent=1, ensure_ascii=False, allow_nan=False)
             temporary.write_text(text + "\n", encoding="utf-8")
         print(f"\nNumbers: {args.json}")
-    if args.plots is not None and curve is not None:
+    if args.plots is not None:
         print()
         _plots(args.plots, model, curve, group)
     if args.html is not None:
         _page(args, model, images, table, sources, why_not, name)
+    if args.tolerance is None:
+        return None
+    return _too_large([found for _, found in checkpoints] or [table], args.tolerance)
+
+
+def _too_large(tables: Sequence[lab.LayerErrors], tolerance: float) -> str | None:
+    found = [
+        (error, f"{name} at {angle}")
+        for table in tables
+        for name, errors in [
+            *((entry.name, entry.errors) for entry in table.layers),
+            ("output", [entry.relative for entry in table.output]),
+        ]
+        for element, angle, error in zip(table.elements, table.names, errors, strict=True)
+        if element in table.group.grid_symmetries or len(table.group.grid_symmetries) == 1
+    ]
+    # A NaN is the worst.
+    error, where = max(found, key=lambda entry: math.inf if math.isnan(entry[0]) else entry[0])
+    if error <= tolerance:
+        return None
+    return f"the error {_figure(error)} of {where} exceeds the tolerance {tolerance:g}"
 
 
 def _first_look(group: Group, channels: int) -> nn.Sequential:
@@ -238,10 +298,20 @@ def _prepare(model: nn.Module, images: Tensor) -> None:
             parameter.mul_(factor)
 
 
-def _load_model(text: str) -> nn.Module:
+def _load_model(text: str, channels: int | None) -> nn.Module:
     place, colon, name = text.rpartition(":")
-    if not colon or not place or not name:
-        raise BadInputError(f"expected MODEL as package.module:name or file.py:name; got {text!r}")
+    if not colon:
+        try:
+            options = {} if channels is None else {"in_channels": channels}
+            return econv.create_model(text, **options)
+        except ValueError as error:
+            if not str(error).startswith("unknown model"):
+                raise
+    if not place or not name:
+        raise BadInputError(
+            "expected MODEL as package.module:name or file.py:name, or a name that "
+            f"econv.create_model knows, such as resnet26_p8; got {text!r}"
+        )
     module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
     found: Any = module
     for part in name.split("."):
@@ -308,7 +378,8 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         raise BadInputError(
             f"expected a state dict of tensors in {path}; got {type(state).__name__}"
         )
-    state = {key.removeprefix("module."): value for key, value in state.items()}
+    if set(state) != set(model.state_dict()):  # saved from within DataParallel
+        state = {key.removeprefix("module."): value for key, value in state.items()}
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -319,8 +390,8 @@ def _images(
     args: argparse.Namespace, model: nn.Module, channels: int | None, group: Group
 ) -> Tensor:
     quarter = any(group.matrices[e][0, 0] == 0 for e in group.grid_symmetries)
-    first = next((m for m in model.modules() if isinstance(m, LiftConv2d)), None)
-    reads = channels or (first.in_channels if first is not None else None)
+    of_layers = (getattr(module, "in_channels", None) for module in model.modules())
+    reads = channels or next((found for found in of_layers if isinstance(found, int)), None)
     if args.images is not None:
         images = lab.load_images(args.images, reads, square=quarter, limit=args.count)
     else:
@@ -361,7 +432,7 @@ def _print_table(table: lab.LayerErrors) -> None:
         for element, name in zip(table.elements, table.names, strict=True)
     ]
     first = max(len(name) for name in [*names, "output, invariant"]) + 2
-    kinds = max([len(entry.kind) for entry in table.layers] + [4])
+    kinds = max(len(kind) for kind in (*(e.kind for e in table.layers), table.output_kind, "kind"))
     width = max(10, *(len(head) + 1 for head in heads))
     for start in range(0, len(heads), _COLUMNS):
         part = slice(start, start + _COLUMNS)
@@ -375,8 +446,18 @@ def _print_table(table: lab.LayerErrors) -> None:
         if all(e.agreement is not None for e in output):
             cells = "".join(f"{100 * (e.agreement or 0):>{width - 3}.0f} % " for e in output)
             print(f"{'same class':<{first + kinds}}{cells}")
+    if not table.layers:
+        print(
+            "No layer could be compared, because none says how its map turns: "
+            "only the output was measured."
+        )
     inexact = table.first_inexact()
-    if inexact is not None:
+    if inexact == "output":
+        print(
+            "Not exact at the symmetries of the pixel grid: the output. What lies between it and "
+            "the layers that were compared breaks equivariance."
+        )
+    elif inexact is not None:
         why = (
             "it has a stride, and on this size its samples lie off the centre"
             if inexact in table.strided
@@ -387,12 +468,26 @@ def _print_table(table: lab.LayerErrors) -> None:
         print(f"Not compared, because how they turn is unknown: {', '.join(table.unknown)}")
 
 
-def _print_sources(sources: lab.ErrorSources) -> None:
+def _print_sources(sources: lab.ErrorSources, group: Group) -> None:
+    if sources.exact:
+        print(
+            f"\nThe map after {sources.layer} is off by {_figure(sources.error)} at "
+            f"{sources.angle}: nothing to explain: exact to rounding."
+        )
+        return
+    estimated = sources.grid is not None and sources.element not in group.grid_symmetries
+    note = " (estimate)" if estimated else ""
     print(
         f"\nWhere the error at {sources.angle} comes from, in the map after {sources.layer} "
         f"({_figure(sources.error)} in the whole disc, {_figure(sources.interior)} inside):"
     )
-    print(f"  strided sampling      {100 * sources.sampling:5.1f} %")
+    if sources.broken_layer is None:
+        print(f"  strided sampling      {100 * sources.sampling:5.1f} %{note}")
+    else:
+        print(
+            f"  a layer that is not equivariant, {sources.broken_layer}: "
+            f"{100 * sources.broken:.1f} %{note}"
+        )
     print(f"  padding and cropping  {100 * sources.padding:5.1f} %")
     print(f"  stencils              {100 * sources.stencil:5.1f} %")
     print(f"Turning that map there and back changes it by {_figure(sources.comparison)}.")
@@ -423,10 +518,10 @@ def _print_checkpoints(checkpoints: Sequence[tuple[Path, lab.LayerErrors]]) -> N
         print(f"{path!s:<{width}}{row}")
 
 
-def _plots(folder: Path, model: nn.Module, curve: lab.AngleCurve, group: Group) -> None:
+def _plots(folder: Path, model: nn.Module, curve: lab.AngleCurve | None, group: Group) -> None:
     from econv import plots
 
-    figures = {"angles": plots.plot_angles(curve)}
+    figures = {} if curve is None else {"angles": plots.plot_angles(curve)}
     layer = next(
         (
             m

@@ -37,6 +37,7 @@ from econv.lab import (
     plain_twin,
     windowed,
 )
+from econv.lab.flow import input_kind_of
 from econv.lab.measure import MARGIN, disc_mask, relative_error
 from econv.testing import _undisturbed, rotate
 
@@ -82,8 +83,8 @@ def page(
         model: a network of layers of econv; measured in eval mode, and left as it is.
         images: ``[n, channels, size, size]``; the pictures show the first, faded to zero outside
             of its inscribed disc, so that turning it loses nothing.
-        twin: the CNN to compare with; by default an untrained :func:`~econv.lab.plain_twin` whose
-            batch norms have seen the images.
+        twin: the CNN to compare with, with modules of the same names; by default an untrained
+            :func:`~econv.lab.plain_twin` whose batch norms have seen the images.
         group: the group to check, by default the model's.
         title: the heading.
         classes: names of the classes, for scores.
@@ -94,6 +95,11 @@ def page(
     if images.ndim != 4 or images.shape[-1] != images.shape[-2]:
         raise ValueError(
             f"expected square images [n, channels, size, size]; got {tuple(images.shape)}"
+        )
+    if input_kind_of(model, None) != "scalar":
+        raise ValueError(
+            f"expected a model that reads images; got one that reads {input_kind_of(model, None)} "
+            "features, which are not turned as pictures are"
         )
     untrained = twin is None
     ours = copy.deepcopy(model).eval()
@@ -107,6 +113,12 @@ def page(
     shown = next((layer for layer in table.layers if layer.name == sources.layer), None)
     if shown is None:
         raise ValueError(f"the table has no layer {sources.layer!r}")
+    called = sources.layer.partition(" (call")[0]
+    if called in dict(ours.named_modules()) and called not in dict(other.named_modules()):
+        raise ValueError(
+            "expected a twin with modules of the same names; it has no layer "
+            f"{called!r}, whose maps the page shows"
+        )
     angles = [360 * k / STEPS for k in range(STEPS)]
     multiple = shown.order
     results = {}
@@ -165,6 +177,8 @@ def _turned_maps(
             for angle in angles:
                 kept.clear()
                 scores.append(run(rotate(image, angle)))
+                if not kept:
+                    raise ValueError(f"the layer {layer!r} of the twin is never called")
                 maps.append(kept[-1])
     finally:
         handle.remove()
@@ -238,14 +252,7 @@ def _fill(
         "verdict": _verdict(table),
         "layer": html.escape(sources.layer),
         "angle": html.escape(sources.angle),
-        "whole_error": _figure(sources.error),
-        "interior_error": _figure(sources.interior),
-        "comparison": _figure(sources.comparison),
-        "sources_note": _sources_note(sources, group),
-        **{
-            f"share_{name}": f"{100 * getattr(sources, name):.1f}"
-            for name in ("sampling", "padding", "stencil")
-        },
+        "sources": _sources(sources, group),
         # `<` cannot end the script element, and U+2028 and U+2029 are written as escapes.
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
@@ -301,7 +308,7 @@ def _probabilities(
     )
 
 
-_LEFT, _WIDTH, _TOP, _HEIGHT = 72, 640, 14, 190
+_LEFT, _WIDTH, _TOP, _HEIGHT = 112, 640, 20, 190
 
 
 def _chart(results: dict[str, _Result], own: Sequence[bool]) -> str:
@@ -329,7 +336,7 @@ def _chart(results: dict[str, _Result], own: Sequence[bool]) -> str:
         at = _LEFT + _WIDTH * degrees / 360
         rank = ' class="minor"' if degrees % 90 else ""
         lines.append(
-            f'<text{rank} x="{at:.1f}" y="{_TOP + _HEIGHT + 22}" text-anchor="middle">'
+            f'<text{rank} x="{at:.1f}" y="{_TOP + _HEIGHT + 28}" text-anchor="middle">'
             f"{degrees}°</text>"
         )
     for index, is_own in enumerate(own):
@@ -349,7 +356,7 @@ def _chart(results: dict[str, _Result], own: Sequence[bool]) -> str:
         f'<line class="cursor" id="cursor" x1="{_LEFT}" x2="{_LEFT}" y1="{_TOP}" '
         f'y2="{_TOP + _HEIGHT}"/>'
     )
-    width, height = _LEFT + _WIDTH + 24, _TOP + _HEIGHT + 28
+    width, height = _LEFT + _WIDTH + 40, _TOP + _HEIGHT + 36
     return (
         f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="relative error over the angle, logarithmic">{"".join(lines)}</svg>'
@@ -392,6 +399,11 @@ def _verdict(table: LayerErrors) -> str:
     inexact = table.first_inexact()
     if inexact is None and any(e in table.group.grid_symmetries for e in table.elements):
         parts.append("Every layer is exact at the symmetries of the pixel grid.")
+    elif inexact == "output":
+        parts.append(
+            "Every layer that was compared is exact at the symmetries of the pixel grid, but the "
+            "output is not: what lies between them and it is broken."
+        )
     elif inexact is not None:
         name = html.escape(inexact)
         why = (
@@ -409,6 +421,79 @@ def _verdict(table: LayerErrors) -> str:
             f"How these treat orientations is unknown, so they were not compared: {names}."
         )
     return f'<p class="soft">{" ".join(parts)}</p>' if parts else ""
+
+
+_SOURCES = (
+    (
+        "sampling",
+        "twin",
+        "Strided sampling",
+        "A stride keeps pixels 0, 2, 4 …, which lie off the centre of the image on one parity of "
+        "its size. This is what remains at quarter turns, where padding and stencils vanish. "
+        "Choose sizes that fit the stride, or <code>Downsample2d</code>, which is exact on every "
+        "size.",
+    ),
+    (
+        "broken",
+        "twin",
+        "A layer that is not equivariant",
+        "Without a stride to blame, this is what remains at quarter turns, where every layer can "
+        "be exact: <code>{layer}</code>, or what lies between it and the layer before, does not "
+        "turn with the image.",
+    ),
+    (
+        "padding",
+        "third",
+        "Padding and cropping",
+        "Beyond the border there are zeros instead of the scene, and turning moves the corners out "
+        "of sight. The error sits near the border and creeps inwards with depth. A plain "
+        "background or a wider margin removes it; no layer can.",
+    ),
+    (
+        "stencil",
+        "ours",
+        "Stencils",
+        "Derivatives are taken from a few pixels. The rest of the error is theirs, with that of "
+        "the sharp edges that ReLU and pooling make. It falls with the square of the pixel size: "
+        'smoother or larger images lower it, and so does <code>stencils="isotropic"</code>, with '
+        "<code>size=7</code> further still.",
+    ),
+)
+
+
+def _sources(sources: ErrorSources, group: Group) -> str:
+    layer, angle = html.escape(sources.layer), html.escape(sources.angle)
+    if sources.exact:
+        return (
+            f'<p id="nothing">At {angle} the map after <code>{layer}</code> is off by '
+            f"{_figure(sources.error)}. Nothing to explain: exact to rounding.</p>"
+        )
+    absent = "broken" if sources.broken_layer is None else "sampling"
+    on_grid = sources.element in group.grid_symmetries
+    bars, cards = "", ""
+    for name, colour, title, text in _SOURCES:
+        if name == absent:
+            continue
+        share = f"{100 * getattr(sources, name):.1f}"
+        estimate = name in ("sampling", "broken") and not on_grid and sources.grid is not None
+        note = ' <span class="soft">estimate</span>' if estimate else ""
+        bars += f'<i style="width:{share}%;background:var(--{colour})"></i>'
+        text = text.replace("{layer}", html.escape(sources.broken_layer or ""))
+        cards += (
+            f'<div><h3><span class="dot" style="background:var(--{colour})"></span>{title}</h3>'
+            f'<p class="share number" id="share-{name}">{share} %{note}</p><p>{text}</p></div>'
+        )
+    return (
+        f"<p>A check that “fails” at {angle} is not yet a broken network. Pixels are a square "
+        "grid, and strides, borders and stencils keep any network from turning exactly. At "
+        f"{angle} the map after <code>{layer}</code> is off by {_figure(sources.error)} in the "
+        f"whole inscribed disc and by {_figure(sources.interior)} in its interior, for the images "
+        "as they came. (Turning that map there and back changes it by "
+        f"{_figure(sources.comparison)}: no comparison is finer than that.) These are the shares "
+        f"of the squared error; an estimate is extrapolated from quarter turns and flips:"
+        f'{_sources_note(sources, group)}</p><div class="stack" aria-hidden="true">{bars}</div>'
+        f'<div class="sources">{cards}</div>'
+    )
 
 
 def _sources_note(sources: ErrorSources, group: Group) -> str:

@@ -269,6 +269,8 @@ def main(options: argparse.Namespace) -> int:
             text = options.check.read_text(encoding="utf-8")
             if updated(text, found) != text:
                 raise ValueError(f"the tables in {options.check} are not those of the records")
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"econv report: {error}", file=sys.stderr)
         return 1

@@ -103,7 +103,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class _Map:
+class Map:
     name: str
     type: str
     flow: Flow
@@ -118,7 +118,7 @@ class _Map:
 class _Trace:
     output: Tensor
     output_flow: Flow | None
-    maps: list[_Map]
+    maps: list[Map]
     unknown: list[str]
 
 
@@ -188,6 +188,14 @@ class _Follow(TorchFunctionMode):
         if flow is None or flow.kind == "invariant":
             return flow
         x = maps[0]
+        if flow.kind == "unflattened":  # [batch, fields, elements, height, width]
+            dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            pooled = name in _REDUCTIONS and dims in (2, -3, (2,), (-3,), [2], [-3])
+            return Flow("scalar") if pooled and result.ndim == 4 else None
+        if name == "unflatten" and flow.kind == "regular" and flow.group is not None:
+            fields = (x.shape[1] // flow.group.order, flow.group.order)
+            apart = x.ndim == 4 and result.shape == (x.shape[0], *fields, *x.shape[2:])
+            return Flow("unflattened", flow.group) if apart else None
         if name in _COPIES or (name in _SUMS and len(maps) == 2):
             return flow
         if flow.kind == "vector":  # what acts on components one by one does not turn
@@ -217,7 +225,7 @@ def trace_maps(
     own = getattr(model, "group", None)
     first = own or next((m.group for m in model.modules() if isinstance(m, GroupConv2d)), group)
     follow.set(x, Flow(kind, Group(first) if kind == "regular" else None))
-    maps: list[_Map] = []
+    maps: list[Map] = []
     unknown: list[str] = []
     seen: dict[str, int] = {}
     names = {module: name or type(model).__name__ for name, module in model.named_modules()}
@@ -246,7 +254,7 @@ def trace_maps(
             unknown.append(f"{name} ({type(module).__name__})")
         else:
             # A copy: what follows may work in place.
-            maps.append(_Map(name, type(module).__name__, flow, output.detach().clone()))
+            maps.append(Map(name, type(module).__name__, flow, output.detach().clone()))
 
     handles = [module.register_forward_hook(hook) for module in model.modules()]
     try:
@@ -272,6 +280,8 @@ def _after(
         return Flow(says, group if says in ("regular", "vector") else None)
     if before is None or before.kind == "invariant":
         return before
+    if before.kind == "unflattened":
+        return None
     if isinstance(module, _CHANNELWISE):
         linear = isinstance(module, _LINEAR) or getattr(module, "reduce", None) == "mean"
         return before if before.kind != "vector" or linear else None
@@ -334,6 +344,8 @@ def output_kind_of(model: nn.Module, trace: _Trace, given: str | None) -> Flow:
     Scores have no pixels that could turn: they are compared as invariant unless known otherwise.
     """
     known = trace.output_flow
+    if known is not None and known.kind == "unflattened":
+        known = None
     says = given or (getattr(model, "output_kind", None) if _is_custom(model) else None)
     if says is not None:
         if says not in ("scalar", "regular", "vector", "invariant"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from econv.groups import FloatArray, Group, GroupLike
 from econv.lab.flow import (
     ACTIVATIONS,
     Flow,
+    Map,
     element_name,
     find_group,
     input_kind_of,
@@ -311,8 +313,10 @@ def error_sources(
 
     - ``sampling``: what remains at quarter turns and flips, where stencils and padding are exact.
       Strided layers keep samples that lie off the centre of the image by some vector c; π moves
-      them by c − Ac, and the squared error grows with the square of that. A layer that is not
-      equivariant at all shows up here too: :meth:`LayerErrors.first_inexact` names it.
+      them by c − Ac, and the squared error grows with the square of that. At other angles the share
+      is therefore an estimate, extrapolated from quarter turns and flips.
+    - ``broken``: the same where the first layer that fails there has no stride: it is not
+      equivariant. At other angles an estimate too, the mean over quarter turns and flips.
     - ``padding``: what the error in the whole inscribed disc exceeds that of the interior disc by.
     - ``stencil``: the rest of the interior's error: stencils, and the aliasing of sharp maps.
 
@@ -339,8 +343,18 @@ def error_sources(
             )
         last = straight.maps[places[-1]]
 
+        first_inexact = len(straight.maps)
+
         def squares(which: int, margin: float) -> tuple[float, float]:
+            nonlocal first_inexact
             turned = trace_maps(model, run, transform(images, found, which, kind), kind, found)
+            if which in exact:
+                pairs = zip(straight.maps[:first_inexact], turned.maps, strict=False)
+                for place, (before, after) in enumerate(pairs):
+                    wanted = turn_map(before.value, before.flow, found, which)
+                    if not relative_error(after.value, wanted, None, before.name) <= 1e-4:
+                        first_inexact = place
+                        break
             expected = turn_map(last.value, last.flow, found, which).double()
             result = turned.maps[places[-1]].value.double()
             _same_shape(result, expected, last.name)
@@ -360,24 +374,37 @@ def error_sources(
     interior = inner / inner_norm
     total = max(whole / whole_norm, interior)
     grid = max((error / norm for _, error, norm in on_grid), default=0.0)
-    offset = sum(_displacement(found, e) for e, _, _ in on_grid)
-    sampling = 0.0
-    if offset > 0:
+    broken_layer = None
+    if first_inexact <= places[-1] and not _loses_pixels(model, straight.maps, first_inexact):
+        broken_layer = straight.maps[first_inexact].name
+    at_fault = 0.0
+    if element in exact:
+        at_fault = interior = total  # stencils and padding are exact
+    elif broken_layer is not None:
+        at_fault = min(interior, sum(error / norm for _, error, norm in on_grid) / len(on_grid))
+    elif on_grid:
+        offset = sum(_displacement(found, e) for e, _, _ in on_grid)
         per_offset = sum(error / norm for _, error, norm in on_grid) / offset
-        sampling = min(interior, per_offset * _displacement(found, element))
-    shares = (sampling, total - interior, interior - sampling)
-    sampled, padded, rest = (share / total if total > 0 else 0.0 for share in shares)
-    return ErrorSources(
+        at_fault = min(interior, per_offset * _displacement(found, element))
+    sampling, broken = (at_fault, 0.0) if broken_layer is None else (0.0, at_fault)
+    shares: tuple[float, ...] = (sampling, total - interior, interior - at_fault, broken)
+    error = math.sqrt(whole / whole_norm)
+    result = ErrorSources(
         last.name,
         element,
         element_name(found, element),
-        math.sqrt(whole / whole_norm),
-        math.sqrt(interior),
+        error,
+        math.sqrt(inner / inner_norm),
         math.sqrt(grid) if exact else None,
         comparison,
-        sampled,
-        padded,
-        rest,
+        *(0.0, 0.0, 0.0, 0.0),
+        broken_layer,
+    )
+    if result.exact:
+        return result
+    sampled, padded, rest, broken = (share / total for share in shares)
+    return dataclasses.replace(
+        result, sampling=sampled, padding=padded, stencil=rest, broken=broken
     )
 
 
@@ -457,6 +484,15 @@ def _displacement(group: Group, element: int) -> float:
     """|c − Ac|² for samples that lie off the centre along the diagonal, as strides leave them."""
     offset = np.array([-1.0, 1.0]) / math.sqrt(2)
     return float(((offset - group.matrices[element] @ offset) ** 2).sum())
+
+
+def _loses_pixels(model: nn.Module, maps: Sequence[Map], place: int) -> bool:
+    """Whether a layer has a stride, or a function before it keeps only some of the pixels."""
+    module = dict(model.named_modules()).get(maps[place].name.partition(" (call")[0], model)
+    if _strided(module):
+        return True
+    before = next((m for m in reversed(maps[:place]) if m.has_pixels), None)
+    return before is not None and maps[place].value.shape[-1] <= 0.6 * before.value.shape[-1]
 
 
 def _strided(module: nn.Module) -> bool:

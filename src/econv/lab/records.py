@@ -78,7 +78,10 @@ class LayerErrors(_Record):
     """Layers that keep only some of the pixels: on some sizes their samples lie off the centre."""
 
     def first_inexact(self, tolerance: float = 1e-4) -> str | None:
-        """The first layer that fails at a quarter turn or flip, where every layer can be exact."""
+        """The first layer that fails at a quarter turn or flip, where every layer can be exact.
+
+        ``"output"`` where all maps that were compared are exact and the output is not.
+        """
         places = [
             i for i, element in enumerate(self.elements) if element in self.group.grid_symmetries
         ]
@@ -86,6 +89,8 @@ class LayerErrors(_Record):
             # Written so that a NaN fails.
             if not all(layer.errors[i] <= tolerance for i in places):
                 return layer.name
+        if not all(self.output[i].relative <= tolerance for i in places):
+            return "output"
         return None
 
 
@@ -129,7 +134,10 @@ class OperatorSymbol(_Record):
 
 @dataclass(frozen=True)
 class ErrorSources(_Record):
-    """Where the error of the last map comes from; the shares are of the squared error."""
+    """Where the error of the last map comes from; the shares are of the squared error.
+
+    Below the accuracy of rounding there is nothing to share out, and all shares are zero.
+    """
 
     layer: str
     element: int
@@ -143,5 +151,15 @@ class ErrorSources(_Record):
     comparison: float
     """What turning the map there and back changes: sharp maps cannot be compared more finely."""
     sampling: float
+    """An estimate at angles off the pixel grid, from the error on it."""
     padding: float
     stencil: float
+    broken: float = 0.0
+    """Share of a layer that is not equivariant, instead of ``sampling``: an estimate likewise."""
+    broken_layer: str | None = None
+    """The first layer that fails on the pixel grid for a reason other than its stride."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the error is that of rounding, so that there is nothing to explain."""
+        return self.error <= 1e-5
