@@ -39,8 +39,8 @@ class Gains(NamedTuple):
     noise: float
     """For white noise, mean over the orientations, without nonlinearity."""
     relu: float
-    """For the layer followed by ReLU, on white noise: the typical gain per layer, the geometric mean
-    over a network of fifty layers with 32 fields."""
+    """For the layer followed by ReLU, on white noise: the typical gain per layer, the geometric
+    mean over a network of fifty layers with 32 fields."""
 
 
 @dataclass(frozen=True)
