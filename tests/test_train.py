@@ -23,9 +23,17 @@ from econv.data import Augmentation, Dataset, Split, permutation
 from econv.layers import PDOConv2d
 from econv.recipes import RECIPES, Recipe
 from econv.records import Record
+from econv.train import KeyedDropout, SynchronisedNorm, runs
+from econv.train.capture import tried
+from econv.train.how import How, convolution_precision
+from econv.train.optimise import Optimizer, Vector
+from econv.train.parts import replace
+from econv.train.processes import Processes
+from econv.train.progress import Progress
+from econv.train.trainer import Trainer
 
-ONE = train._Processes(0, 1, torch.device("cpu"))
-HOW = train._How(torch.device("cpu"), "eager", "float64", False)
+ONE = Processes(0, 1, torch.device("cpu"))
+HOW = How(torch.device("cpu"), "eager", "float64", False)
 
 TINY = Recipe(
     name="tiny",
@@ -93,10 +101,10 @@ def weights(folder: Path, recipe: Recipe = TINY, seed: int = 0) -> bytes:
     return (folder / "out" / recipe.name / str(seed) / "model.safetensors").read_bytes()
 
 
-def trainer(recipe: Recipe = TINY, data: Dataset | None = None, **how: object) -> train._Trainer:
+def trainer(recipe: Recipe = TINY, data: Dataset | None = None, **how: object) -> Trainer:
     data = data or stripes()
     chosen = dataclasses.replace(HOW, **how)
-    return train._Trainer(recipe, 0, data.train, data, chosen, ONE)
+    return Trainer(recipe, 0, data.train, data, chosen, ONE)
 
 
 def changed(**changes: object) -> Recipe:
@@ -109,16 +117,16 @@ def with_options(**options: object) -> Recipe:
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: type[BaseException]) -> None:
     """The run ends when it comes to that step, counted from 1 over all phases."""
-    original = train._Trainer.step
+    original = Trainer.step
     done = [0]
 
-    def stopping(self: train._Trainer) -> None:
+    def stopping(self: Trainer) -> None:
         done[0] += 1
         if done[0] == step:
             raise error
         original(self)
 
-    monkeypatch.setattr(train._Trainer, "step", stopping)
+    monkeypatch.setattr(Trainer, "step", stopping)
 
 
 # ------------------------------------------------------------------------------------ results
@@ -173,9 +181,9 @@ def test_an_early_best_epoch_is_kept_over_later_ones(
 ) -> None:
     errors = iter([(3, 0.5), (1, 0.5), (1, 0.4), (1, 0.4), (2, 0.1)])
     states: list[dict[str, torch.Tensor]] = []
-    original = train._Trainer.predict
+    original = Trainer.predict
 
-    def predict(self: train._Trainer, split: Split) -> tuple[torch.Tensor, float]:
+    def predict(self: Trainer, split: Split) -> tuple[torch.Tensor, float]:
         if len(split) == 50:  # the test split
             states.append({n: t.clone() for n, t in self.evaluated.state_dict().items()})
             return original(self, split)
@@ -185,7 +193,7 @@ def test_an_early_best_epoch_is_kept_over_later_ones(
         classes[:wrong] = (classes[:wrong] + 1) % 3
         return classes, loss
 
-    monkeypatch.setattr(train._Trainer, "predict", predict)
+    monkeypatch.setattr(Trainer, "predict", predict)
     record = start(tmp_path, changed(epochs=5))
     assert record.selected_epoch == 3
     assert record.validation_error == 2.5
@@ -197,13 +205,13 @@ def test_the_test_split_is_read_once_and_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    original = train._Trainer.predict
+    original = Trainer.predict
 
-    def predict(self: train._Trainer, split: Split) -> tuple[torch.Tensor, float]:
+    def predict(self: Trainer, split: Split) -> tuple[torch.Tensor, float]:
         read.append(len(split))
         return original(self, split)
 
-    monkeypatch.setattr(train._Trainer, "predict", predict)
+    monkeypatch.setattr(Trainer, "predict", predict)
     start(tmp_path, changed(retrain_on_all=True))
     assert read == [40] * 4 + [50]
 
@@ -277,8 +285,8 @@ def test_resuming_trains_only_what_is_missing(
         with pytest.raises(KeyboardInterrupt):
             start(tmp_path)
     steps: list[int] = []
-    original = train._Trainer.step
-    monkeypatch.setattr(train._Trainer, "step", lambda self: (steps.append(1), original(self))[1])
+    original = Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda self: (steps.append(1), original(self))[1])
     start(tmp_path)
     assert len(steps) == 4
 
@@ -406,9 +414,9 @@ def test_no_number_stops_the_run_names_the_step_and_keeps_the_checkpoint(
 ) -> None:
     from safetensors.torch import load_file
 
-    original = train._Trainer.step
+    original = Trainer.step
 
-    def step(self: train._Trainer) -> None:
+    def step(self: Trainer) -> None:
         original(self)
         number = int(self.step_number)
         if poison == "loss" and number == 10:
@@ -417,7 +425,7 @@ def test_no_number_stops_the_run_names_the_step_and_keeps_the_checkpoint(
             self.weights.flat[0] = float("inf")
 
     with monkeypatch.context() as patch:
-        patch.setattr(train._Trainer, "step", step)
+        patch.setattr(Trainer, "step", step)
         with pytest.raises(train.DivergedError) as caught:
             start(tmp_path)
     message = str(caught.value)
@@ -451,7 +459,7 @@ def test_the_optimisers_are_torchs(name: str) -> None:
         "adamw": lambda: torch.optim.AdamW([theirs], **options),
         "sgd": lambda: torch.optim.SGD([theirs], momentum=0.9, nesterov=True, **options),
     }[name]()
-    optimizer = train._Optimizer(name, ours, decay)
+    optimizer = Optimizer(name, ours, decay)
     for step in range(10):
         rate = 0.1 / (step + 1)
         gradient = torch.randn_like(weight)
@@ -476,7 +484,7 @@ def test_decay_falls_on_convolutions_and_the_classifier_alone(name: str) -> None
         for prefix, module in network.model.named_modules()
         if isinstance(module, PDOConv2d | nn.Conv2d | nn.Linear)
     }
-    vector = train._Vector(list(network.model.parameters()))
+    vector = Vector(list(network.model.parameters()))
     vector.flat.copy_(network.optimizer.decay)
     names = [n for n, _ in network.model.named_parameters()]
     decayed = {n for n, part in zip(names, vector.parts, strict=True) if (part == 0.5).all()}
@@ -545,11 +553,11 @@ class Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def graph_form(recipe: Recipe) -> train._Trainer:
+def graph_form(recipe: Recipe) -> Trainer:
     """A trainer whose network has the parts that a captured step has."""
     network = trainer(recipe)
     kind = nn.modules.batchnorm._BatchNorm
-    train._replace(network.model, kind, lambda m, _: train.SynchronisedNorm(m, ONE))
+    replace(network.model, kind, lambda m, _: SynchronisedNorm(m, ONE))
     return network
 
 
@@ -574,7 +582,7 @@ def test_the_watcher_refuses_what_waits() -> None:
 
 def test_trying_a_step_leaves_no_trace() -> None:
     network, untouched = trainer(), trainer()
-    train._tried(network.step, list(network.state().values()), 2)
+    tried(network.step, list(network.state().values()), 2)
     for name, tensor in untouched.state().items():
         assert torch.equal(network.state()[name], tensor), name
     assert network.epoch(0, lambda *_: None) == untouched.epoch(0, lambda *_: None)
@@ -584,13 +592,13 @@ def test_every_epoch_shows_every_image_once_in_another_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[list[int]] = []
-    original = train._Trainer._loss
+    original = Trainer._loss
 
-    def watching(self: train._Trainer, indices: torch.Tensor) -> torch.Tensor:
+    def watching(self: Trainer, indices: torch.Tensor) -> torch.Tensor:
         seen.append(indices.tolist())
         return original(self, indices)
 
-    monkeypatch.setattr(train._Trainer, "_loss", watching)
+    monkeypatch.setattr(Trainer, "_loss", watching)
     network = trainer(changed(batch_size=10))
     for epoch in range(2):
         network.epoch(epoch, lambda *_: None)
@@ -644,8 +652,8 @@ def test_the_settings_of_torch_are_put_back(precision: str) -> None:
         return backend.benchmark, backend.allow_tf32
 
     before = settings()
-    how = train._How(torch.device("cuda"), "graph", precision, False)
-    with train._math(how):
+    how = How(torch.device("cuda"), "graph", precision, False)
+    with convolution_precision(how):
         wanted = {"float32": ("ieee", False), "tf32": ("tf32", True)}[precision]
         assert settings()[0] is True
         assert settings()[1] in wanted
@@ -674,8 +682,8 @@ def test_what_cannot_be_run_is_refused(
 # --------------------------------------------------------------------------- dropout and norms
 
 
-def keyed(probability: float, keys: torch.Tensor, salt: int = 0) -> train.KeyedDropout:
-    dropout = train.KeyedDropout(probability, salt)
+def keyed(probability: float, keys: torch.Tensor, salt: int = 0) -> KeyedDropout:
+    dropout = KeyedDropout(probability, salt)
     dropout.keys = keys
     return dropout
 
@@ -737,10 +745,8 @@ def test_the_synchronised_norm_of_one_process_is_the_ordinary_one(
     holder = nn.Sequential(theirs)
     ours = nn.Sequential(GroupBatchNorm2d(3, "p4") if kind == "group" else nn.BatchNorm2d(12))
     ours = ours.double()
-    train._replace(
-        ours, nn.modules.batchnorm._BatchNorm, lambda m, _: train.SynchronisedNorm(m, ONE)
-    )
-    assert isinstance(ours[0], train.SynchronisedNorm)
+    replace(ours, nn.modules.batchnorm._BatchNorm, lambda m, _: SynchronisedNorm(m, ONE))
+    assert isinstance(ours[0], SynchronisedNorm)
     ours.load_state_dict(holder.state_dict())
     for training in (True, True, False):
         holder.train(training)
@@ -769,17 +775,18 @@ torch.set_num_threads(1)
 sys.path.insert(0, {tests!r})
 import test_train
 from econv import train
+from econv.train.trainer import Trainer
 folder, precision, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 rank = int(os.environ["RANK"])
 if kill_at and rank == 1:
-    original = train._Trainer.step
+    original = Trainer.step
     done = [0]
     def step(self):
         done[0] += 1
         if done[0] == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         original(self)
-    train._Trainer.step = step
+    Trainer.step = step
 try:
     record = test_train.start(folder, test_train.PAIR, precision=precision)
 except train.TrainingError as error:
@@ -871,14 +878,14 @@ def test_a_killed_worker_ends_the_run_with_a_clear_message_and_it_resumes(tmp_pa
 
 def test_a_batch_must_be_shared_equally() -> None:
     data = stripes()
-    three = train._Processes(0, 3, torch.device("cpu"))
+    three = Processes(0, 3, torch.device("cpu"))
     with pytest.raises(ValueError, match="3 processes can share equally; got 16"):
-        train._Trainer(TINY, 0, data.train, data, HOW, three)
+        Trainer(TINY, 0, data.train, data, HOW, three)
 
 
 def test_several_processes_run_eagerly() -> None:
     with pytest.raises(ValueError, match="'eager' with several processes"):
-        train._How.choose(train._Processes(0, 2, torch.device("cpu")), "compile", None, None)
+        How.choose(Processes(0, 2, torch.device("cpu")), "compile", None, None)
 
 
 # ---------------------------------------------------------------------------------- telling
@@ -887,13 +894,13 @@ def test_several_processes_run_eagerly() -> None:
 def test_progress_tells_rates_and_the_time_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = train._Progress.__init__
+    original = Progress.__init__
 
-    def eager(self: train._Progress, *arguments: object) -> None:
+    def eager(self: Progress, *arguments: object) -> None:
         original(self, *arguments)  # type: ignore[arg-type]
         self.interval = 0.0
 
-    monkeypatch.setattr(train._Progress, "__init__", eager)
+    monkeypatch.setattr(Progress, "__init__", eager)
     start(tmp_path, progress=True)
     told = capsys.readouterr().err
     assert "tiny, seed 0: epoch 2/4, step 3/4" in told
@@ -967,7 +974,7 @@ def test_the_command_trains_every_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(RECIPES, "tiny", TINY)
-    monkeypatch.setattr(train, "load", lambda name, root, source: stripes())
+    monkeypatch.setattr(runs, "load", lambda name, root, source: stripes())
     places = ("--output", str(tmp_path / "out"), "--records", str(tmp_path / "records"))
     arguments = ("tiny", "--set", "epochs=2", "--seeds", "2", "--seed", "5", "--device", "cpu")
     assert command(*arguments, *places, "--quiet") == 0
@@ -987,24 +994,32 @@ def test_a_signal_ends_the_command_and_the_same_one_goes_on(
     number: signal.Signals,
 ) -> None:
     monkeypatch.setitem(RECIPES, "tiny", TINY)
-    monkeypatch.setattr(train, "load", lambda name, root, source: stripes())
+    monkeypatch.setattr(runs, "load", lambda name, root, source: stripes())
     places = ("--output", str(tmp_path / "out"), "--records", str(tmp_path / "records"))
     arguments = ("tiny", "--device", "cpu", "--checkpoint-every", "1", *places)
-    original = train._Trainer.step
+    original = Trainer.step
     before = signal.getsignal(signal.SIGTERM)
 
-    def step(self: train._Trainer) -> None:
+    def step(self: Trainer) -> None:
         if int(self.step_number) == 9:
             signal.raise_signal(number)
         original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train._Trainer, "step", step)
+        patch.setattr(Trainer, "step", step)
         assert command(*arguments) == 130
     assert "The same command goes on" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == before
     assert command(*arguments) == 0
     assert "going on after epoch 2" in capsys.readouterr().err
+
+
+def test_the_package_can_be_run_as_torchrun_does() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "econv.train", "nothing"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("econv train: unknown recipe 'nothing'")
 
 
 def test_importing_econv_imports_nothing_of_training() -> None:
@@ -1019,7 +1034,19 @@ def test_importing_econv_imports_nothing_of_training() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device found")
-@pytest.mark.parametrize("engine", ["graph", "compile"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "graph",
+        pytest.param(
+            "compile",
+            # torch warns of its own deprecated parts while the compiler is imported.
+            marks=pytest.mark.filterwarnings(
+                "ignore::DeprecationWarning", "ignore:TensorFloat32 tensor cores"
+            ),
+        ),
+    ],
+)
 def test_a_captured_step_trains_as_an_eager_one(tmp_path: Path, engine: str) -> None:
     recipe = with_options(dropout=0.0)
     options: dict[str, object] = {"device": "cuda", "precision": "float64"}
