@@ -1016,7 +1016,10 @@ def test_a_signal_ends_the_command_and_the_same_one_goes_on(
 
 def test_the_package_can_be_run_as_torchrun_does() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "econv.train", "nothing"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "econv.train", "nothing"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1
     assert done.stderr.startswith("econv train: unknown recipe 'nothing'")
