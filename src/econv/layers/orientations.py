@@ -39,8 +39,9 @@ class GroupPool2d(nn.Module):
         """Pool ``[batch, fields * order, height, width]``, or ``[batch, fields * order]``."""
         check_multiple(x, self.group, ranks=(2, 4))
         by_orientation = x.unflatten(1, (-1, self._order))
-        # `amax` shares the gradient among equal maxima, so that it is equivariant too.
-        pooled = by_orientation.amax(2) if self.reduce == "max" else by_orientation.mean(2)
+        # Not `amax`: its gradient compares numbers with their maximum, and a compiled network in
+        # bfloat16 computes them anew without rounding, finds none equal and divides 0 by 0.
+        pooled = by_orientation.max(2).values if self.reduce == "max" else by_orientation.mean(2)
         return pooled if x.ndim == 2 else pooled.contiguous(memory_format=dense.memory_format(x))
 
     def extra_repr(self) -> str:

@@ -91,6 +91,8 @@ class Loop:
                 if name.startswith("best.")
             }
             self.say.resumed(self.told["epoch"])
+        if self.phases[self.told["phase"]] == "select":
+            trainer.watch(self.data.validation)
         return trainer
 
     def _phase(self, trainer: Trainer, started: float) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,7 @@ class Trainer:
             self.averaged.hold(list(self.average.parameters()))
             self.floating = [b for b in self.model.buffers() if b.is_floating_point()]
             self.averaged_floating = [b for b in self.average.buffers() if b.is_floating_point()]
+        self.watching: Split | None = None
         self.schedule = torch.tensor(self._rows(), device=device, dtype=dtype)
 
         self.network: Callable[[Tensor], Tensor] = self.model
@@ -127,7 +129,9 @@ class Trainer:
             images = self.augmentation.apply(images, drawn)
         images = (images - self.mean) / self.deviation
         if self.how.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
+            # Of one channel torch keeps either layout as it is; only this one says which is meant.
+            last = images.permute(0, 2, 3, 1)
+            images = last.flatten().view(last.shape).permute(0, 3, 1, 2)
         return images
 
     def step(self) -> None:
@@ -189,28 +193,54 @@ class Trainer:
         found: list[float] = losses.tolist()
         return found
 
+    def watch(self, split: Split) -> None:
+        """Prepare to look at this split often: on a GPU its evaluation becomes a CUDA graph too."""
+        if self.how.engine == "eager" or self.how.device.type != "cuda":
+            return
+        classes = torch.zeros(len(split.y), dtype=torch.int64, device=self.how.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.how.device)
+        with self._evaluating():
+            self.watched = captured(lambda: self._score(split, classes, total), [])
+        self.watching, self.seen = split, (classes, total)
+
     @torch.no_grad()
     def predict(self, split: Split) -> tuple[Tensor, float]:
         """The predicted classes of a split and its mean loss, each process doing its part."""
-        module = self.evaluated
-        training = module.training
-        module.eval()
+        if split is self.watching:
+            self.watched()
+            classes, total = self.seen
+            return classes.clone(), float(total) / len(split.y)
+        classes = torch.zeros(len(split.y), dtype=torch.int64, device=self.how.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.how.device)
+        with self._evaluating():
+            self._score(split, classes, total)
+        self.processes.sum(classes)
+        return classes, float(self.processes.sum(total)) / len(split.y)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        training = self.evaluated.training
+        self.evaluated.eval()
+        try:
+            yield
+        finally:
+            self.evaluated.train(training)
+
+    @torch.no_grad()
+    def _score(self, split: Split, classes: Tensor, total: Tensor) -> None:
+        """Write this process's share of the predicted classes, and its sum of the losses."""
         count = len(split.y)
         part = -(-count // self.processes.world)
         start, stop = self.processes.rank * part, min(count, (self.processes.rank + 1) * part)
-        classes = torch.zeros(count, dtype=torch.int64, device=self.how.device)
-        total = torch.zeros((), dtype=torch.float64, device=self.how.device)
         size = 2048 if self.how.device.type == "cuda" else 256
+        total.zero_()
         for low in range(start, stop, size):
             high = min(low + size, stop)
             with self.how.autocast():
-                scores = module(self.images(split.x[low:high]))
+                scores = self.evaluated(self.images(split.x[low:high]))
             scores = scores.to(self.how.dtype)
             classes[low:high] = scores.argmax(1)
             total += functional.cross_entropy(scores, split.y[low:high], reduction="sum")
-        module.train(training)
-        self.processes.sum(classes)
-        return classes, float(self.processes.sum(total)) / count
 
     def finite(self) -> bool:
         return bool(self.weights.flat.isfinite().all())
