@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from econv import GroupBatchNorm2d, create_model, files, records, train
+from econv import GroupBatchNorm2d, create_model, files, progress, records, train
 from econv.data import Augmentation, Dataset, Split, permutation
 from econv.layers import PDOConv2d
 from econv.recipes import RECIPES, Recipe
@@ -29,7 +29,6 @@ from econv.train.how import How, convolution_precision
 from econv.train.optimise import Optimizer, Vector
 from econv.train.parts import replace
 from econv.train.processes import Processes
-from econv.train.progress import Progress
 from econv.train.trainer import Trainer
 
 ONE = Processes(0, 1, torch.device("cpu"))
@@ -894,13 +893,7 @@ def test_several_processes_run_eagerly() -> None:
 def test_progress_tells_rates_and_the_time_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Progress.__init__
-
-    def eager(self: Progress, *arguments: object) -> None:
-        original(self, *arguments)  # type: ignore[arg-type]
-        self.interval = 0.0
-
-    monkeypatch.setattr(Progress, "__init__", eager)
+    monkeypatch.setattr(progress, "_SAID", 0.0)
     start(tmp_path, progress=True)
     told = capsys.readouterr().err
     assert "tiny, seed 0: epoch 2/4, step 3/4" in told

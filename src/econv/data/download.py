@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import importlib.util
 import os
-import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from econv.data.archives import check_md5, md5
 from econv.data.errors import DataError, reason
 from econv.data.sources import File
+from econv.progress import Progress
 
 _TRIES = 3
 _TIMEOUT = 30.0  # seconds without a byte
@@ -91,11 +88,15 @@ def _fetch(address: str, part: Path) -> bool:
             begun = 0
         length = headers.get("Content-Length")
         total = begun + int(length) if length is not None and length.isdigit() else None
-        with part.open("ab" if resumed else "wb") as stream, _Progress(part.stem, total) as bar:
-            bar.advance(begun)
+        of = f" of {total / 1e6:.1f}" if total is not None else ""
+        with (
+            part.open("ab" if resumed else "wb") as stream,
+            Progress(part.stem, total, lambda rate: f"{rate / 1e6:.1f} MB/s") as bar,
+        ):
+            bar.skip(begun)
             while block := response.read(_BLOCK):
                 stream.write(block)
-                bar.advance(len(block))
+                bar.advance(len(block), f"{stream.tell() / 1e6:.1f}{of} MB")
     size = part.stat().st_size
     if total is not None and size != total:
         raise ConnectionError(f"the connection ended after {size} of {total} bytes")
@@ -118,53 +119,3 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
-
-
-class _Progress:
-    """A bar on a terminal that rich draws; a line now and then elsewhere; both on stderr."""
-
-    def __init__(self, label: str, total: int | None) -> None:
-        self._label, self._total, self._done = label, total, 0
-        self._start = self._said = time.monotonic()
-        self._bar: Any = None
-        if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
-            from rich import progress
-            from rich.console import Console
-
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                progress.DownloadColumn(),
-                progress.TransferSpeedColumn(),
-                progress.TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )
-            self._task = self._bar.add_task(label, total=total)
-
-    def __enter__(self) -> _Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        else:
-            self._say()
-
-    def advance(self, count: int) -> None:
-        self._done += count
-        if self._bar is not None:
-            self._bar.advance(self._task, count)
-        elif time.monotonic() - self._said >= 5:
-            self._say()
-
-    def _say(self) -> None:
-        self._said = time.monotonic()
-        of = f" of {self._total / 1e6:.1f}" if self._total is not None else ""
-        rate = self._done / 1e6 / max(self._said - self._start, 1e-3)
-        print(
-            f"{self._label}: {self._done / 1e6:.1f}{of} MB, {rate:.1f} MB/s",
-            file=sys.stderr,
-            flush=True,
-        )

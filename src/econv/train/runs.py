@@ -19,7 +19,6 @@ from econv.train.errors import CheckpointError
 from econv.train.how import How, convolution_precision
 from econv.train.loop import Loop
 from econv.train.processes import Processes, watched
-from econv.train.progress import Progress
 
 
 def run(
@@ -94,9 +93,9 @@ def run(
         torch.random.fork_rng(devices=[how.device] if how.device.type == "cuda" else []),
         tensorboard_writer(tensorboard, recipe, seed, processes) as board,
     ):
-        loop = Loop(recipe, seed, data, how, processes, checkpoints, checkpoint_every)
-        loop.say = Progress(recipe, seed, progress and processes.first)
-        loop.board = board
+        loop = Loop(
+            recipe, seed, data, how, processes, checkpoints, checkpoint_every, board, progress
+        )
         record = loop.train(saved, started)
         if processes.first:
             records_room.save(record, Path(records))
