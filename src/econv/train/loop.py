@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -16,6 +15,7 @@ from econv import records
 from econv.data import Dataset
 from econv.recipes import Recipe
 from econv.records import Record
+from econv.train.board import Board
 from econv.train.checkpoints import Checkpoints, Saved
 from econv.train.errors import CheckpointError, DivergedError
 from econv.train.how import How
@@ -36,7 +36,7 @@ class Loop:
         processes: Processes,
         checkpoints: Checkpoints,
         checkpoint_every: int,
-        board: Any,
+        board: Board,
         progress: bool,
     ) -> None:
         self.recipe, self.seed, self.how, self.processes = recipe, seed, how, processes
@@ -130,7 +130,7 @@ class Loop:
             told["history"].append(entry)
             told["epoch"] = number + 1
             self.say.epoch(entry, told["best"])
-            self._write_board(entry, number + 1 + told["phase"] * recipe.epochs)
+            self.board.epoch(entry, len(told["history"]))
             if last or (number + 1) % self.checkpoint_every == 0:
                 self._save(trainer)
                 # What a checkpoint takes belongs to the run, too.
@@ -176,6 +176,7 @@ class Loop:
         if not self.processes.first:
             return
         tensors = trainer.state() | {f"best.{name}": t for name, t in self.best.items()}
+        self.board.flush()
         self.checkpoints.save(self.told, tensors)
 
     def _finish(self, trainer: Trainer, started: float) -> Record:
@@ -214,12 +215,6 @@ class Loop:
         )
         self.say.finished(record)
         return record
-
-    def _write_board(self, entry: Mapping[str, Any], step: int) -> None:
-        if self.board is not None:
-            for name in ("loss", "learning_rate", "validation_loss", "validation_error"):
-                if name in entry:
-                    self.board.add_scalar(name, entry[name], step)
 
 
 def _device_name(device: torch.device) -> str:
