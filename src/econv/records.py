@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import platform
+import re
 import subprocess
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -73,7 +75,8 @@ class Record:
     engine: str
     precision: str
     revision: str
-    """Of the code: the commit, with ``+changes`` if files differ; ``unknown`` outside git."""
+    """Of the code: the commit, with ``+changes`` if files differ; where there is no git, what
+    ``ECONV_REVISION`` says, or ``unknown``."""
     source_sha256: str
     """Of the package's Python files."""
     versions: dict[str, str]
@@ -146,7 +149,12 @@ def load_all(folder: Path) -> list[Record]:
 
 @lru_cache
 def revision() -> str:
-    """The commit that the package's files come from."""
+    """The commit that the package's files come from, with ``+changes`` if they differ from it.
+
+    A tree that was copied without its repository cannot say: there the environment variable
+    ``ECONV_REVISION`` can, as a commit of 7 to 40 hexadecimal digits with or without ``+changes``
+    (``ECONV_REVISION=$(git rev-parse HEAD)`` where it was copied). Where git answers, git counts.
+    """
     here = Path(__file__).parent
     try:
         # The files' own repository, and not one that happens to lie around an installed package.
@@ -154,8 +162,20 @@ def revision() -> str:
         commit = _git(here, "rev-parse", "HEAD")
         changed = _git(here, "status", "--porcelain", "--untracked-files=no", ".")
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        return _told_revision()
     return commit + ("+changes" if changed else "")
+
+
+def _told_revision() -> str:
+    told = os.environ.get("ECONV_REVISION")
+    if not told:
+        return "unknown"
+    if not re.fullmatch(r"[0-9a-f]{7,40}(\+changes)?", told):
+        raise ValueError(
+            "expected ECONV_REVISION as a commit of 7 to 40 hexadecimal digits, with or without "
+            f"'+changes'; got {told!r}"
+        )
+    return told
 
 
 @lru_cache

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -15,19 +15,17 @@ from econv import records
 from econv.data import Dataset
 from econv.recipes import Recipe
 from econv.records import Record
+from econv.train.board import Board
 from econv.train.checkpoints import Checkpoints, Saved
 from econv.train.errors import CheckpointError, DivergedError
 from econv.train.how import How
 from econv.train.processes import Processes
-from econv.train.progress import Progress
-from econv.train.trainer import Trainer
+from econv.train.progress import RunProgress
+from econv.train.trainer import Trainer, batches
 
 
 class Loop:
     """Phases, epochs, selection and checkpoints."""
-
-    say: Progress
-    board: Any
 
     def __init__(
         self,
@@ -38,12 +36,26 @@ class Loop:
         processes: Processes,
         checkpoints: Checkpoints,
         checkpoint_every: int,
+        board: Board,
+        progress: bool,
     ) -> None:
         self.recipe, self.seed, self.how, self.processes = recipe, seed, how, processes
         self.recreated = data.recreated
         self.data = data.to(how.device)
         self.checkpoints, self.checkpoint_every = checkpoints, checkpoint_every
+        self.board = board
         self.phases = ["select", "retrain"] if recipe.retrain_on_all else ["select"]
+        images = len(data.train), len(data.train) + len(data.validation)
+        self.say = RunProgress(
+            recipe,
+            seed,
+            [
+                math.prod(batches(recipe, count))
+                for count, _ in zip(images, self.phases, strict=False)
+            ],
+            steps_settle=how.device.type != "cuda",
+            enabled=progress and processes.first,
+        )
         # What goes into the checkpoint's JSON, next to the tensors.
         self.told: dict[str, Any] = {
             "phase": 0,
@@ -58,17 +70,18 @@ class Loop:
     def train(self, saved: Saved | None, started: float) -> Record:
         if saved is not None:
             self.told.update(saved.told)
-        while True:
-            trainer = self._trainer(saved)
-            saved = None
-            now = time.perf_counter()
-            self.told["setup_seconds"] += now - started
-            started = now
-            started = self._phase(trainer, started)
-            if self.told["phase"] == len(self.phases) - 1:
-                break
-            self.told.update(phase=self.told["phase"] + 1, epoch=0)
-        return self._finish(trainer, started)
+        with self.say:
+            while True:
+                trainer = self._trainer(saved)
+                saved = None
+                now = time.perf_counter()
+                self.told["setup_seconds"] += now - started
+                started = now
+                started = self._phase(trainer, started)
+                if self.told["phase"] == len(self.phases) - 1:
+                    break
+                self.told.update(phase=self.told["phase"] + 1, epoch=0)
+            return self._finish(trainer, started)
 
     def _trainer(self, saved: Saved | None) -> Trainer:
         data = self.data
@@ -90,7 +103,7 @@ class Loop:
                 for name, tensor in saved.tensors.items()
                 if name.startswith("best.")
             }
-            self.say.resumed(self.told["epoch"])
+            self.say.resumed(self.told["phase"], self.told["epoch"])
         if self.phases[self.told["phase"]] == "select":
             trainer.watch(self.data.validation)
         return trainer
@@ -98,6 +111,7 @@ class Loop:
     def _phase(self, trainer: Trainer, started: float) -> float:
         recipe, told = self.recipe, self.told
         phase = self.phases[told["phase"]]
+        self.say.phase(phase, trainer.batch)
         while told["epoch"] < recipe.epochs:
             number = told["epoch"]
             losses = trainer.epoch(number, self.say.step)
@@ -117,8 +131,8 @@ class Loop:
             started = now
             told["history"].append(entry)
             told["epoch"] = number + 1
-            self.say.epoch(entry, told["best"], trainer.batch * trainer.steps, len(self.phases))
-            self._write_board(entry, number + 1 + told["phase"] * recipe.epochs)
+            self.say.epoch(entry, told["best"])
+            self.board.epoch(entry, len(told["history"]))
             if last or (number + 1) % self.checkpoint_every == 0:
                 self._save(trainer)
                 # What a checkpoint takes belongs to the run, too.
@@ -164,6 +178,7 @@ class Loop:
         if not self.processes.first:
             return
         tensors = trainer.state() | {f"best.{name}": t for name, t in self.best.items()}
+        self.board.flush()
         self.checkpoints.save(self.told, tensors)
 
     def _finish(self, trainer: Trainer, started: float) -> Record:
@@ -202,12 +217,6 @@ class Loop:
         )
         self.say.finished(record)
         return record
-
-    def _write_board(self, entry: Mapping[str, Any], step: int) -> None:
-        if self.board is not None:
-            for name in ("loss", "learning_rate", "validation_loss", "validation_error"):
-                if name in entry:
-                    self.board.add_scalar(name, entry[name], step)
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,80 +1,79 @@
-"""What a run tells while it goes: lines on stderr."""
+"""What a run tells while it goes: images, steps, epochs and how it ends."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from econv.progress import Progress
 from econv.recipes import Recipe
 from econv.records import Record
 
 
-class Progress:
-    """One line that is rewritten on a terminal; a line now and then elsewhere."""
+class RunProgress:
+    """The progress of one run, counted in images.
 
-    def __init__(self, recipe: Recipe, seed: int, enabled: bool) -> None:
-        self.recipe = recipe
+    Args:
+        recipe: that is trained.
+        seed: of the run.
+        per_epoch: images in an epoch of each phase.
+        steps_settle: whether a step is done when it returns; on a GPU it is only queued then, and
+            the epochs tell the truth about time.
+        enabled: whether to say anything.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        seed: int,
+        per_epoch: Sequence[int],
+        steps_settle: bool,
+        enabled: bool,
+    ) -> None:
+        self.recipe, self.per_epoch, self.steps_settle = recipe, per_epoch, steps_settle
         self.title = f"{recipe.name}, seed {seed}"
-        self.enabled = enabled
-        self.terminal = sys.stderr.isatty()
-        self.interval = 0.2 if self.terminal else 10.0
-        self.told = time.monotonic()
-        self.trained = 0
-        self.spent = 0.0
-        self.text = ""
+        total = recipe.epochs * sum(per_epoch)
+        self.bar = Progress(self.title, total, lambda rate: f"{rate:,.0f} images/s", enabled)
+        self.batch = 0
+        self.retraining = ""
+        self.metrics = ""
 
-    def _say(self, text: str, important: bool = False) -> None:
-        now = time.monotonic()
-        if not self.enabled or (now - self.told < self.interval and not important):
-            return
-        self.told = now
-        if self.terminal:
-            end = "\n" if important else ""
-            print(f"\r\x1b[K{text}", end=end, file=sys.stderr, flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+    def __enter__(self) -> RunProgress:
+        self.bar.__enter__()
+        return self
 
-    def resumed(self, epoch: int) -> None:
-        self._say(f"{self.title}: going on after epoch {epoch}", important=True)
+    def __exit__(self, *reason: object) -> None:
+        self.bar.__exit__(*reason)
+
+    def resumed(self, phase: int, epoch: int) -> None:
+        before = self.recipe.epochs * sum(self.per_epoch[:phase])
+        self.bar.skip(before + epoch * self.per_epoch[phase])
+        self.bar.say(f"{self.title}: going on after epoch {epoch}")
+
+    def phase(self, name: str, batch: int) -> None:
+        """All is set up, and a phase begins or goes on."""
+        self.batch = batch
+        self.retraining = " of retraining" if name == "retrain" else ""
+        self.bar.restart()
 
     def step(self, epoch: int, step: int, steps: int) -> None:
-        # On a GPU steps are only queued here; the epochs tell the truth about time.
-        self._say(
-            f"{self.title}: epoch {epoch + 1}/{self.recipe.epochs}, step {step + 1}/{steps}"
-            f"{self.text}"
-        )
+        detail = f"epoch {epoch + 1}/{self.recipe.epochs}{self.retraining}, step {step + 1}/{steps}"
+        self.bar.advance(self.batch, detail + self.metrics, self.steps_settle)
 
-    def epoch(
-        self, entry: Mapping[str, Any], best: Mapping[str, Any] | None, images: int, phases: int
-    ) -> None:
-        self.trained += 1
-        self.spent += entry["seconds"]
-        each = self.spent / self.trained
-        ahead = self.recipe.epochs - entry["epoch"]
-        if entry["phase"] == "select":
-            ahead += (phases - 1) * self.recipe.epochs
-        self.text = f", loss {entry['loss']:.4f}"
+    def epoch(self, entry: Mapping[str, Any], best: Mapping[str, Any] | None) -> None:
+        self.metrics = f", loss {entry['loss']:.4f}"
         if "validation_error" in entry and best is not None:
-            self.text += (
+            self.metrics += (
                 f", validation {entry['validation_error']:.2f} % "
                 f"(best {best['validation_error']:.2f} % at {best['epoch']})"
             )
-        remaining = timedelta(seconds=round(ahead * each))
-        self.text += f", {images / entry['seconds']:,.0f} images/s, {remaining} left"
-        retrain = " of retraining" if entry["phase"] == "retrain" else ""
-        self._say(
-            f"{self.title}: epoch {entry['epoch']}/{self.recipe.epochs}{retrain}{self.text}",
-            important=ahead == 0,
-        )
+        detail = f"epoch {entry['epoch']}/{self.recipe.epochs}{self.retraining}"
+        self.bar.advance(0, detail + self.metrics)
 
     def finished(self, record: Record) -> None:
-        self._say(
+        self.bar.say(
             f"{self.title}: test error {record.test_error:.2f} %, validation "
             f"{record.validation_error:.2f} % (epoch {record.selected_epoch}), "
             f"{record.parameters:,} parameters, {record.seconds:.1f} s + "
-            f"{record.setup_seconds:.1f} s to set up, {record.device}",
-            important=True,
+            f"{record.setup_seconds:.1f} s to set up, {record.device}"
         )

@@ -13,13 +13,12 @@ from econv import records as records_room
 from econv.data import Dataset, load
 from econv.recipes import Recipe
 from econv.records import Record
-from econv.train.board import tensorboard_writer
+from econv.train.board import open_board
 from econv.train.checkpoints import Checkpoints, clear
 from econv.train.errors import CheckpointError
 from econv.train.how import How, convolution_precision
 from econv.train.loop import Loop
 from econv.train.processes import Processes, watched
-from econv.train.progress import Progress
 
 
 def run(
@@ -70,6 +69,7 @@ def run(
         raise ValueError(f"expected a seed from 0 to 2**32 - 1; got {seed}")
     if checkpoint_every < 1:
         raise ValueError(f"expected checkpoint_every of at least 1; got {checkpoint_every}")
+    records_room.revision()  # what is wrong with it is said before training, not after
     processes = Processes.join(device)
     how = How.choose(processes, engine, precision, channels_last)
     folder = Path(output) / recipe.name / str(seed)
@@ -88,15 +88,19 @@ def run(
         return done
     checkpoints = Checkpoints(folder, identity, processes)
     saved = checkpoints.load() if resume else None
+    trained = len(saved.told["history"]) if saved is not None else 0
+    events = None
+    if tensorboard is not None and processes.first:
+        events = Path(tensorboard) / recipe.name / str(seed)
     with (
         watched(processes, checkpoints.describe),
         convolution_precision(how),
         torch.random.fork_rng(devices=[how.device] if how.device.type == "cuda" else []),
-        tensorboard_writer(tensorboard, recipe, seed, processes) as board,
+        open_board(events, first_step=trained + 1) as board,
     ):
-        loop = Loop(recipe, seed, data, how, processes, checkpoints, checkpoint_every)
-        loop.say = Progress(recipe, seed, progress and processes.first)
-        loop.board = board
+        loop = Loop(
+            recipe, seed, data, how, processes, checkpoints, checkpoint_every, board, progress
+        )
         record = loop.train(saved, started)
         if processes.first:
             records_room.save(record, Path(records))

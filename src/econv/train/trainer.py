@@ -23,6 +23,12 @@ from econv.train.processes import Processes
 _DROPOUT = 0x44524F50  # first word of this room's keys
 
 
+def batches(recipe: Recipe, count: int) -> tuple[int, int]:
+    """The size of a batch, and how many of them an epoch of so many images has."""
+    size = min(recipe.batch_size, count)
+    return size, count // size
+
+
 class Trainer:
     """The network, its moving average, the optimiser and the data, all on the device."""
 
@@ -39,14 +45,13 @@ class Trainer:
         device, dtype = how.device, how.dtype
         self.split = train
         count = len(train.y)
-        batch = min(recipe.batch_size, count)
+        batch, self.steps = batches(recipe, count)
         if batch % processes.world:
             raise ValueError(
                 f"expected a batch that {processes.world} processes can share equally; "
                 f"got {batch} images"
             )
         self.batch = batch
-        self.steps = count // batch
         local = batch // processes.world
         self.lanes = torch.arange(local, device=device) + processes.rank * local
         self.order = torch.arange(count, device=device)
