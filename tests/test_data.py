@@ -35,6 +35,7 @@ from econv.data.keyed import ANGLE, unit_circle
 from econv.data.sources import SOURCES
 from econv.data.splits import statistics
 from econv.testing import rotate, smooth_field
+from terminals import use_terminal
 
 DIGITS_SHA256 = "00898f0656381791dbc2e2fb1ef6820b7c014e96bb906ab69ca0f0e8e3d0c77d"
 OFFICIAL = ("mnist_rot", "mnist", "cifar10", "cifar100")
@@ -784,13 +785,8 @@ def test_processes_that_load_together_download_once(publish, serve):
 
 
 def test_progress_is_drawn_on_a_terminal(publish, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     published = publish("cifar10")
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+    terminal = use_terminal(monkeypatch)
     published.check(data.load("cifar10"))
     assert published.files[0].name in terminal.getvalue()
     assert "━" in terminal.getvalue()
