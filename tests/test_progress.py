@@ -116,6 +116,18 @@ def test_a_terminal_shows_a_bar_and_gets_its_cursor_back(
     assert written.index("\x1b[?25l") < written.index("\x1b[?25h")
 
 
+def test_what_is_printed_to_a_file_meanwhile_goes_there(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = use_terminal(monkeypatch)
+    with Progress("wall", 10, rate) as bar:
+        clock.now += 5
+        bar.advance(5, "row")
+        print("result")
+    assert capsys.readouterr().out == "result\n"
+    assert "result" not in terminal.shown()
+
+
 def test_a_long_detail_stays_on_one_line(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = use_terminal(monkeypatch)
     with Progress("wall", 10, rate) as bar:
