@@ -137,4 +137,5 @@ def _bar() -> Any:
         progress.TextColumn("{task.fields[estimates]}", markup=False),
         console=console,
         auto_refresh=False,
+        redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays what it is
     )

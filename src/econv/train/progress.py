@@ -48,7 +48,8 @@ class RunProgress:
     def resumed(self, phase: int, epoch: int) -> None:
         before = self.recipe.epochs * sum(self.per_epoch[:phase])
         self.bar.skip(before + epoch * self.per_epoch[phase])
-        self.bar.say(f"{self.title}: going on after epoch {epoch}")
+        retraining = " of retraining" if phase else ""
+        self.bar.say(f"{self.title}: going on after epoch {epoch}{retraining}")
 
     def phase(self, name: str, batch: int) -> None:
         """All is set up, and a phase begins or goes on."""
