@@ -11,7 +11,7 @@ from scipy import stats
 
 from econv import data
 from econv.data import Augmentation
-from econv.data.augmentation import move, turn
+from econv.data.augmentation import deform, move
 from econv.data.keyed import unit_circle
 from econv.testing import rotate, smooth_field
 from small_data import random_dataset
@@ -24,12 +24,18 @@ KINDS = {
     "all": Augmentation(rotate=True, shift=2, flip=True),
     "all, border": Augmentation(rotate=True, shift=2, flip=True, padding="border"),
     "all, reflect": Augmentation(rotate=True, shift=2, flip=True, padding="reflect"),
+    "scale": Augmentation(scale=0.2),
+    "stretch": Augmentation(stretch=0.3),
+    "erase": Augmentation(erase=5),
+    "everything": Augmentation(
+        rotate=True, shift=2, flip=True, scale=0.1, stretch=0.2, erase=3, padding="reflect"
+    ),
 }
 
 
-def drawn(degrees=0.0, down=0.0, right=0.0, mirror=1.0):
+def drawn(degrees=0.0, down=0.0, right=0.0, mirror=1.0, scale=0.0, stretch=(0.0, 0.0)):
     angle = math.radians(degrees)
-    row = [math.cos(angle), math.sin(angle), down, right, mirror]
+    row = [math.cos(angle), math.sin(angle), down, right, mirror, scale, *stretch, 0.0, 0.0]
     return torch.tensor([row], dtype=torch.float64)
 
 
@@ -70,7 +76,7 @@ def test_a_whole_epoch_can_be_drawn_at_once():
 
 
 def test_angles_shifts_and_flips_are_uniform_and_independent():
-    table = KINDS["all"].draw(0, 0, torch.arange(20_000)).numpy()
+    table = KINDS["everything"].draw(0, 0, torch.arange(20_000)).numpy()
     angle = np.arctan2(table[:, 1], table[:, 0]) / (2 * np.pi) % 1
     assert stats.kstest(angle, "uniform").pvalue > 1e-3
     for column in (2, 3):
@@ -80,13 +86,22 @@ def test_angles_shifts_and_flips_are_uniform_and_independent():
     values, counts = np.unique(table[:, 4], return_counts=True)
     assert values.tolist() == [-1, 1]
     assert stats.chisquare(counts).pvalue > 1e-3
-    correlations = np.corrcoef(np.column_stack([angle, table[:, 2:]]).T)
-    assert np.abs(correlations - np.eye(4)).max() < 0.03
+    scale, straight, skew, *corner = table[:, 5:].T
+    stretch = np.hypot(straight, skew)
+    for share in (
+        (scale + 0.1) / 0.2,
+        (stretch / 0.2) ** 2,
+        np.arctan2(skew, straight) / (2 * np.pi) % 1,
+        *corner,
+    ):
+        assert stats.kstest(share, "uniform").pvalue > 1e-3
+    correlations = np.corrcoef(np.column_stack([angle, stretch, table[:, 2:]]).T)
+    assert np.abs(correlations - np.eye(10)).max() < 0.03
 
 
 def test_what_is_off_is_not_drawn():
     table = Augmentation().draw(0, 0, torch.arange(100))
-    assert torch.equal(table, drawn().expand(100, 5))
+    assert torch.equal(table, drawn().expand(100, 10))
     x = torch.rand(3, 1, 4, 4)
     assert Augmentation()(x, 0, 0, torch.arange(3)) is x
     assert not Augmentation()
@@ -108,7 +123,7 @@ def test_shifts_and_flips_are_those_of_padded_images(padding, kind, down, right,
     flipped = x[..., ::-1] if mirror < 0 else x
     padded = np.pad(flipped, [(0, 0), (0, 0), (6, 6), (6, 6)], mode=mode)
     expected = padded[..., 6 - down :, 6 - right :][..., : size[0], : size[1]]
-    change = move if kind == "moved" else turn
+    change = move if kind == "moved" else deform
     found = change(torch.from_numpy(x), drawn(0, down, right, mirror), padding)
     assert np.array_equal(found.numpy(), expected)
 
@@ -128,14 +143,14 @@ def test_quarter_turns_are_exact(quarters):
     cosine, sine = unit_circle(torch.tensor([quarters << 30]))
     table = drawn()
     table[0, :2] = torch.stack([cosine[0], sine[0]])
-    assert torch.equal(turn(x, table, "zeros"), torch.rot90(x, quarters, (-2, -1)))
+    assert torch.equal(deform(x, table, "zeros"), torch.rot90(x, quarters, (-2, -1)))
 
 
 @pytest.mark.parametrize("degrees", [10.0, 45.0, 130.0, 257.5])
 def test_turns_are_those_of_quintic_splines_on_smooth_images(degrees):
     x = smooth_field(48, smoothness=4.0)
     inside = slice(10, 38)
-    found = turn(x, drawn(degrees), "zeros")[..., inside, inside]
+    found = deform(x, drawn(degrees), "zeros")[..., inside, inside]
     expected = rotate(x, degrees)[..., inside, inside]
     assert (found - expected).norm() / expected.norm() < 2e-3
     other = rotate(x, degrees + 2)[..., inside, inside]
@@ -145,7 +160,7 @@ def test_turns_are_those_of_quintic_splines_on_smooth_images(degrees):
 def test_the_flip_comes_first_and_the_shift_last():
     x = smooth_field(48, smoothness=4.0)
     inside = slice(12, 36)
-    found = turn(x, drawn(30, 2, -3, -1), "zeros")
+    found = deform(x, drawn(30, 2, -3, -1), "zeros")
     expected = torch.roll(rotate(x.flip(-1), 30), (2, -3), (-2, -1))
     error = (found - expected)[..., inside, inside].norm()
     assert error / expected[..., inside, inside].norm() < 2e-3
@@ -160,7 +175,7 @@ def test_polynomials_up_to_degree_2_are_turned_exactly():
     def quadratic(x, y):
         return 2 + x - 3 * y + 0.1 * x * x + 0.2 * x * y - 0.3 * y * y
 
-    found = turn(quadratic(x, y)[None, None], drawn(33), "border")[0, 0]
+    found = deform(quadratic(x, y)[None, None], drawn(33), "border")[0, 0]
     disc = x * x + y * y <= 64
     assert (found - quadratic(u, v)).abs()[disc].max() < 1e-12
 
@@ -174,7 +189,7 @@ def test_a_constant_image_stays_constant(padding):
 
 def test_zeros_lie_outside():
     x = torch.ones(1, 1, 21, 21, dtype=torch.float64)
-    found = turn(x, drawn(45), "zeros")[0, 0]
+    found = deform(x, drawn(45), "zeros")[0, 0]
     assert found[0, 0] == found[0, -1] == found[-1, 0] == found[-1, -1] == 0
     assert (found[6:15, 6:15] - 1).abs().max() < 1e-14
 
@@ -198,10 +213,47 @@ def test_black_stays_black_around_prepared_images():
     assert torch.equal(plain, data.normalise(x, found))
 
 
-@pytest.mark.parametrize("shift", [-1, 1.5, True])
-def test_a_bad_shift_is_refused(shift):
-    with pytest.raises(ValueError, match="expected a shift"):
-        Augmentation(shift=shift)
+def test_stretched_polynomials_are_those_of_the_stretched_plane():
+    y, x = torch.meshgrid(*[torch.arange(21, dtype=torch.float64) - 10] * 2, indexing="ij")
+    y = -y  # up
+    scale, straight, skew = 0.05, 0.1, -0.2
+    u = (1 + scale + straight) * x + skew * y
+    v = skew * x + (1 + scale - straight) * y
+    image = (2 + x - 3 * y + 0.1 * x * x + 0.2 * x * y - 0.3 * y * y)[None, None]
+    expected = 2 + u - 3 * v + 0.1 * u * u + 0.2 * u * v - 0.3 * v * v
+    found = deform(image, drawn(scale=scale, stretch=(straight, skew)), "border", stretched=True)
+    disc = x * x + y * y <= 36
+    assert (found[0, 0] - expected).abs()[disc].max() < 1e-12
+    unchanged = deform(image, drawn(scale=scale, stretch=(straight, skew)), "border")
+    assert torch.equal(unchanged, image)
+
+
+@pytest.mark.parametrize("side", [1, 4, 5])
+def test_an_erased_square_has_its_size_inside_and_less_at_the_border(side):
+    augment = Augmentation(erase=side)
+    x = torch.ones(2000, 2, 16, 12)
+    found = augment(x, 0, 0, torch.arange(2000))
+    erased = (found == 0).sum((2, 3))
+    assert torch.equal(erased[:, 0], erased[:, 1])
+    assert erased.max() == side * side
+    assert erased.min() == math.ceil(side / 2) ** 2  # its centre is always inside
+    assert ((found == 0) | (found == 1)).all()
+    everywhere = (found == 0).any(0)[0]
+    assert everywhere.all()
+
+
+@pytest.mark.parametrize("name", ["shift", "erase"])
+@pytest.mark.parametrize("value", [-1, 1.5, True])
+def test_a_bad_number_of_pixels_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"expected {name} of 0, 1, 2"):
+        Augmentation(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["scale", "stretch"])
+@pytest.mark.parametrize("value", [-0.1, 0.5, True, "0.1", math.nan])
+def test_a_bad_share_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"expected {name} as a share"):
+        Augmentation(**{name: value})
 
 
 def test_bad_augmentation_is_refused():

@@ -183,9 +183,11 @@ def test_what_is_no_revision_is_refused(
         records.revision()
 
 
-def test_where_git_answers_it_counts(git: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_told_counts_before_git(
+    git: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ECONV_REVISION", "0123abc")
-    assert records.revision() == "abc"
+    assert records.revision() == "0123abc"
 
 
 def test_the_source_hash_and_versions_say_what_ran() -> None:

@@ -151,10 +151,13 @@ def load_all(folder: Path) -> list[Record]:
 def revision() -> str:
     """The commit that the package's files come from, with ``+changes`` if they differ from it.
 
-    A tree that was copied without its repository cannot say: there the environment variable
-    ``ECONV_REVISION`` can, as a commit of 7 to 40 hexadecimal digits with or without ``+changes``
-    (``ECONV_REVISION=$(git rev-parse HEAD)`` where it was copied). Where git answers, git counts.
+    A copied tree may have no repository, or another one around it: what the environment variable
+    ``ECONV_REVISION`` says counts before git's answer. It is a commit of 7 to 40 hexadecimal
+    digits with or without ``+changes`` (``ECONV_REVISION=$(git rev-parse HEAD)`` at the source).
     """
+    told = os.environ.get("ECONV_REVISION")
+    if told:
+        return _checked(told)
     here = Path(__file__).parent
     try:
         # The files' own repository, and not one that happens to lie around an installed package.
@@ -162,14 +165,11 @@ def revision() -> str:
         commit = _git(here, "rev-parse", "HEAD")
         changed = _git(here, "status", "--porcelain", "--untracked-files=no", ".")
     except (OSError, subprocess.SubprocessError):
-        return _told_revision()
+        return "unknown"
     return commit + ("+changes" if changed else "")
 
 
-def _told_revision() -> str:
-    told = os.environ.get("ECONV_REVISION")
-    if not told:
-        return "unknown"
+def _checked(told: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{7,40}(\+changes)?", told):
         raise ValueError(
             "expected ECONV_REVISION as a commit of 7 to 40 hexadecimal digits, with or without "
