@@ -24,6 +24,7 @@ from econv.layers import (
 )
 from econv.models import create_model
 from econv.operators import OperatorSet, Polynomial, operator_set
+from econv.plain import export
 from econv.stencils import Central, Stencil, central, stencil_set
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "VectorConv2d",
     "central",
     "create_model",
+    "export",
     "filter_basis",
     "models",
     "operator_set",
