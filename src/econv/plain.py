@@ -29,6 +29,7 @@ from econv.layers import (
     GroupUpsampleConv2d,
     PDOConv2d,
     Restrict2d,
+    SyncBatchNorm,
     Upsample2d,
 )
 from econv.layers.sampling import halve
@@ -111,6 +112,15 @@ def _(layer: GroupBatchNorm2d) -> nn.Module:
     if layer.running_mean is None:
         return _graph(_BatchStatistics(layer), "BatchStatisticsNorm")
     return _channel_norm(layer, layer.fields * layer.group.order)
+
+
+@plain_form.register
+def _(layer: SyncBatchNorm) -> nn.Module:
+    tracked = layer.running_mean is not None
+    norm = layer.ordinary(
+        layer.num_features, layer.eps, layer.momentum, layer.affine, track_running_stats=tracked
+    )
+    return _with_state(norm, layer, layer.num_features)
 
 
 @plain_form.register
