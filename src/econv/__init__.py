@@ -27,6 +27,8 @@ from econv.layers import (
 )
 from econv.models import create_model
 from econv.operators import OperatorSet, Polynomial, operator_set
+from econv.parameters import parameter_groups
+from econv.pretrained import from_pretrained
 from econv.stencils import Central, Stencil, central, stencil_set
 
 if TYPE_CHECKING:
@@ -58,8 +60,10 @@ __all__ = [
     "create_model",
     "export",
     "filter_basis",
+    "from_pretrained",
     "models",
     "operator_set",
+    "parameter_groups",
     "restrict",
     "stencil_set",
     "testing",

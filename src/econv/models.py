@@ -22,11 +22,12 @@ from econv.layers import (
     GroupPool2d,
     LiftConv2d,
 )
+from econv.pretrained import Pretrained
 
 __all__ = ["MODELS", "ConvNet", "ResNet", "create_model"]
 
 
-class ResNet(nn.Module):
+class ResNet(Pretrained):
     """A pre-activation ResNet of 6n + 2 layers (He et al. 2016) with PDO-eConvs, as in Table 3.
 
     A lifting layer, three stages of n blocks with two convolutions each, group batch norm, ReLU,
@@ -72,6 +73,17 @@ class ResNet(nn.Module):
             raise ValueError(f"expected the fields of three stages; got {fields!r}")
         kit = _Kit(group, pool, options)
         self.group = kit.group
+        self.config = {
+            "group": kit.group,
+            "depth": depth,
+            "fields": list(fields),
+            "in_channels": in_channels,
+            "num_classes": num_classes,
+            "pool": pool,
+            "exact": exact,
+            "options": options,
+            "stem": stem,
+        }
         width = fields[0] if stem is None else stem
         self.lift = kit.lift(in_channels, width)
         blocks: list[nn.Module] = []
@@ -95,7 +107,7 @@ class ResNet(nn.Module):
         return scores
 
 
-class ConvNet(nn.Module):
+class ConvNet(Pretrained):
     """A stack of convolutions, batch norms and ReLUs: the paper's networks for MNIST-rot.
 
     Table 1: six layers without padding's help (each takes two pixels off), a 2×2 max-pooling after
@@ -144,6 +156,19 @@ class ConvNet(nn.Module):
             raise ValueError(f"expected readout 'map' or 'mean'; got {readout!r}")
         kit = _Kit(group, pool, options)
         self.group = kit.group
+        self.config = {
+            "group": kit.group,
+            "fields": list(fields),
+            "in_channels": in_channels,
+            "num_classes": num_classes,
+            "image_size": image_size,
+            "pooled_after": list(pooled_after),
+            "shrink": shrink,
+            "readout": readout,
+            "pool": pool,
+            "dropout": dropout,
+            "options": options,
+        }
         layers: list[nn.Module] = []
         width, size = in_channels, image_size
         for number, layer_fields in enumerate(fields, start=1):
@@ -175,7 +200,7 @@ class ConvNet(nn.Module):
 
 
 # The rows of the paper's tables, by the names of their networks.
-MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+MODELS: dict[str, tuple[type[ResNet | ConvNet], dict[str, Any]]] = {
     "convnet6": (ConvNet, {"group": None, "fields": (20,) * 6}),
     "convnet6_p4": (ConvNet, {"group": "p4", "fields": (10,) * 6}),
     "convnet6_p8": (ConvNet, {"group": "p8", "fields": (7,) * 6}),
@@ -204,7 +229,7 @@ MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 }
 
 
-def create_model(name: str, **options: Any) -> nn.Module:
+def create_model(name: str, **options: Any) -> ResNet | ConvNet:
     """Build a network by name, such as ``"resnet26_p8"``; options override its arguments.
 
     The names are those of :data:`MODELS`, and ``resnet<depth>_<group>`` and
