@@ -48,7 +48,8 @@ class Pretrained(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        Pretrained._kinds[cls.model_type()] = cls
+        if not cls.__name__.startswith("_"):
+            Pretrained._kinds[cls.model_type()] = cls
 
     @classmethod
     def model_type(cls) -> str:
