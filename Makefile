@@ -50,6 +50,8 @@ bench: $(STAMP)
 	@mkdir -p outputs
 	@$(RUN) benchmarks/layer_speed.py --json outputs/layer_speed.json
 	@$(RUN) benchmarks/build.py --json outputs/build.json
+	@$(RUN) benchmarks/export_speed.py --json outputs/export_speed.json
+	@$(RUN) benchmarks/quantisation.py --json outputs/quantisation.json
 	@$(RUN) benchmarks/initialisation.py
 	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json
 
