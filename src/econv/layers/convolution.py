@@ -541,7 +541,7 @@ class GroupUpsampleConv2d(nn.Module):
     """An upsampling convolution: linear interpolation, then :class:`GroupConv2d`.
 
     The equivariant counterpart of a transposed convolution with stride ``factor``; options are
-    those of `GroupConv2d`. n pixels become ``factor`` · n + ``excess``: for a transposed convolution
+    those of `GroupConv2d`. n pixels become ``factor`` · n + ``excess``: for a transposed layer
     the excess is extent − stride − 2·padding + output_padding.
 
     >>> up = GroupUpsampleConv2d(4, 2, "p4")
