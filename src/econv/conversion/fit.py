@@ -95,9 +95,7 @@ class Kept:
         return error
 
 
-def _same_blocks(
-    kept: Kept, source: Any, layer: PDOConv2d, into: tuple[Width, ...]
-) -> bool:
+def _same_blocks(kept: Kept, source: Any, layer: PDOConv2d, into: tuple[Width, ...]) -> bool:
     """Whether the blocks of a grouped convolution are those of the source."""
     if source.groups == source.in_channels:
         return True

@@ -62,7 +62,9 @@ def _convert(plan: Plan, node: fx.Node) -> Value:
         return convert_module(plan, node)
     name = _name(node)
     if name in ("assert", "assert_is_none"):  # about the source's own sizes
-        return plan.emit(node, OTHER, lambda e: None) if name == "assert" else plan.copy(node, OTHER)
+        return (
+            plan.emit(node, OTHER, lambda e: None) if name == "assert" else plan.copy(node, OTHER)
+        )
     values = _inputs(plan, node)
     if not isinstance(value_of(node), Tensor) and not _is_list_of_tensors(value_of(node)):
         return _question(plan, node, values)
@@ -173,7 +175,8 @@ def _tensor_function(plan: Plan, node: fx.Node, name: str, values: list[Value]) 
         return _RULES[name](plan, node)
     if name in _ATTENTION:
         raise CannotConvert("", f"{name}: attention over positions has no equivariant counterpart")
-    raise CannotConvert("", f"there is no rule for the function {name}")
+    inside = type(plan.trace.modules.get(owner(node))).__name__
+    raise CannotConvert("", f"there is no rule for the function {name} of {inside}")
 
 
 def _order(node: fx.Node, name: str) -> tuple[int, ...]:
@@ -391,9 +394,7 @@ def _split(plan: Plan, node: fx.Node) -> Value:
     for piece in value_of(node):
         size = int(piece.shape[place])
         before, within = slice_runs(value.widths, position, position + size)
-        items.append(
-            replace(value, widths=tuple(within), start=tuple(before))
-        )
+        items.append(replace(value, widths=tuple(within), start=tuple(before)))
         position += size
     return plan.emit(node, Value("list", value.axes, items=tuple(items)), lambda e: e[read])
 
@@ -602,9 +603,7 @@ def _dropout(plan: Plan, node: fx.Node, name: str) -> Value:
     return module_step(plan, node, value, make)
 
 
-def module_step(
-    plan: Plan, node: fx.Node, value: Value, make: Callable[[], nn.Module]
-) -> Value:
+def module_step(plan: Plan, node: fx.Node, value: Value, make: Callable[[], nn.Module]) -> Value:
     read: Any = node.args[0]
     part = plan.insert(str(node.meta.get("owner", "")), node.name, make)
     return plan.emit(node, value, lambda e: e.module(part, e[read]))

@@ -85,7 +85,17 @@ _SYMMETRIC: tuple[type[nn.Module], ...] = (
 _KNOWN_VARIANTS = {
     *("BatchNormAct2d", "GroupNormAct", "LayerNormAct", "LayerNormAct2d", "SyncBatchNorm"),
     *("LayerNorm", "LayerNorm2d", "GroupNorm", "GroupNorm1", "Conv2dSame", "LayerNormFp32"),
-    *("LayerNorm2dFp32", "Swish", "GELU", "GELUTanh", "Sigmoid", "Tanh", "HardSwish", "PReLU"),
+    *(
+        "Linear",
+        "LayerNorm2dFp32",
+        "Swish",
+        "GELU",
+        "GELUTanh",
+        "Sigmoid",
+        "Tanh",
+        "HardSwish",
+        "PReLU",
+    ),
 }
 _CHANNELS_FIRST = {"LayerNorm2d", "LayerNormAct2d", "LayerNorm2dFp32"}
 _BLUR = {"BlurPool2d"}
@@ -320,9 +330,7 @@ def _again(plan: Plan, node: fx.Node, value: Value) -> Value:
     return _maybe_head(plan, node, part.name, Value("fields", value.axes, part.out))
 
 
-def _new_width(
-    plan: Plan, node: fx.Node, channels: int, groups: int = 1
-) -> tuple[Width, ...]:
+def _new_width(plan: Plan, node: fx.Node, channels: int, groups: int = 1) -> tuple[Width, ...]:
     width = Width(channels, str(node.target))
     width.blocks = groups
     return (width,)
@@ -332,9 +340,7 @@ def _is_depthwise(module: Any) -> bool:
     return bool(module.groups > 1 and module.groups == module.in_channels)
 
 
-def _grouped_width(
-    plan: Plan, node: fx.Node, module: Any, value: Value
-) -> tuple[Width, ...]:
+def _grouped_width(plan: Plan, node: fx.Node, module: Any, value: Value) -> tuple[Width, ...]:
     times = module.out_channels // module.in_channels
     if _is_depthwise(module) and times == 1:
         return value.widths
@@ -348,9 +354,7 @@ def _grouped_width(
     return _new_width(plan, node, module.out_channels, module.groups)
 
 
-def _groups(
-    sizes: Sizes, into: tuple[Width, ...], out: tuple[Width, ...], module: Any
-) -> int:
+def _groups(sizes: Sizes, into: tuple[Width, ...], out: tuple[Width, ...], module: Any) -> int:
     if module.groups == 1:
         return 1
     return sizes.fields(into) if _is_depthwise(module) else sizes.groups(into, out, module.groups)
@@ -525,9 +529,7 @@ def _channels_last(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -
 
     fit = _fit_convolution(_Geometry(1, 1, 0), 1, into, out)
     plan.add_part(Part(name, make, module, positions_of(node, module), into, out, fit))
-    return plan.emit(
-        node, Value("fields", value.axes, out), lambda e: e.module(name, e[read])
-    )
+    return plan.emit(node, Value("fields", value.axes, out), lambda e: e.module(name, e[read]))
 
 
 def _read_out_last(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value:
@@ -775,9 +777,7 @@ def _dropout_of_maps(plan: Plan, node: fx.Node, module: _DropoutNd) -> Value:
     return pool_step(plan, node, value, lambda: GroupDropout2d(plan.group, module.p))
 
 
-def pool_step(
-    plan: Plan, node: fx.Node, value: Value, make: Callable[[], nn.Module]
-) -> Value:
+def pool_step(plan: Plan, node: fx.Node, value: Value, make: Callable[[], nn.Module]) -> Value:
     """A module without parameters in place of an operation on one map."""
     read: Any = node.args[0]
     if value.axes not in (IMAGE,):
@@ -849,9 +849,7 @@ def _upsample(plan: Plan, node: fx.Node, module: nn.Upsample) -> Value:
     if not resizes_symmetrically(node, module.mode):
         # Nearest pixels of sizes that do not divide each other lie to one side.
         size, factor = module.size, module.scale_factor
-        return pool_step(
-            plan, node, value, lambda: nn.Upsample(size, factor, mode="bilinear")
-        )
+        return pool_step(plan, node, value, lambda: nn.Upsample(size, factor, mode="bilinear"))
     return plan.copy(node, value)
 
 

@@ -29,28 +29,32 @@ class ConvertedNetwork(fx.GraphModule):
     def __init__(self, root: dict[str, Any] | nn.Module, graph: fx.Graph, name: str) -> None:
         super().__init__(root, graph, class_name=name)
 
-    def describe_as(self, group: Group, output_kind: str, report: Report) -> ConvertedNetwork:
-        """Say what the network is: what copies of it say too."""
-        self.group = group
-        self.output_kind = output_kind
-        self.report = report
+    def describe_as(self, **told: Any) -> ConvertedNetwork:
+        """Say what the network is: its group, output_kind and report. Copies say it too."""
+        for name in _TOLD:
+            if name in told:
+                setattr(self, name, told[name])
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConvertedNetwork:
-        copied = super().__deepcopy__(memo)
-        assert isinstance(copied, ConvertedNetwork)
-        return copied.describe_as(self.group, self.output_kind, self.report)
+        copied: Any = super().__deepcopy__(memo)
+        found: ConvertedNetwork = copied.describe_as(**self.__dict__)
+        found.training = self.training
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        told = (self.group, self.output_kind, self.report)
-        _, arguments = super().__reduce__()
+        told = {name: self.__dict__[name] for name in _TOLD if name in self.__dict__}
+        arguments: Any = super().__reduce__()[1]
         return _unpickle, (arguments, self.__class__.__name__, told, self.training)
 
 
+_TOLD = ("group", "output_kind", "report")
+
+
 def _unpickle(
-    arguments: tuple[Any, ...], name: str, told: tuple[Any, ...], training: bool
+    arguments: tuple[Any, ...], name: str, told: dict[str, Any], training: bool
 ) -> ConvertedNetwork:
     plain = reduce_graph_module(*arguments)
-    network = ConvertedNetwork(plain, plain.graph, name).describe_as(*told)
+    network = ConvertedNetwork(plain, plain.graph, name).describe_as(**told)
     network.training = training
     return network

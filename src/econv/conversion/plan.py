@@ -139,6 +139,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     heads: set[fx.Node] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
+    blanks: dict[tuple[Any, ...], nn.Module] = field(default_factory=dict)
 
     # What rules ask
 
@@ -295,13 +296,21 @@ class Plan:
             if part.kept and part.source is not None:
                 module: nn.Module = part.source
             elif part.into or part.out:
-                module = part.make(sizes, {"device": "meta", "dtype": None})
+                module = self._blank(part, sizes)
             else:
                 continue
             total += (
                 parameters(module) if what == "params" else multiply_adds(module, part.positions)
             )
         return total
+
+    def _blank(self, part: Part, sizes: Sizes) -> nn.Module:
+        """A part without data, made once for each of its widths."""
+        of_blocks = tuple(sizes.block(width) for width in runs(part.into))
+        key = (part.name, sizes.fields(part.into), sizes.fields(part.out), of_blocks)
+        if key not in self.blanks:
+            self.blanks[key] = part.make(sizes, {"device": "meta", "dtype": None})
+        return self.blanks[key]
 
 
 def parameters(module: nn.Module) -> int:

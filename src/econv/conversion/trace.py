@@ -46,9 +46,7 @@ def owner(node: fx.Node) -> str:
     return str(node.target) if node.op == "call_module" else str(node.meta.get("owner", ""))
 
 
-def trace(
-    model: nn.Module, inputs: tuple[Any, ...], is_leaf: Callable[[nn.Module], bool]
-) -> Trace:
+def trace(model: nn.Module, inputs: tuple[Any, ...], is_leaf: Callable[[nn.Module], bool]) -> Trace:
     """Trace a network in eval mode on these inputs; modules that are leaves stay whole."""
     blank = copy.deepcopy(model).to("meta").eval()
     without_data = tuple(x.detach().to("meta") if isinstance(x, Tensor) else x for x in inputs)
@@ -118,9 +116,7 @@ class _Method:
 
 
 class _Tracer(fx.Tracer):
-    def __init__(
-        self, inputs: tuple[Any, ...], is_leaf: Callable[[nn.Module], bool]
-    ) -> None:
+    def __init__(self, inputs: tuple[Any, ...], is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
         self.inputs: Iterator[Any] = iter(inputs)
         self.is_leaf = is_leaf

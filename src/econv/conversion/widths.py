@@ -179,22 +179,27 @@ class Sizes:
         ]
 
 
-def match_widths(count: Callable[[Sizes], int], target: int) -> Sizes:
+def match_widths(count: Callable[[Sizes], int], target: int, guess: float) -> Sizes:
     """The scale whose count is nearest to the target.
 
-    The count grows with the scale, in steps; it is searched by halving an interval of scales.
+    The count grows with the scale, in steps and about as its square. From a guess, the scale is
+    corrected by the root of what is missing, or halved between the nearest ones on both sides.
     """
-    low, high = 0.0, 1.0
-    while count(Sizes(high)) < target:
-        low, high = high, 2 * high
-        if high > 64:
-            raise ValueError("nothing in the network scales with its width")
-    best = (math.inf, high)
-    for _ in range(16):
-        middle = (low + high) / 2
-        found = count(Sizes(middle))
-        best = min(best, (abs(math.log(found / target)), middle))
-        if found == target:
+    below, above = 0.0, math.inf
+    tried: list[tuple[float, float, int]] = []
+    scale = guess
+    for _ in range(14):
+        found = count(Sizes(scale))
+        tried.append((abs(math.log(found / target)), scale, found))
+        below, above = (scale, above) if found <= target else (below, scale)
+        if found == target or above - below < 1e-4 * scale:
             break
-        low, high = (middle, high) if found < target else (low, middle)
-    return Sizes(best[1])
+        step = scale * math.sqrt(target / found)
+        scale = step if below < step < above else (below + min(above, 4 * below + 1e-3)) / 2
+    miss, best, found = min(tried)
+    if miss > math.log(1.25):
+        raise ValueError(
+            f"expected widths with a count near {target:,}; the nearest have {found:,}: layers "
+            "cannot be narrower than one field; choose a smaller group or another match"
+        )
+    return Sizes(best)
