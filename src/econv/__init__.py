@@ -6,7 +6,7 @@ Filters are partial differential operators (PDO-eConvs, ICML 2020): turned exact
 
 from econv import models, testing
 from econv.basis import FilterBasis, filter_basis
-from econv.conversion import CannotConvert, convert
+from econv.conversion import ConversionError, convert
 from econv.groups import Group
 from econv.layers import (
     CentredAvgPool2d,
@@ -37,10 +37,10 @@ from econv.stencils import Central, Stencil, central, stencil_set
 __version__ = "0.1.0"
 
 __all__ = [
-    "CannotConvert",
     "Central",
     "CentredAvgPool2d",
     "CentredMaxPool2d",
+    "ConversionError",
     "Downsample2d",
     "FieldParameter",
     "FilterBasis",

@@ -10,11 +10,11 @@ from econv.conversion.convert import MATCHES, convert
 from econv.conversion.fit import fit_filter
 from econv.conversion.network import ConvertedNetwork
 from econv.conversion.report import Line, Report
-from econv.conversion.trace import CannotConvert
+from econv.conversion.trace import ConversionError
 
 __all__ = [
     "MATCHES",
-    "CannotConvert",
+    "ConversionError",
     "ConvertedNetwork",
     "Line",
     "Report",

@@ -14,7 +14,7 @@ from econv.conversion.modules import is_leaf
 from econv.conversion.network import ConvertedNetwork
 from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
 from econv.conversion.report import Line, Report
-from econv.conversion.trace import CannotConvert, trace, value_of
+from econv.conversion.trace import ConversionError, trace, value_of
 from econv.conversion.widths import Sizes, match_widths
 from econv.groups import Group, GroupLike
 from econv.lab import calibrate
@@ -55,7 +55,7 @@ def convert(
             fields = channels / order), ``"fields"`` (a field for every channel).
         example_input: an image batch ``[batch, channels, height, width]`` of the size that will be
             used, or the tuple of all positional arguments.
-        strict: stop with :class:`CannotConvert` at what cannot be converted; otherwise leave it
+        strict: stop with :class:`ConversionError` at what cannot be converted; otherwise leave it
             alone, and say so in the report. Asymmetric kernels and unequal strides then stay
             ordinary convolutions of the group features; after anything else that is left alone, the
             rest of the network is.
@@ -72,7 +72,7 @@ def convert(
         became what.
 
     Raises:
-        CannotConvert: a ``ValueError`` with the name of the module and the reason.
+        ConversionError: a ``ValueError`` with the name of the module and the reason.
 
     >>> cnn = nn.Sequential(
     ...     nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
@@ -138,7 +138,7 @@ def _plan(
     for node in found.graph.nodes:
         convert_node(plan, node)
     if not any(part.out for part in plan.parts.values()):
-        raise CannotConvert("", "it has no convolution that could lift the image")
+        raise ConversionError("", "it has no convolution that could lift the image")
     return plan
 
 

@@ -19,7 +19,7 @@ from econv.conversion.modules import (
 )
 from econv.conversion.plan import OTHER, Emission, Part, Plan, Row, Step, Value
 from econv.conversion.shapes import IMAGE, VECTOR, permute, reshape
-from econv.conversion.trace import CannotConvert, owner, value_of
+from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import Width, join, runs, slice_runs
 from econv.layers import CentredAvgPool2d, FieldParameter, GroupDropout2d, GroupPool2d
 
@@ -76,10 +76,10 @@ def _convert(plan: Plan, node: fx.Node) -> Value:
         return plan.copy(node, Value("parameter" if only_parameters else "invariant"))
     try:
         return _tensor_function(plan, node, name, values)
-    except CannotConvert as error:
+    except ConversionError as error:
         here = owner(node) or node.name
         if plan.strict or error.module not in ("", here):
-            raise CannotConvert(error.module or here, error.reason) from None
+            raise ConversionError(error.module or here, error.reason) from None
         return plan.leave(node, error.reason)
 
 
@@ -138,7 +138,7 @@ def _question(plan: Plan, node: fx.Node, values: list[Value]) -> Value:
             OTHER,
             lambda e: e.function(sizes_in_order, e[read], order),  # type: ignore[index]
         )
-    raise CannotConvert(owner(node), f"{name} of a tensor with axes {value.axes}")
+    raise ConversionError(owner(node), f"{name} of a tensor with axes {value.axes}")
 
 
 def sizes_in_order(x: Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
@@ -150,7 +150,7 @@ def _tensor_function(plan: Plan, node: fx.Node, name: str, values: list[Value]) 
     if name == "getitem":
         return _getitem(plan, node)
     if any(value.kind == "list" for value in values):
-        raise CannotConvert("", f"{name} of parts of a feature map")
+        raise ConversionError("", f"{name} of parts of a feature map")
     if name in ("dropout2d", "feature_dropout", "dropout"):
         return _dropout(plan, node, name)
     if name in _POINTWISE and len([v for v in values if v.kind != "other"]) == 1:
@@ -174,9 +174,11 @@ def _tensor_function(plan: Plan, node: fx.Node, name: str, values: list[Value]) 
     if name in _RULES:
         return _RULES[name](plan, node)
     if name in _ATTENTION:
-        raise CannotConvert("", f"{name}: attention over positions has no equivariant counterpart")
+        raise ConversionError(
+            "", f"{name}: attention over positions has no equivariant counterpart"
+        )
     inside = type(plan.trace.modules.get(owner(node))).__name__
-    raise CannotConvert("", f"there is no rule for the function {name} of {inside}")
+    raise ConversionError("", f"there is no rule for the function {name} of {inside}")
 
 
 def _order(node: fx.Node, name: str) -> tuple[int, ...]:
@@ -206,7 +208,7 @@ def _elementwise(plan: Plan, node: fx.Node) -> Value:
     widest = max(fields, key=lambda r: (value_of(r).ndim, plan.value(r).channels))
     whole = plan.value(widest)
     if value_of(widest).ndim != len(shape):
-        raise CannotConvert("", f"group features are broadcast to {shape}")
+        raise ConversionError("", f"group features are broadcast to {shape}")
     readers: dict[fx.Node, Step] = {}
     for read in tensors:
         _join_operand(plan, node, read, whole, readers)
@@ -228,7 +230,7 @@ def _join_operand(
     here = owner(node) or node.name
     if value.kind == "fields":
         if value.axes != whole.axes:
-            raise CannotConvert("", f"it joins tensors with axes {value.axes} and {whole.axes}")
+            raise ConversionError("", f"it joins tensors with axes {value.axes} and {whole.axes}")
         if value.channels == whole.channels:
             join(whole.widths, value.widths)
         elif value.channels == 1:
@@ -237,7 +239,7 @@ def _join_operand(
             pool = plan.insert(here, "orientations", lambda: GroupPool2d(plan.group, plan.reduce))
             readers[read] = lambda e: e.module(pool, e[read])
         else:
-            raise CannotConvert("", f"it joins {value.channels} and {whole.channels} channels")
+            raise ConversionError("", f"it joins {value.channels} and {whole.channels} channels")
         return
     if value.kind == "parameter":
         readers[read] = _field_parameter(plan, node, read, whole)
@@ -245,11 +247,11 @@ def _join_operand(
     place = len(shape) - len(whole.axes) + whole.axes.index("C")
     channels = shape[place] if place >= 0 else 1
     if whole.axes not in (IMAGE, VECTOR):
-        raise CannotConvert("", f"it joins an image and group features with axes {whole.axes}")
+        raise ConversionError("", f"it joins an image and group features with axes {whole.axes}")
     if channels == 1:
         return
     if value.kind != "image" and value.axes not in (IMAGE, VECTOR):
-        raise CannotConvert("", f"a tensor of shape {shape} meets group features")
+        raise ConversionError("", f"a tensor of shape {shape} meets group features")
     known = value if value.axes else replace(value, axes=IMAGE[: len(shape)])
     spread, reader = plan.spread(read, known, here)
     join(whole.widths, spread.widths)
@@ -264,13 +266,9 @@ def _field_parameter(plan: Plan, node: fx.Node, read: fx.Node, whole: Value) -> 
         return lambda e: e[read]
     place = len(shape) - len(whole.axes) + whole.axes.index("C")
     if place < 0 or shape[place] != tensor.numel():
-        raise CannotConvert(
-            "",
-            f"a parameter of shape {shape} belongs to positions: a fixed positional embedding does "
-            "not turn with the image",
-        )
+        raise ConversionError("", _positional(shape))
     if tensor.numel() != whole.channels:
-        raise CannotConvert("", f"a parameter of shape {shape} meets {whole.channels} channels")
+        raise ConversionError("", f"a parameter of shape {shape} meets {whole.channels} channels")
     source = _parameter_behind(read)
     name = str(source.target)
     holder, _, leaf = name.rpartition(".")
@@ -297,6 +295,13 @@ def _field_parameter(plan: Plan, node: fx.Node, read: fx.Node, whole: Value) -> 
     return lambda e: e.module(name)
 
 
+def _positional(shape: tuple[int, ...]) -> str:
+    return (
+        f"a parameter of shape {shape} belongs to positions: a fixed positional embedding does not "
+        "turn with the image"
+    )
+
+
 def _parameter_behind(node: fx.Node) -> fx.Node:
     """The attribute that an expression of one parameter reads."""
     while node.op != "get_attr":
@@ -306,7 +311,7 @@ def _parameter_behind(node: fx.Node) -> fx.Node:
             *("squeeze", "float"),
         )
         if len(reads) != 1 or not (same or _name(node) in ("getitem", "reshape", "unsqueeze")):
-            raise CannotConvert("", f"it computes with a parameter: {node.format_node()}")
+            raise ConversionError("", f"it computes with a parameter: {node.format_node()}")
         node = reads[0]
     return node
 
@@ -317,16 +322,12 @@ def _elementwise_images(
     images = [plan.value(r) for r in tensors if plan.value(r).kind == "image"]
     for read in tensors:
         value, sides = plan.value(read), tuple(value_of(read).shape)
-        if value.kind == "parameter" and len(sides) >= 2 and value_of(node).ndim == 4:
-            if any(n > 1 for n in sides[-2:]) and images and images[0].axes == IMAGE:
-                raise CannotConvert(
-                    "",
-                    f"a parameter of shape {sides} belongs to positions: a fixed positional "
-                    "embedding does not turn with the image",
-                )
+        by_pixel = value.kind == "parameter" and any(n > 1 for n in sides[-2:])
+        if by_pixel and len(sides) >= 2 and images[0].axes == IMAGE:
+            raise ConversionError("", _positional(sides))
     longest = max(images, key=lambda value: len(value.axes))
     if len(longest.axes) != len(shape):
-        raise CannotConvert("", f"an image is broadcast to {shape}")
+        raise ConversionError("", f"an image is broadcast to {shape}")
     return plan.copy(node, longest)
 
 
@@ -339,7 +340,7 @@ def _expand(plan: Plan, node: fx.Node) -> Value:
     before, after = value_of(read).shape, value_of(node).shape
     place = value.axes.index("C")
     if len(before) != len(after) or before[place] != after[place] or before[0] != after[0]:
-        raise CannotConvert("", f"it expands {tuple(before)} to {tuple(after)}")
+        raise ConversionError("", f"it expands {tuple(before)} to {tuple(after)}")
     return plan.emit(node, value, lambda e: e[read])
 
 
@@ -357,11 +358,11 @@ def _concatenate(plan: Plan, node: fx.Node) -> Value:
     if all(value.kind in ("image", "invariant", "parameter") for value in values):
         images = [value for value in values if value.kind == "image"]
         if any(value.kind == "parameter" for value in values) or not _channel_axis(images[0], axis):
-            raise CannotConvert("", "it concatenates positions")
+            raise ConversionError("", "it concatenates positions")
         return plan.copy(node, images[0])
     whole = next(value for value in values if value.kind == "fields")
     if not _channel_axis(whole, axis):
-        raise CannotConvert("", "it concatenates group features along an axis of positions")
+        raise ConversionError("", "it concatenates group features along an axis of positions")
     readers: dict[fx.Node, Step] = {}
     widths: list[Width] = []
     for part, value in zip(parts, values, strict=True):
@@ -369,7 +370,7 @@ def _concatenate(plan: Plan, node: fx.Node) -> Value:
         if value.kind in ("image", "invariant"):
             found, readers[part] = plan.spread(part, value, owner(node) or node.name)
         if found.kind != "fields" or found.axes != whole.axes:
-            raise CannotConvert("", f"it concatenates tensors with axes {found.axes}")
+            raise ConversionError("", f"it concatenates tensors with axes {found.axes}")
         widths += found.widths
 
     def step(e: Emission) -> fx.Node:
@@ -387,7 +388,7 @@ def _split(plan: Plan, node: fx.Node) -> Value:
     if value.kind == "image" and _channel_axis(value, axis):
         return plan.copy(node, Value("list", items=(value,) * len(value_of(node))))
     if value.kind != "fields" or not _channel_axis(value, axis):
-        raise CannotConvert("", "it divides positions")
+        raise ConversionError("", "it divides positions")
     items: list[Value] = []
     position = 0
     place = value.axes.index("C")
@@ -413,32 +414,32 @@ def _getitem(plan: Plan, node: fx.Node) -> Value:
     entries = index if isinstance(index, tuple) else (index,)
     entries = tuple(_known(e) if not isinstance(e, slice) else _known_slice(e) for e in entries)
     if Ellipsis in entries or len(entries) > len(value.axes):
-        raise CannotConvert("", f"it indexes group features by {index}")
+        raise ConversionError("", f"it indexes group features by {index}")
     full = slice(None)
     by_axis = dict(zip(value.axes, (*entries, *[full] * len(value.axes)), strict=False))
     if any(not isinstance(entry, slice) for entry in by_axis.values()):
-        raise CannotConvert("", f"it takes out single rows, columns or channels: {index}")
+        raise ConversionError("", f"it takes out single rows, columns or channels: {index}")
     sizes = dict(zip(value.axes, value_of(read).shape, strict=True))
     if by_axis["N"] != full:
-        raise CannotConvert("", "it takes out images of the batch")
+        raise ConversionError("", "it takes out images of the batch")
     if by_axis.get("H", full) != by_axis.get("W", full):
-        raise CannotConvert("", f"it takes rows and columns differently: {index}")
+        raise ConversionError("", f"it takes rows and columns differently: {index}")
     across = by_axis.get("H", full)
     if across != full:
         if by_axis["C"] != full or value.axes != IMAGE:
-            raise CannotConvert("", f"it indexes group features by {index}")
+            raise ConversionError("", f"it indexes group features by {index}")
         if across.start in (None, 0) and across.stop is None and across.step is not None:
             stride = int(across.step)
             return pool_step(plan, node, value, lambda: CentredAvgPool2d(1, stride))
         start, stop, step = across.indices(sizes["H"])
         if step == 1 and start == sizes["H"] - stop and sizes["H"] == sizes["W"]:
             return plan.copy(node, value)
-        raise CannotConvert("", f"it crops an image to one side: {index}")
+        raise ConversionError("", f"it crops an image to one side: {index}")
     start, stop, step = by_axis["C"].indices(sizes["C"])
     if value.kind == "image":
         return plan.copy(node, value)
     if step != 1:
-        raise CannotConvert("", f"it takes every {step}th channel")
+        raise ConversionError("", f"it takes every {step}th channel")
     before, within = slice_runs(value.widths, start, stop)
     item = replace(value, widths=tuple(within), start=tuple(before))
     return plan.emit(node, replace(item, start=()), _slice_fields(read, item))
@@ -467,13 +468,13 @@ def _reduce(plan: Plan, node: fx.Node, name: str) -> Value:
     dims = _known(_argument(node, place, "dim"))
     keep = bool(_known(_argument(node, place + 1, "keepdim", False)))
     if name in ("std", "var") and not isinstance(dims, tuple | list | int):
-        raise CannotConvert("", f"{name} with arguments that are not known")
+        raise ConversionError("", f"{name} with arguments that are not known")
     if dims is None:
         dims = tuple(range(len(value.axes)))
     chosen = (dims,) if isinstance(dims, int) else tuple(dims)
     gone = {value.axes[d] for d in chosen}
     if len(gone & {"H", "W"}) == 1:
-        raise CannotConvert("", f"{name} takes rows and columns apart")
+        raise ConversionError("", f"{name} takes rows and columns apart")
     if value.kind == "image":
         if keep:
             pixels = "H" not in gone
@@ -481,7 +482,7 @@ def _reduce(plan: Plan, node: fx.Node, name: str) -> Value:
         axes = tuple(a for a in value.axes if a not in gone)
         return plan.copy(node, Value("image" if "H" in axes else "invariant", axes))
     if "N" in gone:
-        raise CannotConvert("", f"{name} over the batch")
+        raise ConversionError("", f"{name} over the batch")
     axes = value.axes if keep else tuple(a for a in value.axes if a not in gone)
     if "C" not in gone and not keep:
         axes = VECTOR
@@ -513,7 +514,7 @@ def _softmax(plan: Plan, node: fx.Node) -> Value:
         return plan.copy(node, value)
     axis = _argument(node, 1, "dim")
     if axis is None or not _channel_axis(value, axis) or value.axes not in (IMAGE, VECTOR):
-        raise CannotConvert("", "softmax over positions: attention has no counterpart here")
+        raise ConversionError("", "softmax over positions: attention has no counterpart here")
     return plan.copy(node, value)
 
 
@@ -541,8 +542,8 @@ def _pooling(plan: Plan, node: fx.Node, names: tuple[str, ...], convert: Any) ->
         if found is not ...:
             arguments[name] = found
     arguments["stride"] = arguments["stride"] or arguments["kernel_size"]
-    found: Value = convert(plan, node, _PoolArguments(**arguments))
-    return found
+    result: Value = convert(plan, node, _PoolArguments(**arguments))
+    return result
 
 
 def _max_pool(plan: Plan, node: fx.Node) -> Value:
@@ -561,14 +562,14 @@ def _avg_pool(plan: Plan, node: fx.Node) -> Value:
 def _symmetric(plan: Plan, node: fx.Node) -> Value:
     value = plan.value(node.args[0])
     if value.axes != IMAGE:
-        raise CannotConvert("", f"it reads a tensor with axes {value.axes}")
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
     return plan.copy(node, value)
 
 
 def _interpolate(plan: Plan, node: fx.Node) -> Value:
     value = plan.value(node.args[0])
     if value.axes != IMAGE:
-        raise CannotConvert("", f"it reads a tensor with axes {value.axes}")
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
     mode = str(_argument(node, 3, "mode", "nearest"))
     if resizes_symmetrically(node, mode):
         return plan.copy(node, value)
@@ -614,15 +615,15 @@ def _pad(plan: Plan, node: fx.Node) -> Value:
     value = plan.value(read)
     amounts = [int(n) for n in _known(_argument(node, 1, "pad"))]
     if value.axes != IMAGE:
-        raise CannotConvert("", f"it pads a tensor with axes {value.axes}")
+        raise ConversionError("", f"it pads a tensor with axes {value.axes}")
     sides = [*amounts[:4], *[0] * (4 - len(amounts[:4]))]
     if len(set(sides)) != 1:
-        raise CannotConvert("", f"it pads the sides of an image differently: {sides}")
+        raise ConversionError("", f"it pads the sides of an image differently: {sides}")
     channels = [*amounts[4:], 0, 0][:2]
     if value.kind == "image" or not any(channels):
         return plan.copy(node, value)
     if any(sides) or len(amounts) > 6 or min(channels) < 0:
-        raise CannotConvert("", f"it pads by {amounts}")
+        raise ConversionError("", f"it pads by {amounts}")
     fill = _argument(node, 3, "value", 0) or 0
     name = owner(node) or node.name
     before = (Width(channels[0], name),) if channels[0] else ()

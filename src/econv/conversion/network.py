@@ -54,7 +54,7 @@ _TOLD = ("group", "output_kind", "report")
 def _unpickle(
     arguments: tuple[Any, ...], name: str, told: dict[str, Any], training: bool
 ) -> ConvertedNetwork:
-    plain = reduce_graph_module(*arguments)
+    plain: Any = reduce_graph_module(*arguments)
     network = ConvertedNetwork(plain, plain.graph, name).describe_as(**told)
     network.training = training
     return network

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from econv.conversion.trace import CannotConvert, Trace, owner, value_of
+from econv.conversion.trace import ConversionError, Trace, owner, value_of
 from econv.conversion.widths import Sizes, Width, count_of, runs
 from econv.groups import Group
 from econv.layers import ConvOptions, GroupPool2d, PDOConv2d, Spread2d
@@ -32,8 +32,8 @@ class Value:
     ``"left"`` (follows something that was left alone), ``"other"`` (no tensor).
 
     Group features are always ``[N, C, H, W]`` or ``[N, C]`` in the converted network, whatever the
-    order of the axes in the source: ``axes`` are the source's. Flattened maps, ``("N", "CHW")``, stay
-    maps.
+    order of the axes in the source: ``axes`` are the source's. Flattened maps, ``("N", "CHW")``,
+    stay maps.
     """
 
     kind: str
@@ -202,7 +202,7 @@ class Plan:
         """Stop, or leave an operation alone: it reads images of the source's channels."""
         name = owner(node)
         if self.strict:
-            raise CannotConvert(name, reason)
+            raise ConversionError(name, reason)
         self.left.append((name or str(node.target), reason))
         return self.as_in_source(node)
 
@@ -213,7 +213,7 @@ class Plan:
             value = self.value(read)
             if value.kind in ("fields", "list"):
                 if value.kind == "list":
-                    raise CannotConvert(owner(node), "it reads a list of group features")
+                    raise ConversionError(owner(node), "it reads a list of group features")
                 for width in runs(value.widths):
                     width.fix(width.channels)
                 readers[read] = self.pooled(read, value, owner(node) or node.name)
@@ -234,7 +234,7 @@ class Plan:
 
         def step(e: Emission) -> fx.Node:
             found = e.module(name, e[node])
-            if axes in (("N", "CHW"), ("N", "HWC")):
+            if len(axes) == 2 and axes[1] != "C":  # a flattened map
                 if axes[1] == "HWC":
                     found = e.method("permute", found, 0, 2, 3, 1)
                 return e.method("flatten", found, 1)
@@ -247,7 +247,7 @@ class Plan:
     def spread(self, node: fx.Node, value: Value, beside: str) -> tuple[Value, Step]:
         """An image as group features that are the same in every orientation."""
         if value.axes not in (("N", "C", "H", "W"), ("N", "C")):
-            raise CannotConvert(beside, f"it joins group features and an image {value.axes}")
+            raise ConversionError(beside, f"it joins group features and an image {value.axes}")
         channels = int(value_of(node).shape[1])
         width = Width(channels, beside)
         width.fix(channels)
@@ -263,7 +263,7 @@ class Plan:
         for read in node.all_input_nodes:
             value = self.value(read)
             if value.kind == "list":
-                raise CannotConvert("", "it returns a list of parts of a feature map")
+                raise ConversionError("", "it returns a list of parts of a feature map")
             if value.kind == "fields":
                 pooled[read] = self.pooled(read, value, "output")
                 self.notes.append(

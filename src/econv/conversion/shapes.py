@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from econv.conversion.plan import Emission, Plan, Value
-from econv.conversion.trace import CannotConvert, owner, value_of
+from econv.conversion.trace import ConversionError, owner, value_of
 
 __all__ = ["FLAT", "IMAGE", "VECTOR", "permute", "reshape"]
 
@@ -31,7 +31,7 @@ def reshape(plan: Plan, node: fx.Node) -> Value:
     found = _axes_after(value, before, after)
     if found is None:
         positions = value.has_pixels and "positions"
-        raise CannotConvert(
+        raise ConversionError(
             owner(node) or node.name,
             f"it reshapes group features from {before} to {after}, which mixes "
             f"{positions or 'channels'} and other axes; attention over positions and shuffled "
@@ -82,7 +82,7 @@ def _of_image(
         return Value("image", tuple(a for a in value.axes if a != "C"))
     if len(after) == 4 and value.axes == ("N", "H", "W") and after[1] == 1:
         return Value("image", IMAGE)
-    raise CannotConvert(
+    raise ConversionError(
         owner(node) or node.name,
         f"it reshapes an image from {before} to {after}: pixels in a fixed order do not turn",
     )
@@ -93,7 +93,7 @@ def permute(plan: Plan, node: fx.Node, order: tuple[int, ...]) -> Value:
     read: Any = node.args[0]
     value = plan.value(read)
     if len(value.axes) != len(order):
-        raise CannotConvert(owner(node), f"it permutes the axes {value.axes}")
+        raise ConversionError(owner(node), f"it permutes the axes {value.axes}")
     axes = tuple(value.axes[i] for i in order)
     if value.kind != "fields":
         return plan.copy(node, replace(value, axes=axes))

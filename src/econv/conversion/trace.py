@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-__all__ = ["CannotConvert", "Trace", "owner", "trace", "value_of"]
+__all__ = ["ConversionError", "Trace", "owner", "trace", "value_of"]
 
 
-class CannotConvert(ValueError):
+class ConversionError(ValueError):
     """What cannot be converted: the module's name and the reason."""
 
     def __init__(self, module: str, reason: str) -> None:
@@ -100,7 +100,7 @@ class _Proxy(fx.Proxy):
     def _fixed(self) -> Any:
         value = self._value
         if isinstance(value, Tensor):
-            raise CannotConvert(owner(self.node), "it computes with the numbers in a tensor")
+            raise ConversionError(owner(self.node), "it computes with the numbers in a tensor")
         self.tracer.fix(self.node, value)  # type: ignore[attr-defined]
         return value
 
@@ -158,14 +158,15 @@ class _Tracer(fx.Tracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         value = value_of(obj.node)
         if isinstance(value, Tensor):
-            raise CannotConvert(
+            raise ConversionError(
                 owner(obj.node) or self._here(), "its course depends on the numbers in a tensor"
             )
         self.fix(obj.node, bool(value))
         return bool(value)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        return iter([obj[i] for i in range(len(value_of(obj.node)))])
+        items: Any = obj
+        return iter([items[i] for i in range(len(value_of(obj.node)))])
 
     def keys(self, obj: fx.Proxy) -> Any:
         return value_of(obj.node).keys()
@@ -196,7 +197,7 @@ class _Tracer(fx.Tracer):
                 return getattr(args[0], target)(*args[1:], **kwargs)
             return target(*args, **kwargs)
         except Exception as error:
-            raise CannotConvert(
+            raise ConversionError(
                 owner(node) or self._here(),
                 f"it does not run on the example input: {type(error).__name__}: {error}",
             ) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from econv.conversion.trace import CannotConvert
+from econv.conversion.trace import ConversionError
 
 __all__ = ["Sizes", "Width", "count_of", "join", "match_widths", "runs", "slice_runs"]
 
@@ -41,7 +41,7 @@ class Width:
         """Make it two widths in a row, the first of so many channels."""
         found = self.root()
         if found.fixed is not None or found.multiple_of is not None:
-            raise CannotConvert(found.name, "its channels are divided in a way that is not known")
+            raise ConversionError(found.name, "its channels are divided in a way that is not known")
         found._parts = (
             Width(first, found.name),
             Width(found.channels - first, found.name),
@@ -51,7 +51,7 @@ class Width:
         """Settle its number of fields."""
         found = self.root()
         if found.fixed not in (None, fields) or found.multiple_of is not None:
-            raise CannotConvert(found.name, f"it would need {found.fixed} and {fields} fields")
+            raise ConversionError(found.name, f"it would need {found.fixed} and {fields} fields")
         found.fixed = fields
 
     def unite(self, other: Width) -> None:
@@ -61,17 +61,19 @@ class Width:
             return
         if gone.multiple_of is not None and kept.multiple_of is None:
             kept, gone = gone, kept
-        if kept.multiple_of is not None and (gone.multiple_of or gone.fixed is not None):
-            if gone.multiple_of is None or not _alike(kept.multiple_of, gone.multiple_of):
-                raise CannotConvert(gone.name, "its width depends on two others")
+        settled = gone.fixed is not None or gone.multiple_of is not None
+        if kept.multiple_of and settled and not _alike(kept.multiple_of, gone.multiple_of):
+            raise ConversionError(gone.name, "its width depends on two others")
         if gone.fixed is not None:
             kept.fix(gone.fixed)
         kept.blocks = max(kept.blocks, gone.blocks)
         gone._same = kept
 
 
-def _alike(a: tuple[tuple[Width, ...], int], b: tuple[tuple[Width, ...], int]) -> bool:
-    return a[1] == b[1] and [w.root() for w in runs(a[0])] == [w.root() for w in runs(b[0])]
+def _alike(a: tuple[tuple[Width, ...], int], b: tuple[tuple[Width, ...], int] | None) -> bool:
+    if b is None:
+        return False
+    return a[1] == b[1] and runs(a[0]) == runs(b[0])
 
 
 def runs(widths: Iterable[Width]) -> list[Width]:
@@ -108,7 +110,7 @@ def join(left: Iterable[Width], right: Iterable[Width]) -> None:
             second.split(first.channels)
             b = runs(b)
     if a or b:
-        raise CannotConvert((a or b)[0].name, "channels are added that are not as many")
+        raise ConversionError((a or b)[0].name, "channels are added that are not as many")
 
 
 def slice_runs(widths: Iterable[Width], start: int, stop: int) -> tuple[list[Width], list[Width]]:
