@@ -61,8 +61,9 @@ def convert(
             rest of the network is.
         pretrained: start from the model's weights: every field keeps one channel of the source and
             its canonical filter is fitted to that channel's. The best start is
-            ``match="fields"``: the source, run in every orientation. Otherwise weights are drawn
-            anew, as the layers say.
+            ``match="fields"`` with ``options={"stencils": "central"}``, which fits 3×3 filters
+            exactly: the source, run in every orientation. Otherwise weights are drawn anew, as
+            the layers say.
         pool: ``"max"`` or ``"mean"`` over orientations.
         options: keywords of every PDO-eConv: ``stencils``, ``accuracy``, ``init``, ``engine``.
         measure: whether to run both networks to report their error under a rotation.
@@ -81,9 +82,8 @@ def convert(
     >>> network = convert(cnn, "p4", match="width", example_input=torch.randn(2, 3, 16, 16))
     >>> network(torch.randn(5, 3, 16, 16)).shape
     torch.Size([5, 10])
-    >>> print(network.report)  # doctest: +ELLIPSIS
-    module  was ... is now (p4)
-    ...
+    >>> print(network.report.summary()[1])
+    parameters          5,450 → 1,370 (0.251×)
     """
     found = Group(group)
     if match not in MATCHES:
@@ -187,6 +187,10 @@ def _build(
             kept.source = part.source
             if part.fit is not None:
                 errors[name] = part.fit(kept, modules[name])
+            elif isinstance(part.source, nn.Conv2d | nn.Linear) and not part.kept:
+                plan.notes.append(f"{name}: its weights are drawn anew")
+            if part.out and part.fit is not None and errors[name] is None:
+                plan.notes.append(f"{name}: its blocks are not the source's, its weights are new")
     else:
         _draw_anew(plan, modules)
     emission = Emission(sizes, plan)
@@ -225,8 +229,10 @@ def _build(
 def _drop_unused(graph: fx.Graph) -> None:
     """Remove questions and parameters that nothing reads; what works in place stays."""
     for node in reversed(list(graph.nodes)):
-        in_place = str(node.target).endswith("_") or node.op == "call_module"
-        if not node.users and node.op not in ("placeholder", "output") and not in_place:
+        name = getattr(node.target, "__name__", str(node.target))
+        does_more = name.endswith("_") or "assert" in name
+        plain = node.op in ("get_attr", "call_function", "call_method") and not does_more
+        if plain and not node.users:
             graph.erase_node(node)
 
 
@@ -314,7 +320,7 @@ def _first(output: Any) -> Tensor:
 
 
 def _notes(plan: Plan, model: nn.Module) -> list[str]:
-    notes = [*plan.notes, *(f"fixed: {fixed}" for fixed in plan.trace.fixed)]
+    notes = [*plan.notes, *(f"as for the example input: {fixed}" for fixed in plan.trace.fixed)]
     called = {str(n.target) for n in plan.trace.graph.nodes if n.op == "call_module"}
     called |= {
         str(n.target).rpartition(".")[0] for n in plan.trace.graph.nodes if n.op == "get_attr"

@@ -55,17 +55,20 @@ def convert_node(plan: Plan, node: fx.Node) -> None:
 
 def _convert(plan: Plan, node: fx.Node) -> Value:
     if node.op == "placeholder":
-        return plan.emit(node, _input(value_of(node)), lambda e: e.copy(node))
+        name, default = plan.trace.signature[node]
+        return plan.emit(
+            node, _input(value_of(node)), lambda e: e.graph.placeholder(name, None, default)
+        )
     if node.op == "get_attr":
         return plan.emit(node, Value("parameter"), lambda e: e.copy(node))
     if node.op == "call_module":
         return convert_module(plan, node)
     name = _name(node)
-    if name in ("assert", "assert_is_none"):  # about the source's own sizes
-        return (
-            plan.emit(node, OTHER, lambda e: None) if name == "assert" else plan.copy(node, OTHER)
-        )
     values = _inputs(plan, node)
+    if name in ("assert", "assert_is_none"):
+        if _is_about_arguments(node):
+            return plan.copy(node, OTHER)
+        return plan.emit(node, OTHER, lambda e: None)  # about the source's own sizes
     if not isinstance(value_of(node), Tensor) and not _is_list_of_tensors(value_of(node)):
         return _question(plan, node, values)
     if any(value.kind == "left" for value in values):
@@ -88,6 +91,16 @@ def _input(value: Any) -> Value:
         pixels = value.ndim == 4 and value.is_floating_point()
         return Value("image", IMAGE) if pixels else Value("invariant")
     return OTHER
+
+
+def _is_about_arguments(node: fx.Node) -> bool:
+    """Whether an assertion says that an argument is the one that was traced."""
+    reads = list(node.all_input_nodes)
+    while reads and all(r.op == "call_function" and _name(r) in ("eq", "is") for r in reads):
+        reads = [before for read in reads for before in read.all_input_nodes]
+    return bool(reads) and all(
+        r.op == "placeholder" and not isinstance(value_of(r), Tensor) for r in reads
+    )
 
 
 def _name(node: fx.Node) -> str:

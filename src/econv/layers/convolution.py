@@ -579,15 +579,18 @@ class GroupUpsampleConv2d(nn.Module):
 
     def forward(self, x: Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
         """Upsample and convolve; with a factor of 2, ``size`` may be twice the size or one less."""
-        if size is not None or (self.factor == 2 and not self.excess):
-            enlarged = self.upsample(x, size)
-        else:
-            check_rank(x)
-            height, width = (n * self.factor + self.excess for n in x.shape[2:])
-            enlarged = functional.interpolate(x, scale_factor=float(self.factor), mode="bilinear")
-            enlarged = recentre(enlarged, height, width)
-        result: Tensor = self.conv(enlarged)
+        result: Tensor = self.conv(self.enlarged(x, size))
         return result
+
+    def enlarged(self, x: Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
+        """The upsampled maps that the convolution reads."""
+        if size is not None or (self.factor == 2 and not self.excess):
+            doubled: Tensor = self.upsample(x, size)
+            return doubled
+        check_rank(x)
+        height, width = (n * self.factor + self.excess for n in x.shape[2:])
+        enlarged = functional.interpolate(x, scale_factor=float(self.factor), mode="bilinear")
+        return recentre(enlarged, height, width)
 
     def extra_repr(self) -> str:
         return f"factor={self.factor}" + (f", excess={self.excess}" if self.excess else "")
