@@ -207,8 +207,9 @@ def _recentre_axis(x: Tensor, dim: int, size: int, fill: float) -> Tensor:
         each = (size - x.shape[dim]) // 2
         return functional.pad(x, [0, 0] * (3 - dim) + [each, each], value=fill) if each else x
     # A symbolic size: gathered by index, so that no parity is frozen into the graph.
-    before = torch.arange(size, device=x.device) + (whole - size) // 2
-    after = before + (whole - size) % 2
+    # Sums and not differences are halved: of negative numbers ONNX rounds another way.
+    before = torch.arange(size, device=x.device) + ((whole + size) // 2 - size)
+    after = before + (whole + size) % 2
     inside = ((before >= 0) & (after < whole)).reshape(-1, *[1] * (3 - dim))
     pairs = [x.index_select(dim, index.clamp(0, whole - 1)) for index in (before, after)]
     return torch.where(inside, (pairs[0] + pairs[1]) / 2, fill)
