@@ -145,7 +145,7 @@ def _trained(recipe: Recipe, digits: data_room.Dataset, options: argparse.Namesp
 def _compare(ours: _Trained, twin: _Trained, digits: data_room.Dataset, output: Path) -> None:
     """Print what came out and leave it as a report, a page to turn a digit on, and pictures."""
     test = digits.test
-    images = test.x[:: len(test) // _TURNED].float() / 255
+    images = _spread(test.x, _TURNED).float() / 255
     results = (
         ("network", "test error", "parameters", "training"),
         [
@@ -167,8 +167,7 @@ def _compare(ours: _Trained, twin: _Trained, digits: data_room.Dataset, output: 
     turned = _turned(ours, twin, images)
     print(f"{question}\n{how}\n{report.aligned(*turned)}\n", flush=True)
 
-    every = len(images) // _DRAWN
-    pictures = _pictures(ours, twin, images[::every], output)
+    pictures = _pictures(ours, twin, _spread(images, _DRAWN), output)
     beside = page.write_page(
         output / "equivariance.html",
         ours.network,
@@ -195,6 +194,11 @@ def _compare(ours: _Trained, twin: _Trained, digits: data_room.Dataset, output: 
         *((caption, path) for path, caption in pictures.items()),
     ):
         print(f"{what}: {path}")
+
+
+def _spread(images: Tensor, count: int) -> Tensor:
+    """About so many, evenly over all: they may be sorted by class."""
+    return images[:: max(1, len(images) // count)]
 
 
 def _turned(

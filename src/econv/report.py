@@ -511,13 +511,12 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _epochs(last: int) -> list[int]:
-    """The first and the last epoch, and round numbers between them.
+    """The first and the last epoch, and some between them.
 
     >>> _epochs(200), _epochs(12)
     ([1, 50, 100, 150, 200], [1, 3, 6, 9, 12])
     """
-    tens = [10**k for k in range(len(str(last)))]
-    step = next(n * ten for ten in tens for n in (1, 2, 3, 5) if last <= 4.5 * n * ten)
+    step = next((last // n for n in (4, 5, 3) if last % n == 0), max(1, round(last / 4)))
     return sorted({1, last} | {n for n in range(step, last, step) if last - n > step / 2 < n})
 
 
