@@ -161,13 +161,23 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(tmp_path, small, monkey
 
     untouched = demo.train.run
     monkeypatch.setattr(demo.train, "run", interrupted)
-    code, out = run_captured(tmp_path)
-    assert code == 130
-    assert "The same command goes on" in capsys.readouterr().err
+    for arguments, words in (((), "The same command goes on"), (("--fresh",), "Without --fresh")):
+        assert run_captured(tmp_path, *arguments)[0] == 130
+        assert words in capsys.readouterr().err
     monkeypatch.setattr(demo.train, "run", untouched)
     code, out = run_captured(tmp_path)
     assert code == 0
     assert re.findall(r"^(\w+), seed 0: trained before", out, re.MULTILINE) == ["digits_p8"]
+
+
+def test_an_interrupted_fresh_run_trains_both_anew(folder, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(demo.train, "run", interrupted)
+        assert run_captured(folder, "--fresh")[0] == 130
+    assert records(folder) == {}
 
 
 def test_every_epoch_leaves_a_checkpoint(tmp_path, small, monkeypatch):

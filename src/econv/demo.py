@@ -10,6 +10,7 @@ import argparse
 import html
 import importlib
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,10 +99,14 @@ def main(options: argparse.Namespace) -> int:
             f"train with; {len(digits.test):,} others to test",
             flush=True,
         )
+        if options.fresh:  # both: an interrupted run must not find the other one finished
+            for name in NAMES:
+                _record_path(name, options).unlink(missing_ok=True)
         ours, twin = (_trained(RECIPES[name], digits, options) for name in NAMES)
         _compare(ours, twin, digits, options.output)
     except KeyboardInterrupt:
-        print("\nStopped. The same command goes on from the last checkpoint.", file=sys.stderr)
+        how = "Without --fresh, the" if options.fresh else "The"
+        print(f"\nStopped. {how} same command goes on from the last epoch.", file=sys.stderr)
         return 130
     except BrokenPipeError:
         raise
@@ -113,10 +118,13 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
+def _record_path(name: str, options: argparse.Namespace) -> Path:
+    return records.path_of(options.output / "records", name, options.seed)
+
+
 def _trained(recipe: Recipe, digits: data_room.Dataset, options: argparse.Namespace) -> _Trained:
-    kept = options.output / "records"
     weights = options.output / recipe.name / str(options.seed) / "model.safetensors"
-    finished = records.path_of(kept, recipe.name, options.seed).exists()
+    finished = _record_path(recipe.name, options).exists()
     # Without its weights a finished run has nothing left to measure.
     fresh = options.fresh or (finished and not weights.exists())
     record = train.run(
@@ -125,7 +133,7 @@ def _trained(recipe: Recipe, digits: data_room.Dataset, options: argparse.Namesp
         data=digits,
         device=options.device,
         output=options.output,
-        records=kept,
+        records=options.output / "records",
         resume=not fresh,
         progress=not options.quiet,
         checkpoint_every=1,
@@ -165,7 +173,7 @@ def _compare(ours: _Trained, twin: _Trained, digits: data_room.Dataset, output: 
         "keep their class; ∗ marks symmetries of the pixel grid"
     )
     turned = _turned(ours, twin, images)
-    print(f"{question}\n{how}\n{report.aligned(*turned)}\n", flush=True)
+    print(f"{question}\n{textwrap.fill(how, 90)}\n{report.aligned(*turned)}\n", flush=True)
 
     pictures = _pictures(ours, twin, _spread(images, _DRAWN), output)
     beside = page.write_page(
