@@ -70,7 +70,7 @@ def test_gradients_of_a_compiled_network(name):
 
 @pytest.mark.slow
 @MODES
-@pytest.mark.parametrize("name", ["resnet", "exact resnet", "convnet7", "every layer"])
+@pytest.mark.parametrize("name", [*NETWORKS, "GroupConv2d replicate"])
 def test_inductor_computes_the_same(name, train):
     module, x = case(name, train, dropout=False)
     eager = copy.deepcopy(module)

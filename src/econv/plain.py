@@ -11,6 +11,7 @@ import copy
 import inspect
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from functools import reduce, singledispatch
 from typing import Any
 
@@ -398,10 +399,9 @@ def _is_layer(module: nn.Module) -> bool:
     return plain_form.dispatch(type(module)) is not plain_form.dispatch(object)
 
 
-def _form(layer: nn.Module) -> nn.Module:
-    """The plain form, if the layer is what its class says."""
-    forms = plain_form.registry
-    known: Any = next(kind for kind in type(layer).__mro__ if kind in forms)
+def _check_layer(layer: nn.Module) -> None:
+    """Refuse a layer that computes something else than its class says."""
+    known: Any = next(kind for kind in type(layer).__mro__ if kind in plain_form.registry)
     if type(layer).forward is not known.forward:
         raise ValueError(
             f"expected the forward of {known.__name__}; {type(layer).__name__} has its own: "
@@ -409,7 +409,6 @@ def _form(layer: nn.Module) -> nn.Module:
         )
     if _has_hooks(layer):
         raise ValueError(f"expected no forward hooks, which would be lost, on {layer}")
-    return plain_form(layer)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -417,19 +416,20 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _plain(module: nn.Module) -> nn.Module:
+    for layer in filter(_is_layer, module.modules()):
+        _check_layer(layer)
     if _is_layer(module):
-        return _form(module).eval().requires_grad_(False)
+        return plain_form(module).eval().requires_grad_(False)
     if _Tracer().is_leaf_module(module, ""):
         return module
-    for layer in module.modules():
-        if _is_layer(layer):
-            _form(layer)  # what has no plain form stops here, not in the midst of tracing
     reason = _optional_arguments(module)
     if reason is None:
         try:
-            return _folded(_traced(module))
+            graph = _Tracer().trace(module)
         except Exception as error:  # a tracer meets code of any kind
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        else:
+            return _folded(_with_forms(module, graph))
     if _ours(module):
         raise ValueError(
             f"expected a network that can be traced; {type(module).__name__}: {reason}"
@@ -490,9 +490,8 @@ def _bare(root: nn.Module | dict[str, Any], graph: fx.Graph, name: str) -> fx.Gr
     return fx.GraphModule(root, bare, name).eval().requires_grad_(False)
 
 
-def _traced(module: nn.Module) -> fx.GraphModule:
+def _with_forms(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """The network as a graph of torch's modules and functions."""
-    graph = _Tracer().trace(module)
     forms: dict[int, nn.Module] = {}  # a layer that is called twice stays one
     targets: dict[str, Any] = {}
     for node in graph.nodes:
@@ -500,21 +499,24 @@ def _traced(module: nn.Module) -> fx.GraphModule:
             targets[node.target] = reduce(getattr, node.target.split("."), module)
         elif node.op == "call_module":
             layer = module.get_submodule(node.target)
-            if isinstance(layer, Upsample2d):
-                size = node.kwargs.get("size", node.args[1] if len(node.args) > 1 else None)
-                node.args, node.kwargs = (node.args[0],), {}
-                if size is not None:
-                    node.args, node.target = (node.args[0], size), f"{node.target}_to_size"
-                    layer = _graph(_Enlarge(), "Enlarge")
-            if isinstance(layer, PDOConv2d) and layer.centred:
-                # Apart, so that a norm can be folded into the convolution.
-                name = f"{node.target}_recentred"
-                targets[name] = _graph(_Recentre(layer), "Recentre")
-                with graph.inserting_before(node):
-                    node.args = (graph.call_module(name, node.args),)
-                layer = forms.setdefault(id(layer), _conv(layer))
             if _is_layer(layer):
-                layer = forms.setdefault(id(layer), _form(layer))
+                # Plain forms take what ours take, in the same order, under other names.
+                given = inspect.signature(layer.forward).bind(*node.args, **node.kwargs)
+                node.args, node.kwargs = tuple(a for a in given.args if a is not None), {}
+            if isinstance(layer, Upsample2d) and len(node.args) > 1:
+                node.target += "_to_size"
+                layer = _graph(_Enlarge(), "Enlarge")
+            elif _is_layer(layer):
+                form: Callable[[Any], nn.Module] = plain_form
+                if isinstance(layer, PDOConv2d) and layer.centred:
+                    # Apart, so that a norm can be folded into the convolution.
+                    form, name = _conv, f"{node.target}_recentred"
+                    targets[name] = _graph(_Recentre(layer), "Recentre")
+                    with graph.inserting_before(node):
+                        node.args = (graph.call_module(name, node.args),)
+                if id(layer) not in forms:
+                    forms[id(layer)] = form(layer)
+                layer = forms[id(layer)]
             targets[node.target] = layer
     return _bare(targets, graph, type(module).__name__)
 

@@ -107,7 +107,7 @@ def halve(x: Tensor, taps: Tensor, reduce: str) -> Tensor:
     if reduce == "max":
         x = functional.max_pool2d(x, 3, stride=1, padding=1)
     kernel = _taps(x.shape[2], taps)[:, None] * _taps(x.shape[3], taps)
-    padded = functional.pad(x, (1, 2, 1, 2), mode="replicate")
+    padded = dense.replicate(x, 1, 2)
     channels = x.shape[1]
     kernels = kernel.to(x.dtype).expand(channels, 1, 4, 4)
     return functional.conv2d(padded, kernels, stride=2, groups=channels)
