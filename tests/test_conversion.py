@@ -106,7 +106,7 @@ def test_the_output_has_the_source_s_size_and_turns_on_every_size(size):
 
 @pytest.mark.parametrize("group", ["p4", "p8"])
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("size", [24, 32])
+@pytest.mark.parametrize("size", [24, 27, 32])
 def test_a_u_net_gives_maps_that_turn(group, transposed, size):
     source = UNet((8, 8, 16), classes=3, transposed=transposed)
     network = converted(source, group, size=size)
@@ -191,6 +191,8 @@ OPERATIONS = {
     "slice": Of(lambda s, x, y: y[:, :4] + y[:, 4:], out=4),
     "pad channels": Of(lambda s, x, y: functional.pad(y, (0, 0, 0, 0, 4, 4)), out=16),
     "pad pixels": Of(lambda s, x, y: functional.pad(y, (1, 1, 1, 1))),
+    "pad one side more": Of(lambda s, x, y: functional.pad(y, (0, 1, 1, 0))),
+    "pad by reflection": Of(lambda s, x, y: functional.pad(y, (1, 1, 1, 1), mode="reflect")),
     "softmax over channels": Of(lambda s, x, y: torch.softmax(y, 1)),
     "squeeze and excitation": Of(lambda s, x, y: s.se(y), se=SqueezeExcitation(8, 4)),
     "squeeze and excitation, linear": Of(
@@ -429,6 +431,7 @@ def test_modules_that_the_pass_does_not_call_are_named():
     )
     report = converted(source).report
     assert any("gone: auxiliary" in note for note in report.notes)
+    assert report.source_parameters == sum(p.numel() for p in source.parameters()) - 72
 
 
 # What cannot be converted
@@ -479,7 +482,12 @@ IMPOSSIBLE = {
     "sub-pixels": (lambda: between(nn.PixelShuffle(2), channels=2), "1", "laid|lays channels"),
     "unequal pooling": (lambda: between(nn.MaxPool2d((2, 1))), "1", "kernel is not square"),
     "rows apart": (lambda: Of(lambda s, x, y: y.mean(2, keepdim=True) * y), "", "apart"),
-    "unequal pads": (lambda: Of(lambda s, x, y: functional.pad(y, (0, 1, 0, 1))), "", "pads"),
+    "more rows than columns": (
+        lambda: Of(lambda s, x, y: functional.pad(y, (0, 0, 1, 1))),
+        "",
+        "pads",
+    ),
+    "unequal pads": (lambda: Of(lambda s, x, y: functional.pad(y, (0, 2, 0, 2))), "", "pads"),
     "unknown function": (lambda: Of(lambda s, x, y: torch.roll(y, 1, 2)), "", "no rule.*roll"),
     "scale of every pixel": (
         lambda: between(nn.LayerNorm([8, 24, 24])),

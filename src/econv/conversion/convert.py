@@ -111,7 +111,7 @@ def convert(
         match=match,
         scale=sizes.scale,
         lines=lines,
-        source_parameters=parameters(model),
+        source_parameters=_called_parameters(plan, model),
         parameters=parameters(network),
         source_multiply_adds=_source_multiply_adds(plan),
         multiply_adds=plan.count(sizes, "flops"),
@@ -149,7 +149,7 @@ def _choose(plan: Plan, match: str, model: nn.Module) -> Sizes:
     elif match == "fields":
         sizes = Sizes(1.0)
     elif match == "params":
-        total = parameters(model)
+        total = _called_parameters(plan, model)
         sizes = match_widths(lambda s: plan.count(s, "params"), total, order**-0.5)
     else:
         total = _source_multiply_adds(plan)
@@ -319,19 +319,28 @@ def _first(output: Any) -> Tensor:
     return output
 
 
-def _notes(plan: Plan, model: nn.Module) -> list[str]:
-    notes = [*plan.notes, *(f"as for the example input: {fixed}" for fixed in plan.trace.fixed)]
-    called = {str(n.target) for n in plan.trace.graph.nodes if n.op == "call_module"}
-    called |= {
-        str(n.target).rpartition(".")[0] for n in plan.trace.graph.nodes if n.op == "get_attr"
-    }
-    idle = [
+def _idle(plan: Plan, model: nn.Module) -> list[str]:
+    """Modules with parameters that the traced pass does not call."""
+    nodes = plan.trace.graph.nodes
+    called = {str(node.target) for node in nodes if node.op == "call_module"}
+    called |= {str(node.target).rpartition(".")[0] for node in nodes if node.op == "get_attr"}
+    return [
         name
         for name, module in model.named_modules()
         if name
         and next(module.parameters(recurse=False), None) is not None
         and not any(name == used or name.startswith(f"{used}.") for used in called)
     ]
+
+
+def _called_parameters(plan: Plan, model: nn.Module) -> int:
+    idle = [model.get_submodule(name).parameters(recurse=False) for name in _idle(plan, model)]
+    return parameters(model) - sum(p.numel() for found in idle for p in found)
+
+
+def _notes(plan: Plan, model: nn.Module) -> list[str]:
+    notes = [*plan.notes, *(f"as for the example input: {fixed}" for fixed in plan.trace.fixed)]
+    idle = _idle(plan, model)
     if idle:
         more = f" and {len(idle) - 5} more" if len(idle) > 5 else ""
         notes.append(f"not called by the traced pass, and gone: {', '.join(idle[:5])}{more}")

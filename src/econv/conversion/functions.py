@@ -21,7 +21,13 @@ from econv.conversion.plan import OTHER, Emission, Part, Plan, Row, Step, Value
 from econv.conversion.shapes import IMAGE, VECTOR, permute, reshape
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import Width, join, runs, slice_runs
-from econv.layers import CentredAvgPool2d, FieldParameter, GroupDropout2d, GroupPool2d
+from econv.layers import (
+    CentredAvgPool2d,
+    FieldParameter,
+    GroupDropout2d,
+    GroupPool2d,
+    recentre,
+)
 
 __all__ = ["convert_node", "find_heads"]
 
@@ -623,6 +629,13 @@ def module_step(plan: Plan, node: fx.Node, value: Value, make: Callable[[], nn.M
     return plan.emit(node, value, lambda e: e.module(part, e[read]))
 
 
+def pad_about_centre(x: Tensor, pad: list[int], value: float = 0.0) -> Tensor:
+    """`pad`, where one pixel more on one side of an axis is half a pixel more on both."""
+    left, right, top, bottom = pad
+    height, width = x.shape[2] + top + bottom, x.shape[3] + left + right
+    return recentre(x, height, width, value)
+
+
 def _pad(plan: Plan, node: fx.Node) -> Value:
     read: Any = node.args[0]
     value = plan.value(read)
@@ -630,7 +643,19 @@ def _pad(plan: Plan, node: fx.Node) -> Value:
     if value.axes != IMAGE:
         raise ConversionError("", f"it pads a tensor with axes {value.axes}")
     sides = [*amounts[:4], *[0] * (4 - len(amounts[:4]))]
-    if len(set(sides)) != 1:
+    follows_size = bool(set(node.all_input_nodes) - {read})  # and so turns with the image
+    totals = sides[0] + sides[1], sides[2] + sides[3]
+    uneven = max(abs(sides[0] - sides[1]), abs(sides[2] - sides[3])) > 1
+    if uneven or (totals[0] != totals[1] and not follows_size):
+        raise ConversionError("", f"it pads the sides of an image differently: {sides}")
+    mode = _argument(node, 2, "mode", "constant")
+    if len(amounts) == 4 and mode == "constant":
+        fill = _argument(node, 3, "value", 0.0) or 0.0
+        pad = _argument(node, 1, "pad")
+        return plan.emit(
+            node, value, lambda e: e.function(pad_about_centre, e[read], e.args(pad), fill)
+        )
+    if sides[0] != sides[1] or sides[2] != sides[3]:
         raise ConversionError("", f"it pads the sides of an image differently: {sides}")
     channels = [*amounts[4:], 0, 0][:2]
     if value.kind == "image" or not any(channels):
