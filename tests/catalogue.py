@@ -1,5 +1,6 @@
 """Every layer and every kind of model, small: what the tests of compatibility run through."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -7,7 +8,9 @@ from econv import GroupBatchNorm2d, GroupConv2d, LiftConv2d
 from econv.models import ConvNet, ResNet
 from test_layers import CHANNELS, LAYERS, EveryLayer
 
-__all__ = ["CHANNELS", "LAYERS", "NETWORKS", "outputs", "trained"]
+__all__ = ["CASES", "CHANNELS", "LAYERS", "MODES", "NETWORKS", "case", "outputs", "run", "trained"]
+
+MODES = pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 
 NETWORKS = {
     "resnet": (lambda: ResNet("p8", depth=8, fields=(1, 2, 2)), (2, 3, 20, 21)),
@@ -51,4 +54,25 @@ def trained(make):
 def outputs(network, x):
     with torch.no_grad():
         found = network(x)
+    return found if isinstance(found, tuple) else (found,)
+
+
+CASES = {**{name: (make, (2, CHANNELS, 12, 13)) for name, make in LAYERS.items()}, **NETWORKS}
+
+
+def case(name, train, dropout=True, dtype=torch.float32):
+    """A layer or a network with statistics of its own, and a batch for it."""
+    make, shape = CASES[name]
+    module = trained(make).to(dtype).train(train)
+    if not dropout:
+        for part in module.modules():
+            if "Dropout" in type(part).__name__:
+                part.p = 0.0
+    return module, torch.randn(shape, dtype=dtype)
+
+
+def run(module, *inputs):
+    """The outputs as a tuple, with the same random numbers in every call."""
+    torch.manual_seed(1)
+    found = module(*inputs)
     return found if isinstance(found, tuple) else (found,)

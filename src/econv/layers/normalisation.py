@@ -183,13 +183,17 @@ class GroupLayerNorm2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[batch, fields * order, height, width]``."""
         check_fields(x, self.fields, self.group, self.weight)
-        last = x.permute(0, 2, 3, 1)
+        batch, channels, height, width = x.shape
         weight = bias = None
         if self.weight is not None:
             weight = self.weight[:, None].expand(-1, self._order).flatten()
             bias = self.bias[:, None].expand(-1, self._order).flatten()
-        normed = functional.layer_norm(last, (self.fields * self._order,), weight, bias, self.eps)
-        return normed.permute(0, 3, 1, 2).contiguous(memory_format=dense.memory_format(x))
+        # A matrix, so that its gradient is one too: of a permuted gradient torch's compiler expects
+        # another layout than layer norm gives.
+        pixels = x.permute(0, 2, 3, 1).reshape(batch * height * width, channels)
+        normed = functional.layer_norm(pixels, (channels,), weight, bias, self.eps)
+        maps = normed.view(batch, height, width, channels).permute(0, 3, 1, 2)
+        return maps.contiguous(memory_format=dense.memory_format(x))
 
     def extra_repr(self) -> str:
         affine = self.weight is not None
