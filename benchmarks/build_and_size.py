@@ -187,15 +187,13 @@ class Measurement:
     def __init__(self, pythons: dict[str, str]) -> None:
         self.pythons = pythons
 
-    def ask(self, library: str, function: str, **arguments: Any) -> Any:
-        outcome = fresh.call(self.pythons[library], HERE, function, arguments, LIMIT)
+    def ask(self, name: str, function: str, /, **arguments: Any) -> Any:
+        outcome = fresh.call(self.pythons[name], HERE, function, arguments, LIMIT)
         if outcome.status != "pass":
-            sys.exit(f"{library}: {function} ended with {outcome.message}")
+            sys.exit(f"{name}: {function} ended with {outcome.message}")
         return outcome.value
 
-    def medians(
-        self, function: str, repeats: int, named: bool = True, **arguments: Any
-    ) -> dict[str, float]:
+    def medians(self, function: str, repeats: int, **arguments: Any) -> dict[str, float]:
         """The median of what each library answers, asked in turns, after one turn to warm up."""
         found: dict[str, list[float]] = {name: [] for name in self.pythons}
         for _ in range(repeats + 1):

@@ -130,13 +130,13 @@ def record(
         "checks": [{"name": c.name, "topic": c.topic, "title": c.title} for c in checks],
         "libraries": {
             name: {
-                "versions": versions[name],
+                "versions": known,
                 "results": {
                     check: {"status": o.status, "message": o.message or o.value or ""}
-                    for check, o in outcomes.items()
+                    for check, o in results.get(name, {}).items()
                 },
             }
-            for name, outcomes in results.items()
+            for name, known in versions.items()
         },
     }
 
