@@ -52,6 +52,8 @@ bench: $(STAMP)
 	@mkdir -p outputs
 	@$(RUN) benchmarks/build_and_size.py $(PEERS:%=--python %) --json outputs/build_and_size.json
 	@$(RUN) benchmarks/compatibility.py $(PEERS:%=--python %) --json outputs/compatibility.json
+	@$(RUN) benchmarks/export_speed.py --json outputs/export_speed.json
+	@$(RUN) benchmarks/quantisation.py --json outputs/quantisation.json
 	@$(RUN) benchmarks/initialisation.py
 	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json
 

@@ -499,10 +499,20 @@ def test_pooling_takes_vectors_of_features_too():
     assert GroupPool2d("p4", "mean")(torch.arange(8.0)[None]).tolist() == [[1.5, 5.5]]
 
 
-def test_equal_maxima_share_the_gradient():
-    x = torch.tensor([1.0, 3.0, 3.0, 2.0]).reshape(1, 4, 1, 1).requires_grad_()
-    GroupPool2d("p4")(x).sum().backward()
-    assert x.grad.flatten().tolist() == [0.0, 0.5, 0.5, 0.0]
+def test_equal_maxima_give_the_weights_the_gradient_of_shared_ones():
+    """On a blank image all orientations are equal: one takes the gradient, for all of them."""
+    lift = LiftConv2d(1, 2, "p8", padding_mode="circular").double()
+    conv = GroupConv2d(2, 3, "p8", padding_mode="circular", bias=True).double()
+    weights = [*lift.parameters(), *conv.parameters()]
+    features = conv(torch.relu(lift(torch.ones(1, 1, 9, 9, dtype=torch.float64))))
+    by_orientation = features.unflatten(1, (3, 8))
+    upstream = torch.randn(3, dtype=torch.float64)[:, None, None]
+    gradients = [
+        torch.autograd.grad((pooled * upstream).sum(), weights, retain_graph=True)
+        for pooled in (GroupPool2d("p8")(features), by_orientation.mean(2))
+    ]
+    for found, shared in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, shared, rtol=1e-9, atol=1e-9)
 
 
 def test_dropout_drops_whole_fields_and_scales_the_rest():

@@ -13,7 +13,8 @@ README = ROOT / "README.md"
 pytestmark = pytest.mark.skipif(not README.exists(), reason="no README beside the tests")
 
 
-def test_the_code_runs(capsys):
+def test_the_code_runs(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # it saves networks
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
     assert len(blocks) >= 2
     exec(compile("\n".join(blocks), str(README), "exec"), {})

@@ -239,7 +239,7 @@ class _Pool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         by_orientation = x.unflatten(1, (-1, self.order))
-        return by_orientation.amax(2) if self.reduce == "max" else by_orientation.mean(2)
+        return by_orientation.max(2).values if self.reduce == "max" else by_orientation.mean(2)
 
 
 class _Restrict(_Fixed):
