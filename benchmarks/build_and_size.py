@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import fresh
+from turns import in_turns
 
 HERE = Path(__file__).resolve()
 WIDTHS = (24, 48, 48, 96, 96, 96)
@@ -158,17 +159,8 @@ def layer_times(
 def compare(
     ours: Callable[[], None], plain: Callable[[], None], repeats: int
 ) -> dict[str, float | list[float]]:
-    """Run both in turns, each first as often as second, and relate their times."""
-    for _ in range(3):
-        ours()
-        plain()
-    times: dict[str, list[float]] = {"ours": [], "plain": []}
-    for repeat in range(repeats):
-        turn = [("ours", ours), ("plain", plain)]
-        for name, function in turn if repeat % 2 else reversed(turn):
-            start = time.perf_counter()
-            function()
-            times[name].append(time.perf_counter() - start)
+    """Relate the times of two that run in turns."""
+    times = in_turns({"ours": ours, "plain": plain}, repeats, warm_up=3)
     paired = [a / b for a, b in zip(times["ours"], times["plain"], strict=True)]
     lower, _, upper = statistics.quantiles(paired, n=4)
     return {

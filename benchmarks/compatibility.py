@@ -141,6 +141,14 @@ def record(
     }
 
 
+def with_other_columns(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """The new record with the columns that only the old one has, which must be of these checks."""
+    if old["checks"] != new["checks"]:
+        raise ValueError("the file holds the results of other checks: run all libraries")
+    columns = {**old["libraries"], **new["libraries"]}
+    return {**new, "libraries": columns}
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -151,6 +159,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=[],
         metavar="[LIBRARY=]PATH",
         help="the interpreter of a library, or of escnn and e2cnn; may be given several times",
+    )
+    parser.add_argument(
+        "--libraries",
+        nargs="+",
+        choices=libraries.NAMES,
+        default=libraries.NAMES,
+        metavar="LIBRARY",
+        help="these alone; what --json FILE holds of the others stays",
     )
     parser.add_argument("--only", nargs="+", choices=CHECKS, metavar="CHECK", help="these alone")
     parser.add_argument("--limit", type=float, default=300, help="seconds a check (%(default)s)")
@@ -168,22 +184,32 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     checks = [check for name, check in CHECKS.items() if not args.only or name in args.only]
-    found = versions(args.python, args.limit)
+    asked = {name: python for name, python in args.python.items() if name in args.libraries}
+    old = None
+    if args.json and args.json.exists() and len(asked) < len(libraries.NAMES):
+        old = json.loads(args.json.read_text(encoding="utf-8"))
+        try:
+            with_other_columns(record(checks, {}, {}, args.limit), old)
+        except ValueError as error:
+            sys.exit(f"{args.json}: {error}")
+    found = versions(asked, args.limit)
     for name, known in found.items():
         listed = ", ".join(
             f"{package} {v or 'not installed'}" for package, v in (known or {}).items()
         )
         print(f"{name}: {listed or 'not installed'}")
     print()
-    pythons = {name: python for name, python in args.python.items() if found[name]}
+    pythons = {name: python for name, python in asked.items() if found[name]}
     results = run_all(checks, pythons, args.limit, args.jobs)
     print_failures(checks, results)
     if args.json:
         from econv.files import write_atomically
 
-        text = json.dumps(record(checks, results, found, args.limit), indent=1, ensure_ascii=False)
+        content = record(checks, results, found, args.limit)
+        if old is not None:
+            content = with_other_columns(content, old)
+        text = json.dumps(content, indent=1, ensure_ascii=False)
         write_atomically(args.json, (text + "\n").encode())
     for name in ("econv", CONTROL):
         failed = [n for n, outcome in results.get(name, {}).items() if outcome.status == "fail"]
@@ -192,4 +218,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main()

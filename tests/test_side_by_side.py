@@ -19,6 +19,7 @@ import build_and_size  # noqa: E402
 import compatibility  # noqa: E402
 import libraries  # noqa: E402
 import readme  # noqa: E402
+import turns  # noqa: E402
 from compatibility_checks import CHECKS, Check  # noqa: E402
 from fresh import AbsentError, Outcome  # noqa: E402
 
@@ -213,7 +214,6 @@ def test_the_table_says_pass_and_fail_and_the_first_line(capsys):
 def test_a_check_that_econv_fails_is_an_error_once_all_is_written(failing, monkeypatch, tmp_path):
     found = {"econv": {"econv": "1.0"}, "escnn": {"escnn": "2.0"}, "e2cnn": None}
     monkeypatch.setattr(compatibility, "versions", lambda pythons, limit: found)
-    monkeypatch.setattr(compatibility.signal, "signal", lambda *_: None)
     place = tmp_path / "result.json"
     arguments = ["--json", str(place), "--only", "second" if failing else "first"]
     monkeypatch.setattr(
@@ -231,6 +231,30 @@ def test_a_check_that_econv_fails_is_an_error_once_all_is_written(failing, monke
         if failing
         else {"first": {"status": "pass", "message": "to 1e-07"}}
     )
+
+
+def column(*names):
+    return {"versions": {"torch": "2"}, "results": {name: {"status": "pass"} for name in names}}
+
+
+def test_columns_of_libraries_that_were_not_run_are_kept_if_they_are_of_the_same_checks():
+    checks = [{"name": "a", "topic": "t", "title": "A"}, {"name": "b", "topic": "t", "title": "B"}]
+    old = {"checks": checks, "libraries": {"econv": column("a"), "escnn": column("a", "b")}}
+    new = {"checks": checks, "libraries": {"econv": column("a", "b")}}
+    kept = compatibility.with_other_columns(new, old)
+    assert kept["libraries"] == {"econv": column("a", "b"), "escnn": column("a", "b")}
+    assert list(kept["libraries"]) == ["econv", "escnn"]
+    with pytest.raises(ValueError, match="other checks"):
+        compatibility.with_other_columns({**new, "checks": checks[:1]}, old)
+
+
+@pytest.mark.usefixtures("fake_checks")
+def test_results_of_other_checks_are_not_mixed(tmp_path):
+    place = tmp_path / "result.json"
+    place.write_text('{"checks": [], "libraries": {}}', encoding="utf-8")
+    with pytest.raises(SystemExit, match="results of other checks"):
+        compatibility.main(["--libraries", "torch", "--json", str(place)])
+    assert place.read_text(encoding="utf-8") == '{"checks": [], "libraries": {}}'
 
 
 def test_interpreters_are_named_by_library(tmp_path):
@@ -543,7 +567,7 @@ def test_a_check_of_equivariance_says_no_to_an_ordinary_convolution(name):
 
 def test_times_are_related_in_turns(monkeypatch):
     clock, order = [0.0], []
-    monkeypatch.setattr(build_and_size.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: clock[0])
 
     def run(name, seconds):
         order.append(name)
@@ -551,7 +575,7 @@ def test_times_are_related_in_turns(monkeypatch):
 
     found = build_and_size.compare(lambda: run("ours", 3.0), lambda: run("plain", 2.0), 4)
     assert found == {"ratio": 1.5, "ratio_of_fastest": 1.5, "paired_quartiles": [1.5, 1.5]}
-    assert order[6:] == ["plain", "ours", "ours", "plain"] * 2
+    assert order[6:] == ["ours", "plain", "plain", "ours"] * 2
 
 
 @pytest.mark.parametrize("library", ["econv", "torch"])
