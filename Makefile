@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help run test test-all lint bench clean
 
 help:
-	@echo "make run       a p8 network, its equivariance errors and a picture of its filters, in outputs/"
+	@echo "make run       train a p8 network and its CNN twin on turned digits, compare them, in outputs/"
 	@echo "make test      the fast tests, in less than ten minutes"
 	@echo "make test-all  all tests"
 	@echo "make lint      style, types and the order of the modules"
@@ -30,11 +30,15 @@ help:
 	@echo "PYTHON=python3.12   the interpreter to set up with ($(PYTHON) now)"
 	@echo "VENV=folder         where to set up ($(VENV) now); another interpreter needs another folder"
 	@echo "JOBS=2              how many tests run side by side"
+<<<<<<< HEAD
 	@echo "PEERS=python        bench: an interpreter that has escnn and e2cnn (benchmarks/compatibility.py)"
 	@echo "ARGS='-k groups'    further arguments for run, test and test-all"
+=======
+	@echo "ARGS=--fresh        further arguments for run, test and test-all, such as ARGS='-k groups'"
+>>>>>>> main
 
 run: $(STAMP)
-	@$(RUN) examples/demonstration.py --output outputs $(ARGS)
+	@$(RUN) -m econv.cli demo --output outputs $(ARGS)
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m "not slow" $(ARGS)
@@ -59,7 +63,7 @@ bench: $(STAMP)
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find benchmarks examples src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find benchmarks src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp stands for a finished installation. It goes first and comes back last, and without it
 # the environment is made from nothing: an interrupted installation leaves nothing to trust.

@@ -511,12 +511,14 @@ def live_weights(library: Library) -> None:
     same(after, fresh.eval()(image()))
 
 
-@check(STATE, "gradients reach every weight in eval mode")
+@check(STATE, "gradients reach every weight in eval mode, in every step")
 def learns_in_eval(library: Library) -> None:
-    found = gradients(trained(library).eval(), image())
-    missing = [n for n, _ in trained(library).named_parameters() if n not in found]
+    network = trained(library).eval()
+    first = gradients(network, image())
+    missing = [n for n, _ in network.named_parameters() if n not in first]
     if missing:
         raise AssertionError(f"no gradient of {', '.join(missing)}")
+    same_gradients(gradients(network, image()), first)
 
 
 # ---------------------------------------------------------------------------------------- training

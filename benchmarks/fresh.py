@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 CHILD = "import sys; sys.path.insert(0, sys.argv[1]); import fresh; fresh.answer(*sys.argv[2:])"
 
 _running: set[subprocess.Popen[bytes]] = set()
+LONGEST = 300
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -42,10 +43,11 @@ class Outcome:
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error and the first line that it says; an empty message is said to be one."""
+    """The type of an error and its first line, with the next one where that only announces it."""
     text = COLOURS.sub("", str(error))
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["(no message)"]
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {said}"[:LONGEST]
 
 
 def call(

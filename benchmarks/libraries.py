@@ -332,7 +332,7 @@ class E2cnn(Geometric):
 def trained(library: Library, **options: Any) -> Network:
     """A network after two steps of training, so that nothing in it is at its first value."""
     torch.manual_seed(0)
-    network = library.network(**options)
+    network = library.network(**options).train()
     optimiser = torch.optim.SGD(network.parameters(), lr=0.05)
     for _ in range(2):
         optimiser.zero_grad()

@@ -25,7 +25,7 @@ from fresh import AbsentError, Outcome  # noqa: E402
 
 # --------------------------------------------------------------------- calls in fresh interpreters
 
-FUNCTIONS = """
+FUNCTIONS = r"""
 import os, subprocess, sys, time
 from fresh import AbsentError
 
@@ -34,7 +34,10 @@ def adds(a, b):
     return {"sum": a + b}
 
 def fails():
-    raise ValueError("\\\\n  \\x1b[96mthe first line\\x1b[0m\\\\nthe second\\\\n")
+    raise ValueError("\\n  \x1b[96mthe first line\x1b[0m\\nthe second\\n")
+
+def announces():
+    raise RuntimeError("Error(s) in loading:\n\tMissing key(s): a\n\tand more")
 
 def says_nothing():
     assert False
@@ -46,7 +49,7 @@ def crashes():
     os.abort()
 
 def leaves():
-    sys.stderr.write("first words\\\\nlast words\\\\n")
+    sys.stderr.write("first words\\nlast words\\n")
     sys.stderr.flush()
     os._exit(3)
 
@@ -61,7 +64,7 @@ def hangs(place):
     with open(place, "w") as file:
         file.write(f"{os.getpid()} {child.pid}")
     time.sleep(600)
-""".replace("\\\\n", "\\n")
+"""
 
 
 @pytest.fixture
@@ -85,6 +88,7 @@ def test_a_call_returns_what_the_function_returns(functions):
     ("function", "status", "message"),
     [
         ("fails", "fail", "ValueError: the first line"),
+        ("announces", "fail", "RuntimeError: Error(s) in loading: Missing key(s): a"),
         ("says_nothing", "fail", "AssertionError: (no message)"),
         ("is_absent", "absent", "onnx is not installed"),
         ("crashes", "fail", "crash: ended by signal SIGABRT"),

@@ -20,19 +20,27 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from econv.layers import (
+    CentredAvgPool2d,
+    CentredMaxPool2d,
     Downsample2d,
+    Enlarge2d,
+    FieldParameter,
     GroupBatchNorm2d,
     GroupDropout2d,
+    GroupGroupNorm2d,
     GroupInstanceNorm2d,
     GroupLayerNorm2d,
+    GroupLinear,
     GroupPool2d,
+    GroupPReLU2d,
     GroupUpsampleConv2d,
     PDOConv2d,
     Restrict2d,
+    Spread2d,
     SyncBatchNorm,
     Upsample2d,
 )
-from econv.layers.sampling import halve
+from econv.layers.sampling import halve, points_about_centre
 
 __all__ = ["export", "plain_form"]
 
@@ -87,6 +95,12 @@ def plain_form(layer: nn.Module) -> nn.Module:
 
 @plain_form.register
 def _(layer: PDOConv2d) -> nn.Module:
+    if layer.centred:
+        return nn.Sequential(_graph(_Recentre(layer), "Recentre"), _conv(layer))
+    return _conv(layer)
+
+
+def _conv(layer: PDOConv2d) -> nn.Conv2d:
     filters = layer.filters().detach()
     conv = nn.Conv2d(
         layer.in_channels,
@@ -105,6 +119,18 @@ def _(layer: PDOConv2d) -> nn.Module:
     if conv.bias is not None and layer.bias is not None:
         conv.bias.copy_(_by_channel(layer.bias, layer.out_channels))
     return conv
+
+
+@plain_form.register
+def _(layer: GroupLinear) -> nn.Module:
+    conv = _conv(layer)
+    linear = nn.Linear(layer.in_channels, layer.out_channels, conv.bias is not None)
+    state = {
+        name: value.flatten(1) if value.ndim > 1 else value
+        for name, value in conv.state_dict().items()
+    }
+    linear.load_state_dict(state, assign=True)
+    return linear
 
 
 @plain_form.register
@@ -135,6 +161,40 @@ def _(layer: GroupInstanceNorm2d) -> nn.Module:
 @plain_form.register
 def _(layer: GroupLayerNorm2d) -> nn.Module:
     return _graph(_PixelNorm(layer), "PixelNorm")
+
+
+@plain_form.register
+def _(layer: GroupGroupNorm2d) -> nn.Module:
+    channels = layer.fields * layer.group.order
+    norm = nn.GroupNorm(layer.num_groups, channels, layer.eps, layer.weight is not None)
+    return _with_state(norm, layer, channels)
+
+
+@plain_form.register
+def _(layer: GroupPReLU2d) -> nn.Module:
+    channels = layer.fields * layer.group.order
+    return _with_state(nn.PReLU(channels), layer, channels)
+
+
+@plain_form.register
+def _(layer: FieldParameter) -> nn.Module:
+    return _graph(_Numbers(layer), "Numbers")
+
+
+@plain_form.register
+def _(layer: Spread2d) -> nn.Module:
+    return _graph(_Spread(layer.group.order), "Spread")
+
+
+@plain_form.register(CentredAvgPool2d)
+@plain_form.register(CentredMaxPool2d)
+def _(layer: CentredAvgPool2d | CentredMaxPool2d) -> nn.Module:
+    return _graph(_CentredPool(layer), type(layer).__name__)
+
+
+@plain_form.register
+def _(layer: Enlarge2d) -> nn.Module:
+    return _graph(_EnlargeBy(layer), "EnlargeBy")
 
 
 @plain_form.register
@@ -240,6 +300,54 @@ class _Pool(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         by_orientation = x.unflatten(1, (-1, self.order))
         return by_orientation.max(2).values if self.reduce == "max" else by_orientation.mean(2)
+
+
+class _Recentre(nn.Module):
+    """What a centred convolution reads, for every size."""
+
+    def __init__(self, layer: PDOConv2d) -> None:
+        super().__init__()
+        self.points = layer.points
+
+    def forward(self, x: Tensor) -> Tensor:
+        return points_about_centre(x, self.points(x.shape[2]), self.points(x.shape[3]))
+
+
+class _CentredPool(nn.Module):
+    def __init__(self, layer: CentredAvgPool2d | CentredMaxPool2d) -> None:
+        super().__init__()
+        self.pool = layer.pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(x, points_about_centre)
+
+
+class _EnlargeBy(nn.Module):
+    def __init__(self, layer: Enlarge2d) -> None:
+        super().__init__()
+        self.enlarge = layer.enlarge
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.enlarge(x, points_about_centre)
+
+
+class _Numbers(_Fixed):
+    numbers: Tensor
+
+    def __init__(self, layer: FieldParameter) -> None:
+        super().__init__(numbers=layer())
+
+    def forward(self) -> Tensor:
+        return self.numbers
+
+
+class _Spread(nn.Module):
+    def __init__(self, order: int) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(self.order, dim=1)
 
 
 class _Restrict(_Fixed):
@@ -398,6 +506,13 @@ def _traced(module: nn.Module) -> fx.GraphModule:
                 if size is not None:
                     node.args, node.target = (node.args[0], size), f"{node.target}_to_size"
                     layer = _graph(_Enlarge(), "Enlarge")
+            if isinstance(layer, PDOConv2d) and layer.centred:
+                # Apart, so that a norm can be folded into the convolution.
+                name = f"{node.target}_recentred"
+                targets[name] = _graph(_Recentre(layer), "Recentre")
+                with graph.inserting_before(node):
+                    node.args = (graph.call_module(name, node.args),)
+                layer = forms.setdefault(id(layer), _conv(layer))
             if _is_layer(layer):
                 layer = forms.setdefault(id(layer), _form(layer))
             targets[node.target] = layer

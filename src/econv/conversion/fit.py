@@ -132,7 +132,7 @@ def _impulse_responses(layer: GroupUpsampleConv2d, source: Any) -> tuple[Tensor,
     )
     filters = torch.from_numpy(layer.conv.basis.synthesis[0].copy())[:, None]
     ours = functional.conv2d(
-        layer.enlarged(impulse), filters, None, 1, layer.conv.padding, layer.conv.dilation
+        layer.upsample(impulse), filters, None, 1, layer.conv.padding, layer.conv.dilation
     )
     return ours[0].flatten(1), theirs[0].flatten(1)
 
