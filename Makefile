@@ -30,12 +30,8 @@ help:
 	@echo "PYTHON=python3.12   the interpreter to set up with ($(PYTHON) now)"
 	@echo "VENV=folder         where to set up ($(VENV) now); another interpreter needs another folder"
 	@echo "JOBS=2              how many tests run side by side"
-<<<<<<< HEAD
 	@echo "PEERS=python        bench: an interpreter that has escnn and e2cnn (benchmarks/compatibility.py)"
-	@echo "ARGS='-k groups'    further arguments for run, test and test-all"
-=======
 	@echo "ARGS=--fresh        further arguments for run, test and test-all, such as ARGS='-k groups'"
->>>>>>> main
 
 run: $(STAMP)
 	@$(RUN) -m econv.cli demo --output outputs $(ARGS)

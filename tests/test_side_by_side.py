@@ -34,7 +34,7 @@ def adds(a, b):
     return {"sum": a + b}
 
 def fails():
-    raise ValueError("\\n  \x1b[96mthe first line\x1b[0m\\nthe second\\n")
+    raise ValueError("\n  \x1b[96mthe first line\x1b[0m\nthe second\n")
 
 def announces():
     raise RuntimeError("Error(s) in loading:\n\tMissing key(s): a\n\tand more")
@@ -49,7 +49,7 @@ def crashes():
     os.abort()
 
 def leaves():
-    sys.stderr.write("first words\\nlast words\\n")
+    sys.stderr.write("first words\nlast words\n")
     sys.stderr.flush()
     os._exit(3)
 
