@@ -15,7 +15,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 import econv
 from econv.models import ResNet
+from turns import in_turns
 
 TARGET = 1.05
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -43,20 +43,6 @@ def plain(network: ResNet, size: int) -> ResNet:
             )
             cnn.set_submodule(name, other)
     return cnn.eval().requires_grad_(False)
-
-
-def in_turns(
-    runs: dict[str, Callable[[], object]], repeats: int, warm_up: int = 2
-) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for repeat in range(-warm_up, repeats):
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            start = time.perf_counter()
-            runs[name]()
-            if repeat >= 0:
-                times[name].append(time.perf_counter() - start)
-    return times
 
 
 def measure(args: argparse.Namespace, memory_format: torch.memory_format) -> dict[str, float]:
