@@ -2,11 +2,14 @@
 
 import argparse
 import dataclasses
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import browsing
 from econv import records, report
 from econv.recipes import RECIPES
 from econv.records import Record
@@ -262,3 +265,56 @@ def test_epochs_on_the_axis_are_few_and_hold_both_ends(last: int) -> None:
     found = report._epochs(last)
     assert (found[0], found[-1]) == (1, last)
     assert 2 <= len(found) <= 6
+
+
+# In a real browser
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("report")
+    found = [made(name, seed=s) for name in ("mnist_rot_cnn", "mnist_rot_p8") for s in range(3)]
+    found += [made("mnist_rot_p8+epochs=3"), made("cifar10_resnet26_p6m", dataset="cifar10")]
+    page = report.as_html(report.rows(found), report.variants(found))
+    (folder / "report.html").write_text(page, encoding="utf-8")
+    for browser in browsing.started(folder / "profile"):
+        browser.get((folder / "report.html").as_uri())
+        browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
+        yield browser
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1200])
+def test_the_page_fits_every_screen(opened: Any, width: int) -> None:
+    browsing.assert_nothing_overflows(opened, width)
+
+
+@pytest.mark.parametrize("width", [320, 390, 480, 768, 1000, 1200])
+def test_learning_curves_are_legible_on_every_screen(opened: Any, width: int) -> None:
+    browsing.assert_charts_are_legible(opened, width)
+
+
+def test_the_page_has_a_dark_mode_and_no_errors(opened: Any) -> None:
+    browsing.assert_dark_mode_has_other_colours(opened)
+    assert opened.get_log("browser") == []
+
+
+@pytest.mark.parametrize(
+    ("style", "check"),
+    [
+        (".chart text { font-size: 5px !important; }", browsing.assert_charts_are_legible),
+        (".chart text { translate: 400px; }", browsing.assert_charts_are_legible),
+        ("h1 { width: 2000px; }", browsing.assert_nothing_overflows),
+    ],
+)
+def test_the_checks_in_the_browser_can_say_no(opened: Any, style: str, check: Any) -> None:
+    check(opened, 768)
+    opened.execute_script(
+        "const style = document.createElement('style'); style.id = 'worse';"
+        "style.textContent = arguments[0]; document.head.append(style)",
+        style,
+    )
+    try:
+        with pytest.raises(AssertionError):
+            check(opened, 768)
+    finally:
+        opened.execute_script("document.getElementById('worse').remove()")

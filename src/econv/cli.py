@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code, 0 if all went well."""
     parser = _parser()
     args = parser.parse_args(arguments)
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")  # a terminal without ‖ shows something else
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -62,9 +65,6 @@ def _run_check(args: argparse.Namespace) -> int:
 
     With a line on stderr for the last two.
     """
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")  # a terminal without ‖ shows something else
     try:
         too_large = _check(args)
         sys.stdout.flush()

@@ -369,7 +369,7 @@ def _panel(series: Sequence[_Series], key: str, caption: str) -> str:
     low, high = math.log10(min(positive)), math.log10(max(positive))
     low, high = low - 0.05, max(high + 0.05, low + 0.2)
     last = max([x for *_, points in lines for x, _ in points] + [2])
-    left, right, top, bottom = 62, 456, 10, 232
+    left, right, top, bottom = 70, 452, 12, 232
 
     def place(epoch: float, value: float) -> tuple[float, float]:
         x = left + (right - left) * (epoch - 1) / (last - 1)
@@ -377,16 +377,16 @@ def _panel(series: Sequence[_Series], key: str, caption: str) -> str:
         return x, bottom - (bottom - top) * (level - low) / (high - low)
 
     label = html.escape(f"{caption} over epochs, logarithmic")
-    parts = [f"<svg class='chart' viewBox='0 0 480 282' role='img' aria-label='{label}'>"]
+    parts = [f"<svg class='chart' viewBox='0 0 480 290' role='img' aria-label='{label}'>"]
     for tick in _ticks(10**low, 10**high):
         y = place(1, tick)[1]
         parts.append(f"<line class='grid' x1='{left}' x2='{right}' y1='{y:.1f}' y2='{y:.1f}'/>")
         parts.append(f"<text x='{left - 8}' y='{y + 5:.1f}' text-anchor='end'>{tick:g}</text>")
     for epoch in _epochs(last):
         x = place(epoch, 1)[0]
-        parts.append(f"<text x='{x:.1f}' y='{bottom + 20}' text-anchor='middle'>{epoch}</text>")
+        parts.append(f"<text x='{x:.1f}' y='{bottom + 24}' text-anchor='middle'>{epoch}</text>")
     middle = (left + right) / 2
-    parts.append(f"<text x='{middle}' y='{bottom + 42}' text-anchor='middle'>epoch</text>")
+    parts.append(f"<text x='{middle}' y='{bottom + 49}' text-anchor='middle'>epoch</text>")
     for number, name, record, points in lines:
         path = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in points)
         hint = html.escape(f"{name}, seed {record.seed}: test error {record.test_error:.2f} %")
