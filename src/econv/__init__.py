@@ -4,6 +4,8 @@ Filters are partial differential operators (PDO-eConvs, ICML 2020): turned exact
 ``pn`` or ``pnm``, and brought to the pixel grid by finite-difference stencils.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from econv import models, testing
 from econv.basis import FilterBasis, filter_basis
 from econv.groups import Group
@@ -20,11 +22,17 @@ from econv.layers import (
     Restrict2d,
     Upsample2d,
     VectorConv2d,
+    convert_sync_batchnorm,
     restrict,
 )
 from econv.models import create_model
 from econv.operators import OperatorSet, Polynomial, operator_set
+from econv.parameters import parameter_groups
+from econv.pretrained import from_pretrained
 from econv.stencils import Central, Stencil, central, stencil_set
+
+if TYPE_CHECKING:
+    from econv.plain import export
 
 __version__ = "0.1.0"
 
@@ -48,11 +56,23 @@ __all__ = [
     "Upsample2d",
     "VectorConv2d",
     "central",
+    "convert_sync_batchnorm",
     "create_model",
+    "export",
     "filter_basis",
+    "from_pretrained",
     "models",
     "operator_set",
+    "parameter_groups",
     "restrict",
     "stencil_set",
     "testing",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "export":  # torch.fx would triple the time of an import that few networks need
+        from econv.plain import export
+
+        return export
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

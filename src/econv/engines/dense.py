@@ -85,9 +85,16 @@ def convolve(
 
 def memory_format(x: Tensor) -> torch.memory_format:
     """The layout of a batch of images, to be kept by what is computed from it."""
-    if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
-        return torch.channels_last
-    return torch.contiguous_format
+    if x.is_contiguous():
+        return torch.contiguous_format
+    # By the strides: inside `torch.func.vmap` torch does not answer for channels-last.
+    _, channels, height, width = x.shape
+    strides = (channels * height * width, 1, channels * width, channels)
+    last = all(
+        size == 1 or found == wanted
+        for size, found, wanted in zip(x.shape, x.stride(), strides, strict=True)
+    )
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def _orient(weight: Tensor, synthesis: Tensor, places: Tensor) -> Tensor:

@@ -24,6 +24,11 @@ from econv.layers.convolution import (
 from econv.layers.normalisation import GroupBatchNorm2d, GroupInstanceNorm2d, GroupLayerNorm2d
 from econv.layers.orientations import GroupDropout2d, GroupPool2d, Restrict2d, restrict
 from econv.layers.sampling import Downsample2d, Upsample2d
+from econv.layers.synchronised import (
+    SyncBatchNorm,
+    SyncGroupBatchNorm2d,
+    convert_sync_batchnorm,
+)
 
 __all__ = [
     "ConvOptions",
@@ -38,7 +43,10 @@ __all__ = [
     "LiftConv2d",
     "PDOConv2d",
     "Restrict2d",
+    "SyncBatchNorm",
+    "SyncGroupBatchNorm2d",
     "Upsample2d",
     "VectorConv2d",
+    "convert_sync_batchnorm",
     "restrict",
 ]

@@ -48,23 +48,10 @@ class Downsample2d(WithConstants):
         # pixels 0, 2, 4 …, and on the pixels next to these.
         return {"taps": np.array([[1.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 1.0]]) / 4}
 
-    def _kernel(self, x: Tensor, dim: int) -> Tensor:
-        between = (
-            1 - x.shape[dim] % 2
-        ) / 2  # ½ on even sizes, where samples lie between two pixels
-        on_pixels, next_pixels = self.taps.to(x.dtype).unbind()
-        return on_pixels * (1 - between) + next_pixels * between
-
     def forward(self, x: Tensor) -> Tensor:
         """Halve ``[batch, channels, height, width]``."""
         check_rank(x)
-        if self.reduce == "max":
-            x = functional.max_pool2d(x, 3, stride=1, padding=1)
-        kernel = self._kernel(x, 2)[:, None] * self._kernel(x, 3)
-        padded = functional.pad(x, (1, 2, 1, 2), mode="replicate")
-        channels = x.shape[1]
-        kernels = kernel.expand(channels, 1, 4, 4)
-        halved = functional.conv2d(padded, kernels, stride=2, groups=channels)
+        halved = halve(x, self.taps, self.reduce)
         return halved.contiguous(memory_format=dense.memory_format(x))
 
     def extra_repr(self) -> str:
@@ -103,6 +90,22 @@ class Upsample2d(nn.Module):
             )
         enlarged = _double(_double(x, 2, wanted[0]), 3, wanted[1])
         return enlarged.contiguous(memory_format=dense.memory_format(x))
+
+
+def halve(x: Tensor, taps: Tensor, reduce: str) -> Tensor:
+    """What :class:`Downsample2d` computes, in operations that any tracer can follow."""
+    if reduce == "max":
+        x = functional.max_pool2d(x, 3, stride=1, padding=1)
+    kernel = _taps(x.shape[2], taps)[:, None] * _taps(x.shape[3], taps)
+    padded = functional.pad(x, (1, 2, 1, 2), mode="replicate")
+    channels = x.shape[1]
+    kernels = kernel.to(x.dtype).expand(channels, 1, 4, 4)
+    return functional.conv2d(padded, kernels, stride=2, groups=channels)
+
+
+def _taps(size: int, taps: Tensor) -> Tensor:
+    between = (1 - size % 2) / 2  # ½ on even sizes, where samples lie between two pixels
+    return taps[0] * (1 - between) + taps[1] * between
 
 
 def _double(x: Tensor, dim: int, size: int) -> Tensor:

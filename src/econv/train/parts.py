@@ -103,7 +103,7 @@ class SynchronisedNorm(nn.Module):
         super().__init__()
         if norm.momentum is None or not norm.affine or not norm.track_running_stats:
             raise ValueError(f"expected a norm with momentum, scale and statistics; got {norm}")
-        self.fields = norm.num_features
+        self.fields = norm.running_mean.numel()  # type: ignore[union-attr]
         self.eps = norm.eps
         self.momentum = norm.momentum
         self.weight = norm.weight
