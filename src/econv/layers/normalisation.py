@@ -14,9 +14,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from econv.engines import dense
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_fields, positive
+from econv.layers.checks import check_fields, check_groups, positive
 
-__all__ = ["GroupBatchNorm2d", "GroupInstanceNorm2d", "GroupLayerNorm2d"]
+__all__ = ["GroupBatchNorm2d", "GroupGroupNorm2d", "GroupInstanceNorm2d", "GroupLayerNorm2d"]
 
 
 class GroupBatchNorm2d(_BatchNorm):
@@ -140,26 +140,22 @@ class GroupInstanceNorm2d(_InstanceNorm):
         return f"{self.group.name}, {super().extra_repr()}"
 
 
-class GroupLayerNorm2d(nn.Module):
-    """Layer norm over all fields and orientations of a pixel; one scale and one bias per *field*.
-
-    What ConvNeXt calls LayerNorm2d, made equivariant.
-
-    >>> GroupLayerNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
-    torch.Size([2, 32, 8, 8])
-    """
+class _FieldAffine(nn.Module):
+    """A scale and a bias per field, or none of them."""
 
     input_kind = "regular"
     output_kind = "regular"
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,
         fields: int,
         group: GroupLike,
-        eps: float = 1e-5,
-        affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        eps: float,
+        affine: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.fields = positive("fields", fields)
@@ -176,25 +172,84 @@ class GroupLayerNorm2d(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set every scale to one and every bias to zero."""
-        if self.weight is not None:
+        if self.weight is not None and self.bias is not None:
             nn.init.ones_(self.weight)
             nn.init.zeros_(self.bias)
+
+    def _by_channel(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.weight is None or self.bias is None:
+            return None, None
+        weight, bias = (
+            p[:, None].expand(-1, self._order).flatten() for p in (self.weight, self.bias)
+        )
+        return weight, bias
+
+    def extra_repr(self) -> str:
+        affine = self.weight is not None
+        return f"{self.group.name}, {self.fields}, eps={self.eps}, affine={affine}"
+
+
+class GroupGroupNorm2d(_FieldAffine):
+    """Group norm over blocks of whole fields, with one scale and one bias per *field*.
+
+    `GroupNorm` on ``fields`` in place of channels: each of ``num_groups`` blocks is normalised over
+    its fields, all their orientations and all pixels.
+
+    >>> GroupGroupNorm2d(2, 4, "p8")(torch.randn(2, 32, 8, 8)).shape
+    torch.Size([2, 32, 8, 8])
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        fields: int,
+        group: GroupLike,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_groups(num_groups, fields=positive("fields", fields))
+        self.num_groups = num_groups
+        super().__init__(fields, group, eps, affine, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[batch, fields * order, height, width]``."""
+        check_fields(x, self.fields, self.group, self.weight)
+        normed = functional.group_norm(x, self.num_groups, *self._by_channel(), self.eps)
+        return normed.contiguous(memory_format=dense.memory_format(x))
+
+    def extra_repr(self) -> str:
+        return f"num_groups={self.num_groups}, {super().extra_repr()}"
+
+
+class GroupLayerNorm2d(_FieldAffine):
+    """Layer norm over all fields and orientations of a pixel; one scale and one bias per *field*.
+
+    What ConvNeXt calls LayerNorm2d, made equivariant.
+
+    >>> GroupLayerNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
+    torch.Size([2, 32, 8, 8])
+    """
+
+    def __init__(
+        self,
+        fields: int,
+        group: GroupLike,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(fields, group, eps, affine, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[batch, fields * order, height, width]``."""
         check_fields(x, self.fields, self.group, self.weight)
         batch, channels, height, width = x.shape
-        weight = bias = None
-        if self.weight is not None:
-            weight = self.weight[:, None].expand(-1, self._order).flatten()
-            bias = self.bias[:, None].expand(-1, self._order).flatten()
         # A matrix, so that its gradient is one too: of a permuted gradient torch's compiler expects
         # another layout than layer norm gives.
         pixels = x.permute(0, 2, 3, 1).reshape(batch * height * width, channels)
-        normed = functional.layer_norm(pixels, (channels,), weight, bias, self.eps)
+        normed = functional.layer_norm(pixels, (channels,), *self._by_channel(), self.eps)
         maps = normed.view(batch, height, width, channels).permute(0, 3, 1, 2)
         return maps.contiguous(memory_format=dense.memory_format(x))
-
-    def extra_repr(self) -> str:
-        affine = self.weight is not None
-        return f"{self.group.name}, {self.fields}, eps={self.eps}, affine={affine}"
