@@ -16,20 +16,22 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint bench clean
+.PHONY: help run test test-all lint docs examples bench clean
 
 help:
 	@echo "make run       a p8 network, its equivariance errors and a picture of its filters, in outputs/"
 	@echo "make test      the fast tests, in less than ten minutes"
 	@echo "make test-all  all tests"
 	@echo "make lint      style, types and the order of the modules"
+	@echo "make docs      the documentation, in site/"
+	@echo "make examples  the worked examples, which renew their pages of the documentation"
 	@echo "make bench     time, size, initialisation and equivariance, in outputs/"
 	@echo "make clean     remove the environment, the caches and what was built; outputs/ stays"
 	@echo
 	@echo "PYTHON=python3.12   the interpreter to set up with ($(PYTHON) now)"
 	@echo "VENV=folder         where to set up ($(VENV) now); another interpreter needs another folder"
 	@echo "JOBS=2              how many tests run side by side"
-	@echo "ARGS='-k groups'    further arguments for run, test and test-all"
+	@echo "ARGS='-k groups'    further arguments for run, test, test-all and examples"
 
 run: $(STAMP)
 	@$(RUN) examples/demonstration.py --output outputs $(ARGS)
@@ -46,6 +48,14 @@ lint: $(STAMP)
 	@echo "mypy"; $(RUN) -m mypy
 	@echo "lint-imports"; $(VENV)/bin/lint-imports
 
+# Strict: a link, a name or a page that leads nowhere is an error.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+	@echo "Open site/index.html, or search as well: $(RUN) -m http.server -d site"
+
+examples: $(STAMP)
+	@for name in galaxies tissue waves; do $(RUN) examples/$$name.py --docs $(ARGS) || exit 1; done
+
 bench: $(STAMP)
 	@mkdir -p outputs
 	@$(RUN) benchmarks/layer_speed.py --json outputs/layer_speed.json
@@ -54,7 +64,7 @@ bench: $(STAMP)
 	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json
 
 clean:
-	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find benchmarks examples src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp stands for a finished installation. It goes first and comes back last, and without it

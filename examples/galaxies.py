@@ -20,9 +20,9 @@ from scipy import ndimage
 from skimage import data
 from torch import Tensor, nn
 from torch.nn import functional
-from workshop import COLOURS, arguments, fit, parameters, publish
 
 import econv
+from workshop import COLOURS, arguments, fit, parameters, publish
 
 SIZE = 24  # pixels along each side of a cut-out
 ANGLES = [*range(0, 360, 15)]

@@ -19,9 +19,9 @@ from scipy import ndimage
 from skimage import color, data
 from torch import Tensor, nn
 from torch.nn import functional
-from workshop import COLOURS, arguments, fit, parameters, publish
 
 import econv
+from workshop import COLOURS, arguments, fit, parameters, publish
 
 CROP = 48  # pixels along each side of what the networks learn from
 WINDOW = 112  # and of what they are tested on

@@ -18,10 +18,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
-from workshop import COLOURS, arguments, fit, parameters, publish
 
 import econv
 from econv.testing import transform
+from workshop import COLOURS, arguments, fit, parameters, publish
 
 SIZE = 32  # pixels along each side of the sea
 DURATION = 1.0  # of the step that is learned; waves run one pixel in a unit of time
@@ -30,6 +30,7 @@ FREE_STEPS = 12
 VISCOSITY = 0.02
 DIRECTIONS = (0, 45, 90)  # degrees; the networks learn from the first
 NAMES = {"p8": "p8", "plain": "plain CNN"}
+RATES = {"p8": 1e-2, "plain": 3e-2}  # of learning; each network's own best
 
 # ------------------------------------------------------------------------------- the solver
 
@@ -98,9 +99,9 @@ class EquivariantStep(nn.Module):
         conv = partial(econv.GroupConv2d, group=group, padding_mode="circular", bias=True)
         self.body = nn.Sequential(
             econv.LiftConv2d(3, fields, group, vectors=1, padding_mode="circular", bias=True),
-            nn.ReLU(),
+            nn.SiLU(),
             conv(fields, fields),
-            nn.ReLU(),
+            nn.SiLU(),
         )
         self.height = nn.Sequential(conv(fields, 1), econv.GroupPool2d(group, reduce="mean"))
         self.velocity = econv.VectorConv2d(fields, 1, group, padding_mode="circular")
@@ -117,7 +118,7 @@ class PlainStep(nn.Module):
         super().__init__()
         conv = partial(nn.Conv2d, kernel_size=3, padding=1, padding_mode="circular")
         self.body = nn.Sequential(
-            conv(3, channels), nn.ReLU(), conv(channels, channels), nn.ReLU(), conv(channels, 3)
+            conv(3, channels), nn.SiLU(), conv(channels, channels), nn.ReLU(), conv(channels, 3)
         )
 
     def forward(self, state: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ def trained(kind: str, states: Tensor, steps: int, seed: int) -> nn.Module:
     def loss(found: Tensor, wanted: Tensor) -> Tensor:
         return functional.mse_loss(found / scale, wanted / scale)
 
-    fit(network, batch, loss, steps)
+    fit(network, batch, loss, steps, RATES[kind])
     return network
 
 

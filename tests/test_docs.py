@@ -60,10 +60,10 @@ def test_code_that_is_wrong_is_noticed(tmp_path):
 
 def test_a_block_that_needs_what_is_missing_is_left_out(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("<!-- needs: torch, no_such_package -->\n```python\nraise OSError\n```\n")
+    page.write_text("<!-- needs: torch, no_such_package -->\n```python\nraise KeyError\n```\n")
     run(page)
-    page.write_text("<!-- needs: torch -->\n```python\nraise OSError\n```\n")
-    with pytest.raises(OSError):
+    page.write_text("<!-- needs: torch -->\n```python\nraise KeyError\n```\n")
+    with pytest.raises(KeyError):
         run(page)
 
 
