@@ -79,3 +79,8 @@ def test_the_reference_begins_with_every_public_name():
     page = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
     told = set(re.findall(r"\[`econv\.(\w+)`\]", page))
     assert set(econv.__all__) == told
+
+
+def test_the_page_of_the_layers_has_them_all():
+    page = (DOCS / "reference" / "layers.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^ +- (\w+)$", page, re.M)) == sorted(econv.layers.__all__)

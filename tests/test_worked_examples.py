@@ -1,4 +1,4 @@
-"""The worked examples, in small: each claim of their pages holds, and the pages show what came out."""
+"""The worked examples, in small: what their pages claim holds, and the pages show what came out."""
 
 import importlib
 import json
@@ -65,7 +65,7 @@ def test_the_page_shows_what_came_out(name):
     assert with_table(page, example(name).table(results)) == page
     picture = DOCS / "pictures" / f"{name}.png"
     assert 10_000 < picture.stat().st_size < 150_000
-    assert f"](../pictures/{name}.png)" in page
+    assert f"](../pictures/{name}.png)](../pictures/{name}.png)" in page
 
 
 def test_a_page_without_a_place_for_its_table_is_noticed():
