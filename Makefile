@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 JOBS ?= 2
+PEERS ?=
 
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin/python
@@ -19,22 +20,23 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help run test test-all lint docs examples bench clean
 
 help:
-	@echo "make run       a p8 network, its equivariance errors and a picture of its filters, in outputs/"
+	@echo "make run       train a p8 network and its CNN twin on turned digits, compare them, in outputs/"
 	@echo "make test      the fast tests, in less than ten minutes"
 	@echo "make test-all  all tests"
 	@echo "make lint      style, types and the order of the modules"
 	@echo "make docs      the documentation, in site/"
 	@echo "make examples  the worked examples, which renew their pages of the documentation"
-	@echo "make bench     time, size, initialisation and equivariance, in outputs/"
+	@echo "make bench     cost, compatibility, initialisation and equivariance, in outputs/"
 	@echo "make clean     remove the environment, the caches and what was built; outputs/ stays"
 	@echo
 	@echo "PYTHON=python3.12   the interpreter to set up with ($(PYTHON) now)"
 	@echo "VENV=folder         where to set up ($(VENV) now); another interpreter needs another folder"
 	@echo "JOBS=2              how many tests run side by side"
-	@echo "ARGS='-k groups'    further arguments for run, test, test-all and examples"
+	@echo "PEERS=python        bench: an interpreter that has escnn and e2cnn (benchmarks/compatibility.py)"
+	@echo "ARGS=--fresh        further arguments for run, test, test-all and examples, such as ARGS='-k groups'"
 
 run: $(STAMP)
-	@$(RUN) examples/demonstration.py --output outputs $(ARGS)
+	@$(RUN) -m econv.cli demo --output outputs $(ARGS)
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m "not slow" $(ARGS)
@@ -58,8 +60,10 @@ examples: $(STAMP)
 
 bench: $(STAMP)
 	@mkdir -p outputs
-	@$(RUN) benchmarks/layer_speed.py --json outputs/layer_speed.json
-	@$(RUN) benchmarks/build.py --json outputs/build.json
+	@$(RUN) benchmarks/build_and_size.py $(PEERS:%=--python %) --json outputs/build_and_size.json
+	@$(RUN) benchmarks/compatibility.py $(PEERS:%=--python %) --json outputs/compatibility.json
+	@$(RUN) benchmarks/export_speed.py --json outputs/export_speed.json
+	@$(RUN) benchmarks/quantisation.py --json outputs/quantisation.json
 	@$(RUN) benchmarks/initialisation.py
 	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json
 

@@ -4,13 +4,32 @@ import pytest
 import torch
 from torch import nn
 
-from econv import GroupBatchNorm2d, GroupConv2d, LiftConv2d
+from econv import GroupBatchNorm2d, GroupConv2d, LiftConv2d, convert
 from econv.models import ConvNet, ResNet
 from test_layers import CHANNELS, LAYERS, EveryLayer
 
 __all__ = ["CASES", "CHANNELS", "LAYERS", "MODES", "NETWORKS", "case", "outputs", "run", "trained"]
 
 MODES = pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+
+
+def converted():
+    """Strided and pooled as torchvision's networks are, made equivariant."""
+    source = nn.Sequential(
+        nn.Conv2d(3, 8, 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        nn.Conv2d(8, 8, 3, padding=1, groups=2),
+        nn.GroupNorm(2, 8),
+        nn.PReLU(8),
+        nn.AvgPool2d(2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+    )
+    return convert(source, "p4", match="width", example_input=torch.zeros(1, 3, 20, 21))
+
 
 NETWORKS = {
     "resnet": (lambda: ResNet("p8", depth=8, fields=(1, 2, 2)), (2, 3, 20, 21)),
@@ -27,6 +46,7 @@ NETWORKS = {
         (2, 1, 20, 21),
     ),
     "every layer": (EveryLayer, (2, 1, 16, 17)),
+    "converted": (converted, (2, 3, 20, 21)),
     "sequential": (
         lambda: nn.Sequential(
             LiftConv2d(1, 2, "p4"), GroupBatchNorm2d(2, "p4"), nn.ReLU(), GroupConv2d(2, 1, "p4")

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
@@ -60,7 +60,13 @@ def test_an_ensemble_runs_as_one(name, train):
         modules.append(module)
     inputs = torch.randn(3, *x.shape, dtype=DOUBLE)
     wanted = [run(copy.deepcopy(module), x) for module, x in zip(modules, inputs, strict=True)]
-    parameters, buffers = stack_module_state(modules)
+    if isinstance(modules[0], fx.GraphModule):  # torch gives every graph a class of its own
+        parameters, buffers = (
+            {name: torch.stack([dict(kind(m))[name] for m in modules]) for name, _ in kind(module)}
+            for kind in (nn.Module.named_parameters, nn.Module.named_buffers)
+        )
+    else:
+        parameters, buffers = stack_module_state(modules)
 
     def call(parameters, buffers, x):
         found = functional_call(modules[0], (parameters, buffers), (x,))

@@ -157,7 +157,7 @@ def test_upsampling_to_a_size(size):
             self.up, self.conv = Upsample2d(), GroupUpsampleConv2d(1, 1, "p4")
 
         def forward(self, x):
-            return self.up(x, size), self.conv(x, size=size)
+            return self.up(x, size), self.up(x=x, size=size), self.conv(x, size=size)
 
     network = Network().eval()
     assert_equal(export(network), network, torch.randn(1, 4, 8, 8))

@@ -59,6 +59,16 @@ def test_parameters_stay_within_the_papers(name: str) -> None:
     assert parameters(RECIPES[name]) <= LIMITS[name]
 
 
+def test_the_twin_of_the_digits_has_as_many_parameters_and_the_same_recipe() -> None:
+    ours, twin = RECIPES["digits_p8"], RECIPES["digits_cnn"]
+    assert 0.95 * parameters(twin) < parameters(ours) <= parameters(twin)
+    own = ("name", "model", "model_options")
+    for name, value in ours.settings().items():
+        assert name in own or twin.settings()[name] == value
+    for name, value in dict(ours.model_options).items():
+        assert name in ("fields", "pool") or dict(twin.model_options)[name] == value
+
+
 def test_the_papers_p8_network_has_its_number_of_parameters() -> None:
     assert parameters(RECIPES["mnist_rot_p8_paper"]) == 26_747
 

@@ -5,15 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from econv import convert_sync_batchnorm
 from econv.recipes import Recipe
-from econv.train import SynchronisedNorm
 from econv.train.capture import tried
-from econv.train.parts import replace
 from econv.train.trainer import Trainer
-from tiny_training import ONE, changed, losses, start, trainer, with_options
+from tiny_training import changed, losses, start, trainer, with_options
 
 
 class Watched(TorchDispatchMode):
@@ -36,8 +34,7 @@ class Watched(TorchDispatchMode):
 def graph_form(recipe: Recipe) -> Trainer:
     """A trainer whose network has the parts that a captured step has."""
     network = trainer(recipe)
-    kind = nn.modules.batchnorm._BatchNorm
-    replace(network.model, kind, lambda m, _: SynchronisedNorm(m, ONE))
+    convert_sync_batchnorm(network.model)
     return network
 
 

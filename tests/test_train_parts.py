@@ -1,13 +1,10 @@
-"""Keyed dropout and synchronised norms against torch's own."""
+"""Keyed dropout: its share, and what it depends on."""
 
 import pytest
 import torch
-from torch import nn
 
-from econv import GroupBatchNorm2d
-from econv.train import KeyedDropout, SynchronisedNorm
-from econv.train.parts import replace
-from tiny_training import ONE, trainer, with_options
+from econv.train import KeyedDropout
+from tiny_training import trainer, with_options
 
 
 def keyed(probability: float, keys: torch.Tensor, salt: int = 0) -> KeyedDropout:
@@ -59,35 +56,3 @@ def test_keyed_dropout_passes_gradients_and_rests_in_evaluation() -> None:
     assert torch.equal(dropout.eval()(x), x)
     with pytest.raises(ValueError, match="a key for each sample"):
         keyed(0.5, torch.arange(3))(x)
-
-
-@pytest.mark.parametrize("kind", ["group", "plain"])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_the_synchronised_norm_of_one_process_is_the_ordinary_one(
-    kind: str, layout: torch.memory_format
-) -> None:
-    theirs = GroupBatchNorm2d(3, "p4") if kind == "group" else nn.BatchNorm2d(12)
-    theirs = theirs.double()
-    nn.init.normal_(theirs.weight)
-    nn.init.normal_(theirs.bias)
-    holder = nn.Sequential(theirs)
-    ours = nn.Sequential(GroupBatchNorm2d(3, "p4") if kind == "group" else nn.BatchNorm2d(12))
-    ours = ours.double()
-    replace(ours, nn.modules.batchnorm._BatchNorm, lambda m, _: SynchronisedNorm(m, ONE))
-    assert isinstance(ours[0], SynchronisedNorm)
-    ours.load_state_dict(holder.state_dict())
-    for training in (True, True, False):
-        holder.train(training)
-        ours.train(training)
-        base = torch.randn(5, 12, 4, 6, dtype=torch.float64) * 3 + 2
-        x = base.to(memory_format=layout).requires_grad_()
-        z = base.clone(memory_format=layout).requires_grad_()
-        upstream = torch.randn_like(base)
-        mine, expected = ours(x), holder(z)
-        assert torch.allclose(mine, expected, rtol=1e-11, atol=1e-12)
-        gradients = torch.autograd.grad(mine, [x, *ours.parameters()], upstream)
-        wanted = torch.autograd.grad(expected, [z, *holder.parameters()], upstream)
-        for a, b in zip(gradients, wanted, strict=True):
-            assert torch.allclose(a, b, rtol=1e-10, atol=1e-11)
-        for name, value in holder.state_dict().items():
-            assert torch.allclose(ours.state_dict()[name].double(), value.double(), rtol=1e-12)

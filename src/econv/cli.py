@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import econv
-from econv import lab, report, train
+from econv import demo, lab, report, train
 from econv.files import atomic
 from econv.groups import Group
 from econv.layers import (
@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(run=_run_check)
     for name, room, text in (
+        ("demo", demo, "the first thing to run: a network and its CNN twin on turned digits"),
         ("train", train, "train a network of the paper's tables, or your change of one"),
         ("report", report, "the paper's tables with the records of your runs beside its figures"),
     ):

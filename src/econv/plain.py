@@ -11,6 +11,7 @@ import copy
 import inspect
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from functools import reduce, singledispatch
 from typing import Any
 
@@ -20,19 +21,27 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from econv.layers import (
+    CentredAvgPool2d,
+    CentredMaxPool2d,
     Downsample2d,
+    Enlarge2d,
+    FieldParameter,
     GroupBatchNorm2d,
     GroupDropout2d,
+    GroupGroupNorm2d,
     GroupInstanceNorm2d,
     GroupLayerNorm2d,
+    GroupLinear,
     GroupPool2d,
+    GroupPReLU2d,
     GroupUpsampleConv2d,
     PDOConv2d,
     Restrict2d,
+    Spread2d,
     SyncBatchNorm,
     Upsample2d,
 )
-from econv.layers.sampling import halve
+from econv.layers.sampling import halve, points_about_centre
 
 __all__ = ["export", "plain_form"]
 
@@ -87,6 +96,12 @@ def plain_form(layer: nn.Module) -> nn.Module:
 
 @plain_form.register
 def _(layer: PDOConv2d) -> nn.Module:
+    if layer.centred:
+        return nn.Sequential(_graph(_Recentre(layer), "Recentre"), _conv(layer))
+    return _conv(layer)
+
+
+def _conv(layer: PDOConv2d) -> nn.Conv2d:
     filters = layer.filters().detach()
     conv = nn.Conv2d(
         layer.in_channels,
@@ -105,6 +120,18 @@ def _(layer: PDOConv2d) -> nn.Module:
     if conv.bias is not None and layer.bias is not None:
         conv.bias.copy_(_by_channel(layer.bias, layer.out_channels))
     return conv
+
+
+@plain_form.register
+def _(layer: GroupLinear) -> nn.Module:
+    conv = _conv(layer)
+    linear = nn.Linear(layer.in_channels, layer.out_channels, conv.bias is not None)
+    state = {
+        name: value.flatten(1) if value.ndim > 1 else value
+        for name, value in conv.state_dict().items()
+    }
+    linear.load_state_dict(state, assign=True)
+    return linear
 
 
 @plain_form.register
@@ -135,6 +162,40 @@ def _(layer: GroupInstanceNorm2d) -> nn.Module:
 @plain_form.register
 def _(layer: GroupLayerNorm2d) -> nn.Module:
     return _graph(_PixelNorm(layer), "PixelNorm")
+
+
+@plain_form.register
+def _(layer: GroupGroupNorm2d) -> nn.Module:
+    channels = layer.fields * layer.group.order
+    norm = nn.GroupNorm(layer.num_groups, channels, layer.eps, layer.weight is not None)
+    return _with_state(norm, layer, channels)
+
+
+@plain_form.register
+def _(layer: GroupPReLU2d) -> nn.Module:
+    channels = layer.fields * layer.group.order
+    return _with_state(nn.PReLU(channels), layer, channels)
+
+
+@plain_form.register
+def _(layer: FieldParameter) -> nn.Module:
+    return _graph(_Numbers(layer), "Numbers")
+
+
+@plain_form.register
+def _(layer: Spread2d) -> nn.Module:
+    return _graph(_Spread(layer.group.order), "Spread")
+
+
+@plain_form.register(CentredAvgPool2d)
+@plain_form.register(CentredMaxPool2d)
+def _(layer: CentredAvgPool2d | CentredMaxPool2d) -> nn.Module:
+    return _graph(_CentredPool(layer), type(layer).__name__)
+
+
+@plain_form.register
+def _(layer: Enlarge2d) -> nn.Module:
+    return _graph(_EnlargeBy(layer), "EnlargeBy")
 
 
 @plain_form.register
@@ -239,7 +300,55 @@ class _Pool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         by_orientation = x.unflatten(1, (-1, self.order))
-        return by_orientation.amax(2) if self.reduce == "max" else by_orientation.mean(2)
+        return by_orientation.max(2).values if self.reduce == "max" else by_orientation.mean(2)
+
+
+class _Recentre(nn.Module):
+    """What a centred convolution reads, for every size."""
+
+    def __init__(self, layer: PDOConv2d) -> None:
+        super().__init__()
+        self.points = layer.points
+
+    def forward(self, x: Tensor) -> Tensor:
+        return points_about_centre(x, self.points(x.shape[2]), self.points(x.shape[3]))
+
+
+class _CentredPool(nn.Module):
+    def __init__(self, layer: CentredAvgPool2d | CentredMaxPool2d) -> None:
+        super().__init__()
+        self.pool = layer.pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(x, points_about_centre)
+
+
+class _EnlargeBy(nn.Module):
+    def __init__(self, layer: Enlarge2d) -> None:
+        super().__init__()
+        self.enlarge = layer.enlarge
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.enlarge(x, points_about_centre)
+
+
+class _Numbers(_Fixed):
+    numbers: Tensor
+
+    def __init__(self, layer: FieldParameter) -> None:
+        super().__init__(numbers=layer())
+
+    def forward(self) -> Tensor:
+        return self.numbers
+
+
+class _Spread(nn.Module):
+    def __init__(self, order: int) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(self.order, dim=1)
 
 
 class _Restrict(_Fixed):
@@ -290,10 +399,9 @@ def _is_layer(module: nn.Module) -> bool:
     return plain_form.dispatch(type(module)) is not plain_form.dispatch(object)
 
 
-def _form(layer: nn.Module) -> nn.Module:
-    """The plain form, if the layer is what its class says."""
-    forms = plain_form.registry
-    known: Any = next(kind for kind in type(layer).__mro__ if kind in forms)
+def _check_layer(layer: nn.Module) -> None:
+    """Refuse a layer that computes something else than its class says."""
+    known: Any = next(kind for kind in type(layer).__mro__ if kind in plain_form.registry)
     if type(layer).forward is not known.forward:
         raise ValueError(
             f"expected the forward of {known.__name__}; {type(layer).__name__} has its own: "
@@ -301,7 +409,6 @@ def _form(layer: nn.Module) -> nn.Module:
         )
     if _has_hooks(layer):
         raise ValueError(f"expected no forward hooks, which would be lost, on {layer}")
-    return plain_form(layer)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -309,19 +416,20 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _plain(module: nn.Module) -> nn.Module:
+    for layer in filter(_is_layer, module.modules()):
+        _check_layer(layer)
     if _is_layer(module):
-        return _form(module).eval().requires_grad_(False)
+        return plain_form(module).eval().requires_grad_(False)
     if _Tracer().is_leaf_module(module, ""):
         return module
-    for layer in module.modules():
-        if _is_layer(layer):
-            _form(layer)  # what has no plain form stops here, not in the midst of tracing
     reason = _optional_arguments(module)
     if reason is None:
         try:
-            return _folded(_traced(module))
+            graph = _Tracer().trace(module)
         except Exception as error:  # a tracer meets code of any kind
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        else:
+            return _folded(_with_forms(module, graph))
     if _ours(module):
         raise ValueError(
             f"expected a network that can be traced; {type(module).__name__}: {reason}"
@@ -382,9 +490,8 @@ def _bare(root: nn.Module | dict[str, Any], graph: fx.Graph, name: str) -> fx.Gr
     return fx.GraphModule(root, bare, name).eval().requires_grad_(False)
 
 
-def _traced(module: nn.Module) -> fx.GraphModule:
+def _with_forms(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """The network as a graph of torch's modules and functions."""
-    graph = _Tracer().trace(module)
     forms: dict[int, nn.Module] = {}  # a layer that is called twice stays one
     targets: dict[str, Any] = {}
     for node in graph.nodes:
@@ -392,14 +499,24 @@ def _traced(module: nn.Module) -> fx.GraphModule:
             targets[node.target] = reduce(getattr, node.target.split("."), module)
         elif node.op == "call_module":
             layer = module.get_submodule(node.target)
-            if isinstance(layer, Upsample2d):
-                size = node.kwargs.get("size", node.args[1] if len(node.args) > 1 else None)
-                node.args, node.kwargs = (node.args[0],), {}
-                if size is not None:
-                    node.args, node.target = (node.args[0], size), f"{node.target}_to_size"
-                    layer = _graph(_Enlarge(), "Enlarge")
             if _is_layer(layer):
-                layer = forms.setdefault(id(layer), _form(layer))
+                # Plain forms take what ours take, in the same order, under other names.
+                given = inspect.signature(layer.forward).bind(*node.args, **node.kwargs)
+                node.args, node.kwargs = tuple(a for a in given.args if a is not None), {}
+            if isinstance(layer, Upsample2d) and len(node.args) > 1:
+                node.target += "_to_size"
+                layer = _graph(_Enlarge(), "Enlarge")
+            elif _is_layer(layer):
+                form: Callable[[Any], nn.Module] = plain_form
+                if isinstance(layer, PDOConv2d) and layer.centred:
+                    # Apart, so that a norm can be folded into the convolution.
+                    form, name = _conv, f"{node.target}_recentred"
+                    targets[name] = _graph(_Recentre(layer), "Recentre")
+                    with graph.inserting_before(node):
+                        node.args = (graph.call_module(name, node.args),)
+                if id(layer) not in forms:
+                    forms[id(layer)] = form(layer)
+                layer = forms[id(layer)]
             targets[node.target] = layer
     return _bare(targets, graph, type(module).__name__)
 

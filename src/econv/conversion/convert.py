@@ -61,8 +61,9 @@ def convert(
             rest of the network is.
         pretrained: start from the model's weights: every field keeps one channel of the source and
             its canonical filter is fitted to that channel's. The best start is
-            ``match="fields"``: the source, run in every orientation. Otherwise weights are drawn
-            anew, as the layers say.
+            ``match="fields"`` with ``options={"stencils": "central"}``, which fits 3×3 filters
+            exactly: the source, run in every orientation. Otherwise weights are drawn anew, as
+            the layers say.
         pool: ``"max"`` or ``"mean"`` over orientations.
         options: keywords of every PDO-eConv: ``stencils``, ``accuracy``, ``init``, ``engine``.
         measure: whether to run both networks to report their error under a rotation.
@@ -81,9 +82,8 @@ def convert(
     >>> network = convert(cnn, "p4", match="width", example_input=torch.randn(2, 3, 16, 16))
     >>> network(torch.randn(5, 3, 16, 16)).shape
     torch.Size([5, 10])
-    >>> print(network.report)  # doctest: +ELLIPSIS
-    module  was ... is now (p4)
-    ...
+    >>> print(network.report.summary()[1])
+    parameters          5,450 → 1,370 (0.251×)
     """
     found = Group(group)
     if match not in MATCHES:
@@ -111,7 +111,7 @@ def convert(
         match=match,
         scale=sizes.scale,
         lines=lines,
-        source_parameters=parameters(model),
+        source_parameters=_called_parameters(plan, model),
         parameters=parameters(network),
         source_multiply_adds=_source_multiply_adds(plan),
         multiply_adds=plan.count(sizes, "flops"),
@@ -149,7 +149,7 @@ def _choose(plan: Plan, match: str, model: nn.Module) -> Sizes:
     elif match == "fields":
         sizes = Sizes(1.0)
     elif match == "params":
-        total = parameters(model)
+        total = _called_parameters(plan, model)
         sizes = match_widths(lambda s: plan.count(s, "params"), total, order**-0.5)
     else:
         total = _source_multiply_adds(plan)
@@ -187,6 +187,10 @@ def _build(
             kept.source = part.source
             if part.fit is not None:
                 errors[name] = part.fit(kept, modules[name])
+            elif isinstance(part.source, nn.Conv2d | nn.Linear) and not part.kept:
+                plan.notes.append(f"{name}: its weights are drawn anew")
+            if part.out and part.fit is not None and errors[name] is None:
+                plan.notes.append(f"{name}: its blocks are not the source's, its weights are new")
     else:
         _draw_anew(plan, modules)
     emission = Emission(sizes, plan)
@@ -225,8 +229,10 @@ def _build(
 def _drop_unused(graph: fx.Graph) -> None:
     """Remove questions and parameters that nothing reads; what works in place stays."""
     for node in reversed(list(graph.nodes)):
-        in_place = str(node.target).endswith("_") or node.op == "call_module"
-        if not node.users and node.op not in ("placeholder", "output") and not in_place:
+        name = getattr(node.target, "__name__", str(node.target))
+        does_more = name.endswith("_") or "assert" in name
+        plain = node.op in ("get_attr", "call_function", "call_method") and not does_more
+        if plain and not node.users:
             graph.erase_node(node)
 
 
@@ -313,19 +319,28 @@ def _first(output: Any) -> Tensor:
     return output
 
 
-def _notes(plan: Plan, model: nn.Module) -> list[str]:
-    notes = [*plan.notes, *(f"fixed: {fixed}" for fixed in plan.trace.fixed)]
-    called = {str(n.target) for n in plan.trace.graph.nodes if n.op == "call_module"}
-    called |= {
-        str(n.target).rpartition(".")[0] for n in plan.trace.graph.nodes if n.op == "get_attr"
-    }
-    idle = [
+def _idle(plan: Plan, model: nn.Module) -> list[str]:
+    """Modules with parameters that the traced pass does not call."""
+    nodes = plan.trace.graph.nodes
+    called = {str(node.target) for node in nodes if node.op == "call_module"}
+    called |= {str(node.target).rpartition(".")[0] for node in nodes if node.op == "get_attr"}
+    return [
         name
         for name, module in model.named_modules()
         if name
         and next(module.parameters(recurse=False), None) is not None
         and not any(name == used or name.startswith(f"{used}.") for used in called)
     ]
+
+
+def _called_parameters(plan: Plan, model: nn.Module) -> int:
+    idle = [model.get_submodule(name).parameters(recurse=False) for name in _idle(plan, model)]
+    return parameters(model) - sum(p.numel() for found in idle for p in found)
+
+
+def _notes(plan: Plan, model: nn.Module) -> list[str]:
+    notes = [*plan.notes, *(f"as for the example input: {fixed}" for fixed in plan.trace.fixed)]
+    idle = _idle(plan, model)
     if idle:
         more = f" and {len(idle) - 5} more" if len(idle) > 5 else ""
         notes.append(f"not called by the traced pass, and gone: {', '.join(idle[:5])}{more}")

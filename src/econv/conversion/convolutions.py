@@ -343,7 +343,11 @@ def transposed_convolution(plan: Plan, node: fx.Node, module: nn.ConvTranspose2d
         )
 
     pixels = int(value_of(node).shape[2:].numel())
-    plan.add_part(Part(name, make, module, pixels, into, out))
+
+    def fit(kept: Any, layer: nn.Module) -> float | None:
+        return kept.fit_transposed(layer, into, out)
+
+    plan.add_part(Part(name, make, module, pixels, into, out, fit))
     return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from econv.basis import FilterBasis
 from econv.conversion.plan import Plan
 from econv.conversion.widths import Sizes, Width, runs
-from econv.layers import GroupConv2d, LiftConv2d, PDOConv2d
+from econv.layers import GroupConv2d, GroupUpsampleConv2d, LiftConv2d, PDOConv2d
 
 __all__ = ["Kept", "fit_error", "fit_filter"]
 
@@ -94,6 +95,55 @@ class Kept:
                 layer.bias.copy_(source.bias.detach()[self.channels(out)])
         return error
 
+    def fit_transposed(
+        self, layer: nn.Module, into: tuple[Width, ...], out: tuple[Width, ...]
+    ) -> float | None:
+        """Set the weight of an upsampling convolution from the source's transposed one."""
+        assert isinstance(layer, GroupUpsampleConv2d)
+        source: Any = self.source
+        weight = source.weight.detach().double().cpu()
+        if source.groups > 1:
+            return None
+        weight = weight[self.channels(into)][:, self.channels(out)].transpose(0, 1)
+        fitted, error = _fit_impulses(*_impulse_responses(layer, source), weight)
+        with torch.no_grad():
+            layer.conv.weight.zero_()
+            layer.conv.weight[:, :, 0].copy_(fitted)
+            if layer.conv.bias is not None and source.bias is not None:
+                layer.conv.bias.copy_(source.bias.detach()[self.channels(out)])
+        return error
+
+
+def _impulse_responses(layer: GroupUpsampleConv2d, source: Any) -> tuple[Tensor, Tensor]:
+    """What one bright pixel becomes: by each weight of the layer, by each pixel of the kernel."""
+    impulse = torch.zeros(1, 1, 9, 9, dtype=torch.float64)
+    impulse[0, 0, 4, 4] = 1.0
+    kernel = source.kernel_size[0]
+    pixels = torch.eye(kernel * kernel, dtype=torch.float64).reshape(1, -1, kernel, kernel)
+    theirs = functional.conv_transpose2d(
+        impulse,
+        pixels,
+        None,
+        source.stride,
+        source.padding,
+        source.output_padding,
+        1,
+        source.dilation,
+    )
+    filters = torch.from_numpy(layer.conv.basis.synthesis[0].copy())[:, None]
+    ours = functional.conv2d(
+        layer.upsample(impulse), filters, None, 1, layer.conv.padding, layer.conv.dilation
+    )
+    return ours[0].flatten(1), theirs[0].flatten(1)
+
+
+def _fit_impulses(ours: Tensor, theirs: Tensor, weight: Tensor) -> tuple[Tensor, float]:
+    wanted = weight.flatten(2) @ theirs
+    solution = torch.linalg.lstsq(ours.T, wanted.flatten(0, 1).T).solution.T
+    left = solution @ ours - wanted.flatten(0, 1)
+    fitted = solution.reshape(*weight.shape[:2], -1)
+    return fitted, fit_error(float(left.norm()), float(wanted.norm()))
+
 
 def _same_blocks(kept: Kept, source: Any, layer: PDOConv2d, into: tuple[Width, ...]) -> bool:
     """Whether the blocks of a grouped convolution are those of the source."""
@@ -118,7 +168,7 @@ def fit_filter(basis: FilterBasis, filters: Tensor, half: bool = False) -> tuple
     size, given = design.shape[-1], filters.shape[-1]
     common = max(size, given)
     matrix = torch.from_numpy(_padded(design, common).reshape(len(design), -1).T.copy())
-    wanted = torch.nn.functional.pad(filters.double(), [(common - given) // 2] * 4)
+    wanted = functional.pad(filters.double(), [(common - given) // 2] * 4)
     flat = wanted.reshape(-1, common * common)
     solution = torch.linalg.lstsq(matrix, flat.T).solution.T
     left = (solution @ matrix.T - flat).norm()

@@ -21,7 +21,13 @@ from econv.conversion.plan import OTHER, Emission, Part, Plan, Row, Step, Value
 from econv.conversion.shapes import IMAGE, VECTOR, permute, reshape
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import Width, join, runs, slice_runs
-from econv.layers import CentredAvgPool2d, FieldParameter, GroupDropout2d, GroupPool2d
+from econv.layers import (
+    CentredAvgPool2d,
+    FieldParameter,
+    GroupDropout2d,
+    GroupPool2d,
+    recentre,
+)
 
 __all__ = ["convert_node", "find_heads"]
 
@@ -55,17 +61,20 @@ def convert_node(plan: Plan, node: fx.Node) -> None:
 
 def _convert(plan: Plan, node: fx.Node) -> Value:
     if node.op == "placeholder":
-        return plan.emit(node, _input(value_of(node)), lambda e: e.copy(node))
+        name, default = plan.trace.signature[node]
+        return plan.emit(
+            node, _input(value_of(node)), lambda e: e.graph.placeholder(name, None, default)
+        )
     if node.op == "get_attr":
         return plan.emit(node, Value("parameter"), lambda e: e.copy(node))
     if node.op == "call_module":
         return convert_module(plan, node)
     name = _name(node)
-    if name in ("assert", "assert_is_none"):  # about the source's own sizes
-        return (
-            plan.emit(node, OTHER, lambda e: None) if name == "assert" else plan.copy(node, OTHER)
-        )
     values = _inputs(plan, node)
+    if name in ("assert", "assert_is_none"):
+        if _is_about_arguments(node):
+            return plan.copy(node, OTHER)
+        return plan.emit(node, OTHER, lambda e: None)  # about the source's own sizes
     if not isinstance(value_of(node), Tensor) and not _is_list_of_tensors(value_of(node)):
         return _question(plan, node, values)
     if any(value.kind == "left" for value in values):
@@ -88,6 +97,16 @@ def _input(value: Any) -> Value:
         pixels = value.ndim == 4 and value.is_floating_point()
         return Value("image", IMAGE) if pixels else Value("invariant")
     return OTHER
+
+
+def _is_about_arguments(node: fx.Node) -> bool:
+    """Whether an assertion says that an argument is the one that was traced."""
+    reads = list(node.all_input_nodes)
+    while reads and all(r.op == "call_function" and _name(r) in ("eq", "is") for r in reads):
+        reads = [before for read in reads for before in read.all_input_nodes]
+    return bool(reads) and all(
+        r.op == "placeholder" and not isinstance(value_of(r), Tensor) for r in reads
+    )
 
 
 def _name(node: fx.Node) -> str:
@@ -610,6 +629,13 @@ def module_step(plan: Plan, node: fx.Node, value: Value, make: Callable[[], nn.M
     return plan.emit(node, value, lambda e: e.module(part, e[read]))
 
 
+def pad_about_centre(x: Tensor, pad: list[int], value: float = 0.0) -> Tensor:
+    """`pad`, where one pixel more on one side of an axis is half a pixel more on both."""
+    left, right, top, bottom = pad
+    height, width = x.shape[2] + top + bottom, x.shape[3] + left + right
+    return recentre(x, height, width, value)
+
+
 def _pad(plan: Plan, node: fx.Node) -> Value:
     read: Any = node.args[0]
     value = plan.value(read)
@@ -617,7 +643,19 @@ def _pad(plan: Plan, node: fx.Node) -> Value:
     if value.axes != IMAGE:
         raise ConversionError("", f"it pads a tensor with axes {value.axes}")
     sides = [*amounts[:4], *[0] * (4 - len(amounts[:4]))]
-    if len(set(sides)) != 1:
+    follows_size = bool(set(node.all_input_nodes) - {read})  # and so turns with the image
+    totals = sides[0] + sides[1], sides[2] + sides[3]
+    uneven = max(abs(sides[0] - sides[1]), abs(sides[2] - sides[3])) > 1
+    if uneven or (totals[0] != totals[1] and not follows_size):
+        raise ConversionError("", f"it pads the sides of an image differently: {sides}")
+    mode = _argument(node, 2, "mode", "constant")
+    if len(amounts) == 4 and mode == "constant":
+        fill = _argument(node, 3, "value", 0.0) or 0.0
+        pad = _argument(node, 1, "pad")
+        return plan.emit(
+            node, value, lambda e: e.function(pad_about_centre, e[read], e.args(pad), fill)
+        )
+    if sides[0] != sides[1] or sides[2] != sides[3]:
         raise ConversionError("", f"it pads the sides of an image differently: {sides}")
     channels = [*amounts[4:], 0, 0][:2]
     if value.kind == "image" or not any(channels):

@@ -123,7 +123,7 @@ def _fit_by_channel(
             for name in names:
                 given, own = getattr(source, name, None), getattr(target, name, None)
                 if given is not None and own is not None:
-                    own.copy_(given.detach()[kept.channels(widths)])
+                    own.copy_(given.detach()[kept.channels(widths)] if given.ndim else given)
         return None
 
     return fit
@@ -163,7 +163,7 @@ def _norm(
     if name in plan.parts:
         join(plan.parts[name].into, widths)
     else:
-        names = ("weight", "bias", "running_mean", "running_var")
+        names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
         fit = _fit_by_channel(widths, source, names)
         plan.add_part(Part(name, make_all, source, 0, widths, (), fit))
     if value.axes == VECTOR:

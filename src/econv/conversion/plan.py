@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from econv.conversion.trace import ConversionError, Trace, owner, value_of
 from econv.conversion.widths import Sizes, Width, count_of, runs
 from econv.groups import Group
-from econv.layers import ConvOptions, GroupPool2d, PDOConv2d, Spread2d
+from econv.layers import ConvOptions, GroupPool2d, PDOConv2d, Spread2d, Upsample2d
 
 __all__ = ["Emission", "Part", "Plan", "Row", "Value", "multiply_adds"]
 
@@ -225,6 +225,11 @@ class Plan:
             here = {read: reader(e) for read, reader in readers.items()}
             return e.graph.node_copy(node, lambda n: here.get(n, e.found.get(n, n)))
 
+        # What leaves an image an image does not keep the layers after it from lifting it.
+        images = [v for v in map(self.value, node.all_input_nodes) if v.kind == "image"]
+        out = value_of(node)
+        if images and not readers and isinstance(out, Tensor) and out.ndim == len(images[0].axes):
+            return self.emit(node, images[0], step)
         return self.emit(node, Value("left"), step)
 
     def pooled(self, node: fx.Node, value: Value, beside: str) -> Step:
@@ -343,9 +348,9 @@ def positions_of(node: fx.Node, module: nn.Module) -> int:
 
 
 def describe(module: nn.Module) -> str:
-    """A module in one line."""
-    inner = module.extra_repr() if hasattr(module, "extra_repr") else ""
-    if next(module.children(), None) is not None:
-        inside = " → ".join(describe(child) for child in module.children())
-        return f"{inside}" if isinstance(module, nn.Sequential) else f"{type(module).__name__}"
-    return f"{type(module).__name__}({inner})"
+    """A module in one line, with the layers in it that do something."""
+    inside = [describe(m) for m in module.children() if not isinstance(m, nn.Identity | Upsample2d)]
+    own = f"{type(module).__name__}({module.extra_repr()})"
+    if not inside:
+        return own
+    return " → ".join(inside if isinstance(module, nn.Sequential) else [own, *inside])

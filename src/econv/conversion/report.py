@@ -28,6 +28,7 @@ class Report:
     """Fields for each channel of the source."""
     lines: tuple[Line, ...]
     source_parameters: int
+    """Of the modules that the traced pass called."""
     parameters: int
     source_multiply_adds: int
     multiply_adds: int

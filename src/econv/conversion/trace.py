@@ -30,10 +30,22 @@ class ConversionError(ValueError):
 class Trace:
     """The graph of a source network, and what its tracing took for granted."""
 
-    def __init__(self, graph: fx.Graph, modules: dict[str, nn.Module], fixed: list[str]) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        modules: dict[str, nn.Module],
+        fixed: list[str],
+        arguments: list[inspect.Parameter],
+    ) -> None:
         self.graph = graph
         self.modules = modules
         self.fixed = fixed
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self.signature: dict[fx.Node, tuple[str, Any]] = {
+            node: (argument.name, argument.default)
+            for node, argument in zip(inputs, arguments, strict=True)
+        }
+        """The name and the default (or ``inspect.Parameter.empty``) of every argument."""
 
 
 def value_of(node: fx.Node) -> Any:
@@ -53,7 +65,9 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], is_leaf: Callable[[nn.Modul
     tracer = _Tracer(without_data, is_leaf)
     signature = inspect.signature(model.forward)
     names = list(signature.parameters.values())
-    if len(inputs) > len(names) and all(p.kind != p.VAR_POSITIONAL for p in names):
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in names):
+        raise ConversionError("", f"its arguments have no names of their own: {signature}")
+    if len(inputs) > len(names):
         raise ValueError(f"expected at most {len(names)} example inputs; got {len(inputs)}")
     rest = names[len(inputs) :]
     given = {p.name: p.default for p in rest if p.default is not p.empty}
@@ -62,7 +76,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], is_leaf: Callable[[nn.Modul
     for node in graph.nodes:
         if node.op == "get_attr" and "value" not in node.meta:
             node.meta["value"] = _attribute(blank, str(node.target))
-    return Trace(graph, dict(model.named_modules()), tracer.fixed)
+    return Trace(graph, dict(model.named_modules()), tracer.fixed, names)
 
 
 class _Proxy(fx.Proxy):
@@ -125,7 +139,7 @@ class _Tracer(fx.Tracer):
         self.running = False
 
     def fix(self, node: fx.Node, value: Any) -> None:
-        note = f"{owner(node) or 'the network'}: {value!r} as for the example input"
+        note = f"{owner(node) or 'the network'}: {node.name} is {value!r} for every size"
         if note not in self.fixed:
             self.fixed.append(note)
 

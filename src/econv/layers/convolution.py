@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from econv.basis import Gains, filter_basis
 from econv.engines import dense, resolve
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_groups, check_maps, check_rank, positive
+from econv.layers.checks import check_groups, check_maps, positive
 from econv.layers.constants import WithConstants
-from econv.layers.sampling import Upsample2d, recentre, window_count
+from econv.layers.sampling import Enlarge2d, Upsample2d, recentre, window_count
 from econv.operators import OperatorsLike
 from econv.stencils import StencilsLike, stencil_set
 
@@ -217,7 +216,7 @@ class PDOConv2d(WithConstants):
         """Convolve ``[batch, in_channels, height, width]``."""
         self._check_input(x)
         if self.centred:
-            x = recentre(x, self._points(x.shape[2]), self._points(x.shape[3]))
+            x = recentre(x, self.points(x.shape[2]), self.points(x.shape[3]))
         return dense.convolve(
             x,
             self.filters(),
@@ -229,7 +228,7 @@ class PDOConv2d(WithConstants):
             self.groups,
         )
 
-    def _points(self, size: int) -> int:
+    def points(self, size: int) -> int:
         """How many points of an axis the windows fill, without the padding."""
         extent, padding = self.extent, 2 * self.padding
         as_extent, as_padding = (
@@ -565,11 +564,8 @@ class GroupUpsampleConv2d(nn.Module):
         **options: Unpack[ConvOptions],
     ) -> None:
         super().__init__()
-        self.factor = positive("factor", factor)
-        if isinstance(excess, bool) or not isinstance(excess, int):
-            raise ValueError(f"expected excess as a whole number of pixels; got {excess!r}")
-        self.excess = excess
-        self.upsample = Upsample2d()
+        enlarge = Enlarge2d(factor, excess)
+        self.upsample = Upsample2d() if (factor, excess) == (2, 0) else enlarge
         self.conv = GroupConv2d(in_fields, out_fields, group, **options)
 
     @property
@@ -578,19 +574,15 @@ class GroupUpsampleConv2d(nn.Module):
         return self.conv.group
 
     def forward(self, x: Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
-        """Upsample and convolve; with a factor of 2, ``size`` may be twice the size or one less."""
-        if size is not None or (self.factor == 2 and not self.excess):
+        """Upsample and convolve; to twice the size, ``size`` may be that or one less."""
+        if size is None:
+            enlarged = self.upsample(x)
+        elif isinstance(self.upsample, Upsample2d):
             enlarged = self.upsample(x, size)
         else:
-            check_rank(x)
-            height, width = (n * self.factor + self.excess for n in x.shape[2:])
-            enlarged = functional.interpolate(x, scale_factor=float(self.factor), mode="bilinear")
-            enlarged = recentre(enlarged, height, width)
+            raise ValueError(f"expected no size with {self.upsample}; got {size}")
         result: Tensor = self.conv(enlarged)
         return result
-
-    def extra_repr(self) -> str:
-        return f"factor={self.factor}" + (f", excess={self.excess}" if self.excess else "")
 
 
 def _read_centred(centred: object) -> bool | tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ __all__ = [
     "CentredAvgPool2d",
     "CentredMaxPool2d",
     "Downsample2d",
+    "Enlarge2d",
     "Upsample2d",
     "recentre",
     "window_count",
@@ -104,7 +107,7 @@ def halve(x: Tensor, taps: Tensor, reduce: str) -> Tensor:
     if reduce == "max":
         x = functional.max_pool2d(x, 3, stride=1, padding=1)
     kernel = _taps(x.shape[2], taps)[:, None] * _taps(x.shape[3], taps)
-    padded = functional.pad(x, (1, 2, 1, 2), mode="replicate")
+    padded = dense.replicate(x, 1, 2)
     channels = x.shape[1]
     kernels = kernel.to(x.dtype).expand(channels, 1, 4, 4)
     return functional.conv2d(padded, kernels, stride=2, groups=channels)
@@ -129,6 +132,41 @@ def _double(x: Tensor, dim: int, size: int) -> Tensor:
     return before * (1 - weight) + after * weight
 
 
+class Enlarge2d(nn.Module):
+    """Linear interpolation to ``factor`` · n + ``excess`` pixels, symmetric about the centre.
+
+    Exact under quarter turns and flips on every size; with a factor of 2 and no excess it is
+    :class:`Upsample2d`.
+
+    >>> Enlarge2d(3, excess=-1)(torch.randn(1, 2, 8, 8)).shape[-1]
+    23
+    """
+
+    input_kind = "scalar"
+    output_kind = "scalar"
+
+    def __init__(self, factor: int, excess: int = 0) -> None:
+        super().__init__()
+        self.factor = positive("factor", factor)
+        if isinstance(excess, bool) or not isinstance(excess, int):
+            raise ValueError(f"expected excess as a whole number of pixels; got {excess!r}")
+        self.excess = excess
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Enlarge ``[batch, channels, height, width]``."""
+        check_rank(x)
+        return self.enlarge(x, recentre)
+
+    def enlarge(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
+        """Interpolate, and take the points that ``recentre`` finds."""
+        height, width = (x.shape[axis] * self.factor + self.excess for axis in (2, 3))
+        enlarged = functional.interpolate(x, scale_factor=float(self.factor), mode="bilinear")
+        return recentre(enlarged, height, width)
+
+    def extra_repr(self) -> str:
+        return f"factor={self.factor}" + (f", excess={self.excess}" if self.excess else "")
+
+
 def window_count(size: int, extent: int, stride: int, padding: int) -> int:
     """How many windows torch puts on an axis; ``padding`` is that of both its ends together.
 
@@ -150,8 +188,13 @@ def recentre(x: Tensor, height: int, width: int, fill: float = 0.0) -> Tensor:
     >>> recentre(torch.arange(5.0).expand(1, 1, 5, 5), 5, 4)[0, 0, 0].tolist()
     [0.5, 1.5, 2.5, 3.5]
     """
-    found = _recentre_axis(_recentre_axis(x, 2, height, fill), 3, width, fill)
+    found = points_about_centre(x, height, width, fill)
     return found.contiguous(memory_format=dense.memory_format(x))
+
+
+def points_about_centre(x: Tensor, height: int, width: int, fill: float = 0.0) -> Tensor:
+    """:func:`recentre` in whatever layout comes out; sizes may be symbolic."""
+    return _recentre_axis(_recentre_axis(x, 2, height, fill), 3, width, fill)
 
 
 def _recentre_axis(x: Tensor, dim: int, size: int, fill: float) -> Tensor:
@@ -164,15 +207,16 @@ def _recentre_axis(x: Tensor, dim: int, size: int, fill: float) -> Tensor:
         each = (size - x.shape[dim]) // 2
         return functional.pad(x, [0, 0] * (3 - dim) + [each, each], value=fill) if each else x
     # A symbolic size: gathered by index, so that no parity is frozen into the graph.
-    before = torch.arange(size, device=x.device) + (whole - size) // 2
-    after = before + (whole - size) % 2
+    # Sums and not differences are halved: of negative numbers ONNX rounds another way.
+    before = torch.arange(size, device=x.device) + ((whole + size) // 2 - size)
+    after = before + (whole + size) % 2
     inside = ((before >= 0) & (after < whole)).reshape(-1, *[1] * (3 - dim))
     pairs = [x.index_select(dim, index.clamp(0, whole - 1)) for index in (before, after)]
     return torch.where(inside, (pairs[0] + pairs[1]) / 2, fill)
 
 
 def _symbolic(*sizes: object) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in sizes)
+    return any(not isinstance(size, int) for size in sizes)
 
 
 class _CentredPool2d(nn.Module):
@@ -196,10 +240,10 @@ class _CentredPool2d(nn.Module):
         self.padding = padding
         self.ceil_mode = bool(ceil_mode)
 
-    def _points(self, size: int) -> int:
-        """How many points the windows fill, without the padding."""
+    def points(self, size: int) -> int:
+        """How many points of an axis the windows fill, without the padding."""
         padded = size + 2 * self.padding
-        if not torch.compiler.is_compiling() and padded < self.kernel_size:
+        if not _symbolic(size) and padded < self.kernel_size:
             raise ValueError(
                 f"expected an image of at least {self.kernel_size - 2 * self.padding} pixels along "
                 f"each side; got {size}"
@@ -212,8 +256,17 @@ class _CentredPool2d(nn.Module):
             windows = torch.sym_min(more // self.stride, most) + 1
         return self.stride * (windows - 1) + self.kernel_size - 2 * self.padding
 
-    def _centred(self, x: Tensor, fill: float) -> Tensor:
-        return recentre(x, self._points(x.shape[2]), self._points(x.shape[3]), fill)
+    def forward(self, x: Tensor) -> Tensor:
+        """Pool ``[batch, channels, height, width]``."""
+        check_rank(x)
+        return self.pool(x, recentre)
+
+    def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
+        """Pool the points that ``recentre`` finds."""
+        raise NotImplementedError
+
+    def _sizes(self, x: Tensor, border: int = 0) -> tuple[int, int]:
+        return self.points(x.shape[2]) + 2 * border, self.points(x.shape[3]) + 2 * border
 
     def extra_repr(self) -> str:
         text = f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
@@ -231,10 +284,9 @@ class CentredMaxPool2d(_CentredPool2d):
     (56, 5)
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Pool ``[batch, channels, height, width]``."""
-        check_rank(x)
-        centred = self._centred(x, -torch.inf)
+    def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
+        """Pool the points that ``recentre`` finds."""
+        centred = recentre(x, *self._sizes(x), -torch.inf)
         return functional.max_pool2d(centred, self.kernel_size, self.stride, self.padding)
 
 
@@ -260,24 +312,17 @@ class CentredAvgPool2d(_CentredPool2d):
         super().__init__(kernel_size, stride, padding, ceil_mode)
         self.count_include_pad = bool(count_include_pad)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Pool ``[batch, channels, height, width]``."""
-        check_rank(x)
-        means = functional.avg_pool2d(
-            self._centred(x, 0.0), self.kernel_size, self.stride, self.padding
-        )
+    def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
+        """Pool the points that ``recentre`` finds."""
+        window = (self.kernel_size, self.stride)
+        means = functional.avg_pool2d(recentre(x, *self._sizes(x)), *window, self.padding)
         if not self.ceil_mode and (self.count_include_pad or not self.padding):
             return means
         # Windows may reach over the image, and over the padding: divide by what they count.
         border = self.padding if self.count_include_pad else 0
-        counted = recentre(
-            x.new_ones(1, 1, x.shape[2] + 2 * border, x.shape[3] + 2 * border),
-            self._points(x.shape[2]) + 2 * border,
-            self._points(x.shape[3]) + 2 * border,
-        )
-        return means / functional.avg_pool2d(
-            counted, self.kernel_size, self.stride, self.padding - border
-        )
+        ones = x.new_ones(1, 1, x.shape[2] + 2 * border, x.shape[3] + 2 * border)
+        counted = recentre(ones, *self._sizes(x, border))
+        return means / functional.avg_pool2d(counted, *window, self.padding - border)
 
     def extra_repr(self) -> str:
         counted = "" if self.count_include_pad else ", count_include_pad=False"

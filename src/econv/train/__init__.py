@@ -20,7 +20,7 @@ all parameters as one vector; `trainer`, one state and its step; `checkpoints`; 
 from econv.train.command import add_arguments, main
 from econv.train.errors import CheckpointError, DivergedError, TrainingError, WorkerLostError
 from econv.train.how import ENGINES, PRECISIONS
-from econv.train.parts import KeyedDropout, SynchronisedNorm
+from econv.train.parts import KeyedDropout
 from econv.train.processes import leave
 from econv.train.runs import run
 
@@ -30,7 +30,6 @@ __all__ = [
     "CheckpointError",
     "DivergedError",
     "KeyedDropout",
-    "SynchronisedNorm",
     "TrainingError",
     "WorkerLostError",
     "add_arguments",

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from econv.data import Augmentation, Dataset, Split, keyed_bits, permutation
+from econv.layers import convert_sync_batchnorm
 from econv.models import create_model
 from econv.recipes import Recipe
 from econv.train.capture import captured, tried
 from econv.train.how import How
 from econv.train.optimise import Optimizer, Vector
-from econv.train.parts import KeyedDropout, SynchronisedNorm, replace, shared
+from econv.train.parts import KeyedDropout, replace, shared
 from econv.train.processes import Processes
 
 _DROPOUT = 0x44524F50  # first word of this room's keys
@@ -71,7 +71,9 @@ class Trainer:
         if keyed:
             replace(model, nn.Dropout, lambda m, number: KeyedDropout(m.p, number))
         if processes.world > 1 or how.engine == "graph":
-            replace(model, _BatchNorm, lambda m, _: SynchronisedNorm(m, processes))
+            # On one GPU too: torch's own norm gives each channel to one multiprocessor, which
+            # leaves most of them idle where a network has seven fields.
+            convert_sync_batchnorm(model)
         self.model = model.to(device=device, dtype=dtype).train()
         self.dropouts = [m for m in self.model.modules() if isinstance(m, KeyedDropout)]
         parameters = list(self.model.parameters())
