@@ -44,6 +44,7 @@ PAGES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of exporters
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
