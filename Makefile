@@ -17,13 +17,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint bench clean
+.PHONY: help run test test-all lint docs examples bench clean
 
 help:
 	@echo "make run       train a p8 network and its CNN twin on turned digits, compare them, in outputs/"
 	@echo "make test      the fast tests, in less than ten minutes"
 	@echo "make test-all  all tests"
 	@echo "make lint      style, types and the order of the modules"
+	@echo "make docs      the documentation, in site/"
+	@echo "make examples  the worked examples, which renew their pages of the documentation"
 	@echo "make bench     cost, compatibility, initialisation and equivariance, in outputs/"
 	@echo "make clean     remove the environment, the caches and what was built; outputs/ stays"
 	@echo
@@ -31,7 +33,7 @@ help:
 	@echo "VENV=folder         where to set up ($(VENV) now); another interpreter needs another folder"
 	@echo "JOBS=2              how many tests run side by side"
 	@echo "PEERS=python        bench: an interpreter that has escnn and e2cnn (benchmarks/compatibility.py)"
-	@echo "ARGS=--fresh        further arguments for run, test and test-all, such as ARGS='-k groups'"
+	@echo "ARGS=--fresh        further arguments for run, test, test-all and examples, such as ARGS='-k groups'"
 
 run: $(STAMP)
 	@$(RUN) -m econv.cli demo --output outputs $(ARGS)
@@ -48,6 +50,14 @@ lint: $(STAMP)
 	@echo "mypy"; $(RUN) -m mypy
 	@echo "lint-imports"; $(VENV)/bin/lint-imports
 
+# Strict: a link, a name or a page that leads nowhere is an error.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+	@echo "Open site/index.html, or search as well: $(RUN) -m http.server -d site"
+
+examples: $(STAMP)
+	@for name in galaxies tissue waves; do $(RUN) examples/$$name.py --docs $(ARGS) || exit 1; done
+
 bench: $(STAMP)
 	@mkdir -p outputs
 	@$(RUN) benchmarks/build_and_size.py $(PEERS:%=--python %) --json outputs/build_and_size.json
@@ -58,8 +68,8 @@ bench: $(STAMP)
 	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json
 
 clean:
-	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find benchmarks src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find benchmarks examples src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp stands for a finished installation. It goes first and comes back last, and without it
 # the environment is made from nothing: an interrupted installation leaves nothing to trust.
