@@ -6,6 +6,7 @@ Filters are partial differential operators (PDO-eConvs, ICML 2020): turned exact
 
 from econv import models, testing
 from econv.basis import FilterBasis, filter_basis
+from econv.engines import engine
 from econv.groups import Group
 from econv.layers import (
     Downsample2d,
@@ -49,6 +50,7 @@ __all__ = [
     "VectorConv2d",
     "central",
     "create_model",
+    "engine",
     "filter_basis",
     "models",
     "operator_set",

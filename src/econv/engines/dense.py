@@ -85,7 +85,8 @@ def convolve(
 
 def memory_format(x: Tensor) -> torch.memory_format:
     """The layout of a batch of images, to be kept by what is computed from it."""
-    if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+    # By the stride: torch.func.vmap cannot be asked for a memory format.
+    if not x.is_contiguous() and x.stride(1) == 1:
         return torch.channels_last
     return torch.contiguous_format
 
