@@ -61,6 +61,17 @@ struct Block {
   int64_t weight;  // where its matrix [inner, columns] of entries starts
 };
 
+// A matrix [rows, places] as pairs of places whose sum and difference are taken, one after the other,
+// and the few entries that are left, by rows and by places.
+struct Transform {
+  int64_t rows, places, pairs;
+  const int64_t* pair;
+  const int64_t *row_start, *row_place;
+  const Real* row_factor;
+  const int64_t *place_start, *place_row;
+  const Real* place_factor;
+};
+
 // What econv.engines.native fills in: sizes, then arrays. The layout is checked by its size.
 struct Job {
   int64_t size_of_job, threads;
@@ -71,10 +82,12 @@ struct Job {
   int64_t stencils, features, slots, weights, blocks;  // slots: those that blocks write
   const Real *x, *w, *other;
   Real *y, *gram;
-  const Real *analysis, *synthesis;      // [in_channels, in_channels], [out_channels, slots]
-  const int64_t* stencil_start;          // [stencils + 1], into terms
-  const int64_t* term_part;              // symmetric part of the patch that a term reads
-  const Real* term_factor;
+  Transform analysis;   // channels of an input field to its spectrum
+  Transform synthesis;  // channels of an output field to the slots of the blocks; used both ways
+  const int64_t* class_start;            // [7], into entries: stencils by classes of symmetry
+  const int64_t* class_stencil;          // of each entry
+  const int64_t* class_adds;             // whether it adds to what an earlier class gave
+  const Real* class_factor;              // its factors, as many as its class has parts
   const int64_t* feature_place;          // [features, 2], into in_channels × stencils
   const Real* feature_factor;            // [features, 2]
   const Block* block;
@@ -108,7 +121,7 @@ struct Scratch {
 // How the output is cut up: regions go to threads, each keeps its spectrum; tiles keep features.
 struct Cut {
   int64_t region_rows, region_columns, across, down, tile_rows;
-  int64_t pitch, phase_pitch, rows;  // of the spectrum of a region
+  int64_t pitch, phase_pitch, rows, map;  // of the spectrum of a region
   int64_t pixels;                    // row length of the features
 };
 
@@ -124,8 +137,9 @@ Cut cut_up(const Job& j) {
   if (c.across > 1) c.region_columns = round_up(c.region_columns, LANES);
   c.across = ceil_div(j.out_width, c.region_columns);
   c.tile_rows = std::max<int64_t>(1, fits / c.region_columns);
-  c.phase_pitch = c.region_columns + reach / j.down + 1 + 2 * LANES;
-  c.pitch = round_up(c.phase_pitch * j.down, LANES) + LANES;
+  // Vectors reach beyond the end of a line, and read what follows without using it.
+  c.phase_pitch = round_up(c.region_columns, LANES) + reach / j.down + 1;
+  c.pitch = c.phase_pitch * j.down;
   const int64_t maps = j.in_fields * j.in_channels;
   const int64_t lines = SPECTRUM_BYTES / (maps * c.pitch * static_cast<int64_t>(sizeof(Real)));
   int64_t rows = std::max<int64_t>({(lines - reach - 1) / j.down + 1, 4, c.tile_rows});
@@ -138,6 +152,7 @@ Cut cut_up(const Job& j) {
   c.down = ceil_div(j.out_height, c.region_rows);
   c.tile_rows = std::min(c.tile_rows, c.region_rows);
   c.rows = (c.region_rows - 1) * j.down + reach + 1;
+  c.map = c.rows * c.pitch + 2 * LANES;  // written beyond the end of the last line
   c.pixels = round_up(c.tile_rows * c.region_columns, LANES) + 2 * LANES;
   return c;
 }
@@ -156,48 +171,78 @@ void store_some(Real* p, V v, int64_t count) {
   std::memcpy(p, buffer, count * sizeof(Real));
 }
 
-// out[r] = Σ_c matrix[r, c] · in[c] for vectors that are `in_step` and `out_step` apart. `partial`
-// is how many pixels may be read and written at the end of a line.
+// Vectors of pixels of several maps, `in_step` and `out_step` apart, through a transform (or, turned,
+// through its transpose). `count` pixels may be read and written at the end of a line, or all.
 template <int N>
-void mix_some(const Real* in, int64_t in_step, int64_t terms, const Real* matrix, int64_t row_step,
-              int64_t column_step, Real* out, int64_t out_step, int64_t count, bool read_all,
-              bool write_all) {
-  V sum[N] = {};
-  for (int64_t c = 0; c < terms; c++) {
-    const V v = read_all ? Full::load(in + c * in_step) : load_some(in + c * in_step, count);
-    const Real* m = matrix + c * column_step;
-    for (int r = 0; r < N; r++) sum[r] += m[r * row_step] * v;
-  }
-  for (int r = 0; r < N; r++) {
-    if (write_all) Full::store(out + r * out_step, sum[r]);
-    else store_some(out + r * out_step, sum[r], count);
+inline void transform_some(const Transform& t, bool turned, const Real* in, int64_t in_step,
+                           Real* out, int64_t out_step, int64_t count, bool read_all,
+                           bool write_all, V* place) {
+  const auto read = [&](const Real* p, int n) {
+    return read_all ? Full::load(p + n * LANES) : load_some(p + n * LANES, count - n * LANES);
+  };
+  const auto write = [&](Real* p, int n, V v) {
+    if (write_all) Full::store(p + n * LANES, v);
+    else store_some(p + n * LANES, v, count - n * LANES);
+  };
+  const auto sums = [&](int64_t c, const int64_t* start, const int64_t* which, const Real* factor,
+                        const V* from, V (&sum)[N]) {
+    for (int n = 0; n < N; n++) sum[n] = V{};
+    for (int64_t e = start[c]; e < start[c + 1]; e++)
+      for (int n = 0; n < N; n++) sum[n] += factor[e] * from[which[e] * N + n];
+  };
+  const auto butterfly = [&](int64_t p) {
+    V *a = place + t.pair[2 * p] * N, *b = place + t.pair[2 * p + 1] * N;
+    for (int n = 0; n < N; n++) {
+      const V sum = a[n] + b[n];
+      b[n] = a[n] - b[n];
+      a[n] = sum;
+    }
+  };
+  V sum[N];
+  if (!turned) {
+    for (int64_t c = 0; c < t.places; c++)
+      for (int n = 0; n < N; n++) place[c * N + n] = read(in + c * in_step, n);
+    for (int64_t p = 0; p < t.pairs; p++) butterfly(p);
+    for (int64_t r = 0; r < t.rows; r++) {
+      sums(r, t.row_start, t.row_place, t.row_factor, place, sum);
+      for (int n = 0; n < N; n++) write(out + r * out_step, n, sum[n]);
+    }
+  } else {
+    V* row = place + t.places * N;
+    for (int64_t r = 0; r < t.rows; r++)
+      for (int n = 0; n < N; n++) row[r * N + n] = read(in + r * in_step, n);
+    for (int64_t c = 0; c < t.places; c++) {
+      sums(c, t.place_start, t.place_row, t.place_factor, row, sum);
+      for (int n = 0; n < N; n++) place[c * N + n] = sum[n];
+    }
+    for (int64_t p = t.pairs - 1; p >= 0; p--) butterfly(p);
+    for (int64_t c = 0; c < t.places; c++)
+      for (int n = 0; n < N; n++) write(out + c * out_step, n, place[c * N + n]);
   }
 }
 
-void mix(const Real* in, int64_t in_step, int64_t terms, const Real* matrix, int64_t row_step,
-         int64_t column_step, Real* out, int64_t out_step, int64_t outs, int64_t count,
-         bool reads_beyond, bool writes_beyond) {
-  for (int64_t p = 0; p < count; p += LANES) {
-    const int64_t left = count - p;
-    const bool read_all = reads_beyond || left >= LANES, write_all = writes_beyond || left >= LANES;
-    int64_t r = 0;
-    for (; r + 8 <= outs; r += 8)
-      mix_some<8>(in + p, in_step, terms, matrix + r * row_step, row_step, column_step,
-                  out + r * out_step + p, out_step, left, read_all, write_all);
-    for (; r + 4 <= outs; r += 4)
-      mix_some<4>(in + p, in_step, terms, matrix + r * row_step, row_step, column_step,
-                  out + r * out_step + p, out_step, left, read_all, write_all);
-    for (; r < outs; r++)
-      mix_some<1>(in + p, in_step, terms, matrix + r * row_step, row_step, column_step,
-                  out + r * out_step + p, out_step, left, read_all, write_all);
+void transform(const Transform& t, bool turned, const Real* in, int64_t in_step, Real* out,
+               int64_t out_step, int64_t count, bool reads_beyond, bool writes_beyond,
+               Real* scratch) {
+  V* place = reinterpret_cast<V*>(scratch);
+  int64_t p = 0;
+  for (; p + LANES < count; p += 2 * LANES) {
+    const bool whole = count - p >= 2 * LANES;
+    transform_some<2>(t, turned, in + p, in_step, out + p, out_step, count - p,
+                      reads_beyond || whole, writes_beyond || whole, place);
+  }
+  if (p < count) {
+    const bool whole = count - p >= LANES;
+    transform_some<1>(t, turned, in + p, in_step, out + p, out_step, count - p,
+                      reads_beyond || whole, writes_beyond || whole, place);
   }
 }
 
 // The spectrum of one region with its rim, [field, slot, row, phase, column]: column c of the
 // padded, spread line lies at phase c % down, place c / down, so that strided reads are dense.
 void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, int64_t left,
-             Real* spectrum, Real* line) {
-  const int64_t map = c.rows * c.pitch, plane = j.height * j.width;
+             Real* spectrum, Real* line, Real* places) {
+  const int64_t map = c.map, plane = j.height * j.width;
   const int64_t first_row = top * j.down - j.before, first = left * j.down - j.before;
   const int64_t needed = (c.region_columns - 1) * j.down + j.dilation * (j.size - 1) + 1;
   // Source columns whose place `column * up - first` lies within the needed ones.
@@ -205,7 +250,7 @@ void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, int64_t
   const int64_t stop = std::max(
       begin, std::min(j.width, needed + first > 0 ? ceil_div(needed + first, j.up) : 0));
   const bool plain = j.up == 1 && j.down == 1;
-  const int64_t line_step = round_up(j.width, LANES) + LANES;
+  const int64_t line_step = round_up(j.width, LANES) + 2 * LANES;
   for (int64_t field = 0; field < j.in_fields; field++) {
     Real* maps = spectrum + field * j.in_channels * map;
     for (int64_t r = 0; r < c.rows; r++) {
@@ -218,11 +263,11 @@ void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, int64_t
           image + field * j.in_channels * plane + (empty ? 0 : spread / j.up) * j.width + begin;
       if (!empty) {
         if (plain)
-          mix(source, plane, j.in_channels, j.analysis, j.in_channels, 1, target + start, map,
-              j.in_channels, stop - begin, false, true);
+          transform(j.analysis, false, source, plane, target + start, map, stop - begin, false,
+                    true, places);
         else
-          mix(source, plane, j.in_channels, j.analysis, j.in_channels, 1, line, line_step,
-              j.in_channels, stop - begin, false, true);
+          transform(j.analysis, false, source, plane, line, line_step, stop - begin, false, true,
+                    places);
       }
       for (int64_t slot = 0; slot < j.in_channels; slot++) {
         Real* row = target + slot * map;
@@ -243,51 +288,96 @@ void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, int64_t
   }
 }
 
-// The derivatives of one map at N vectors of pixels. The patch is first split into sums and
-// differences of opposite taps, along x, along y and across the diagonal: in these parts a stencil
-// of definite symmetry has few terms.
-template <int R, int B, int N>
+// Those derivatives of one map whose stencils have terms in one class of symmetric parts.
+template <int M, class U>
+inline __attribute__((always_inline)) void add_class(const Job& j, int which, const Real*& factor,
+                                                     const U (&part)[M ? M : 1], U* found,
+                                                     int64_t step) {
+  for (int64_t e = j.class_start[which]; e < j.class_start[which + 1]; e++, factor += M) {
+    U sum = U{};
+#pragma GCC unroll 64
+    for (int m = 0; m < M; m++) sum += factor[m] * part[m];
+    U* to = found + j.class_stencil[e] * step;
+    *to = j.class_adds[e] ? *to + sum : sum;
+  }
+}
+
+// The derivatives of one map at one vector of pixels. The patch is split into sums and differences
+// of opposite taps, along x, along y and across the diagonal, six classes in all; a stencil with the
+// symmetry of its operator reads one of them.
+template <int R, int B>
 inline void derivatives(const Real* at, int64_t row_step, const int64_t* column, const Job& j,
-                        typename Vec<B>::type* found) {
+                        typename Vec<B>::type* found, int64_t step) {
   using W = Vec<B>;
   using U = typename W::type;
   constexpr int K = 2 * R + 1;
-  U part[K * K][N];  // [combination along y, combination along x]
-  for (int n = 0; n < N; n++) {
-    U across[K][K];
-    for (int r = 0; r < K; r++) {
-      const Real* line = at + r * row_step + n * W::lanes;
-      across[r][0] = W::load(line + column[R]);
-      for (int i = 1; i <= R; i++) {
-        const U right = W::load(line + column[R + i]), left = W::load(line + column[R - i]);
-        across[r][i] = right + left;
-        across[r][R + i] = right - left;
-      }
+  U even[K][R + 1], odd[K][R ? R : 1];  // along x, for every row
+#pragma GCC unroll 16
+  for (int r = 0; r < K; r++) {
+    const Real* line = at + r * row_step;
+    even[r][0] = W::load(line + column[R]);
+#pragma GCC unroll 16
+    for (int i = 1; i <= R; i++) {
+      const U right = W::load(line + column[R + i]), left = W::load(line + column[R - i]);
+      even[r][i] = right + left;
+      odd[r][i - 1] = right - left;
     }
-    for (int a = 0; a < K; a++) {
-      part[a][n] = across[R][a];
-      for (int i = 1; i <= R; i++) {
-        part[i * K + a][n] = across[R + i][a] + across[R - i][a];
-        part[(R + i) * K + a][n] = across[R + i][a] - across[R - i][a];
-      }
-    }
-    for (int odd = 0; odd <= R; odd += R ? R : 1)
-      for (int a = odd ? 1 : 0; a <= R; a++)
-        for (int b = a + 1; b <= R; b++) {
-          const int one = (a + odd) * K + b + odd, two = (b + odd) * K + a + odd;
-          const U sum = part[one][n] + part[two][n];
-          part[two][n] = part[one][n] - part[two][n];
-          part[one][n] = sum;
-        }
   }
-  for (int64_t s = 0; s < j.stencils; s++) {
-    U sum[N] = {};
-    for (int64_t t = j.stencil_start[s]; t < j.stencil_start[s + 1]; t++) {
-      const Real factor = j.term_factor[t];
-      const U* p = part[j.term_part[t]];
-      for (int n = 0; n < N; n++) sum[n] += factor * p[n];
+  const Real* factor = j.class_factor;
+  {
+    U both[R + 1][R + 1];  // even along y and x
+#pragma GCC unroll 16
+    for (int i = 0; i <= R; i++) {
+      both[0][i] = even[R][i];
+#pragma GCC unroll 16
+      for (int a = 1; a <= R; a++) both[a][i] = even[R + a][i] + even[R - a][i];
     }
-    for (int n = 0; n < N; n++) found[s * N + n] = sum[n];
+    U sums[(R + 1) * (R + 2) / 2], differences[R ? R * (R + 1) / 2 : 1];
+    int s = 0, d = 0;
+#pragma GCC unroll 16
+    for (int a = 0; a <= R; a++) {
+      sums[s++] = both[a][a];
+#pragma GCC unroll 16
+      for (int b = a + 1; b <= R; b++) {
+        sums[s++] = both[a][b] + both[b][a];
+        differences[d++] = both[a][b] - both[b][a];
+      }
+    }
+    add_class<(R + 1) * (R + 2) / 2>(j, 0, factor, sums, found, step);
+    add_class<R * (R + 1) / 2>(j, 1, factor, differences, found, step);
+  }
+  if constexpr (R > 0) {
+    U part[R * (R + 1)];
+#pragma GCC unroll 16
+    for (int a = 1; a <= R; a++)
+#pragma GCC unroll 16
+      for (int i = 0; i <= R; i++)
+        part[(a - 1) * (R + 1) + i] = even[R + a][i] - even[R - a][i];
+    add_class<R * (R + 1)>(j, 2, factor, part, found, step);
+#pragma GCC unroll 16
+    for (int i = 0; i < R; i++) {
+      part[i * (R + 1)] = odd[R][i];
+#pragma GCC unroll 16
+      for (int a = 1; a <= R; a++) part[i * (R + 1) + a] = odd[R + a][i] + odd[R - a][i];
+    }
+    add_class<R * (R + 1)>(j, 3, factor, part, found, step);
+    U both[R][R], sums[R * (R + 1) / 2], differences[R > 1 ? R * (R - 1) / 2 : 1];
+    int s = 0, d = 0;
+#pragma GCC unroll 16
+    for (int a = 0; a < R; a++)
+#pragma GCC unroll 16
+      for (int i = 0; i < R; i++) both[a][i] = odd[R + a + 1][i] - odd[R - a - 1][i];
+#pragma GCC unroll 16
+    for (int a = 0; a < R; a++) {
+      sums[s++] = both[a][a];
+#pragma GCC unroll 16
+      for (int b = a + 1; b < R; b++) {
+        sums[s++] = both[a][b] + both[b][a];
+        differences[d++] = both[a][b] - both[b][a];
+      }
+    }
+    add_class<R * (R + 1) / 2>(j, 4, factor, sums, found, step);
+    add_class<R * (R - 1) / 2>(j, 5, factor, differences, found, step);
   }
 }
 
@@ -297,9 +387,10 @@ inline void features_at(const Job& j, const Cut& c, const Real* maps, int64_t ro
                         typename Vec<B>::type* found) {
   using W = Vec<B>;
   using U = typename W::type;
-  const int64_t map = c.rows * c.pitch;
   for (int64_t slot = 0; slot < j.in_channels; slot++)
-    derivatives<R, B, N>(maps + slot * map, row_step, column, j, found + slot * j.stencils * N);
+    for (int n = 0; n < N; n++)
+      derivatives<R, B>(maps + slot * c.map + n * W::lanes, row_step, column, j,
+                        found + slot * j.stencils * N + n, N);
   int64_t feature = 0;
   for (int64_t b = 0; b < j.blocks; b++) {
     const int64_t inner = j.block[b].inner;
@@ -323,7 +414,7 @@ void differentiate_as(const Job& j, const Cut& c, const Real* spectrum, int64_t 
                       int64_t columns, Real* z, void* scratch) {
   using W = Vec<B>;
   auto* found = static_cast<typename W::type*>(scratch);
-  const int64_t map = c.rows * c.pitch, row_step = j.dilation * c.pitch;
+  const int64_t row_step = j.dilation * c.pitch;
   int64_t column[2 * R + 1];
   for (int t = 0; t < 2 * R + 1; t++) {
     const int64_t place = t * j.dilation;
@@ -331,7 +422,7 @@ void differentiate_as(const Job& j, const Cut& c, const Real* spectrum, int64_t 
   }
   for (int64_t field = 0; field < j.in_fields; field++)
     for (int64_t r = 0; r < rows; r++) {
-      const Real* maps = spectrum + field * j.in_channels * map + (row + r) * j.down * c.pitch;
+      const Real* maps = spectrum + field * j.in_channels * c.map + (row + r) * j.down * c.pitch;
       Real* to = z + r * columns;
       int64_t p = 0;
       for (; p + W::lanes < columns; p += 2 * W::lanes)
@@ -456,7 +547,7 @@ void multiply(const Job& j, const Cut& c, const Real* z, const Real* packed, int
 }
 
 void synthesise(const Job& j, const Cut& c, const Real* products, int64_t image, int64_t top,
-                int64_t left, int64_t rows, int64_t columns) {
+                int64_t left, int64_t rows, int64_t columns, Real* places) {
   const int64_t plane = j.out_height * j.out_width;
   const bool whole = columns == j.out_width;  // lines follow one another in the output too
   const int64_t lines = whole ? 1 : rows, length = whole ? rows * columns : columns;
@@ -464,24 +555,25 @@ void synthesise(const Job& j, const Cut& c, const Real* products, int64_t image,
     for (int64_t r = 0; r < lines; r++) {
       Real* to = j.y + (image * j.out_fields + field) * j.out_channels * plane +
                  (top + r) * j.out_width + left;
-      mix(products + field * c.pixels + r * columns, j.out_fields * c.pixels, j.slots, j.synthesis,
-          j.slots, 1, to, plane, j.out_channels, length, true, false);
+      transform(j.synthesis, true, products + field * c.pixels + r * columns,
+                j.out_fields * c.pixels, to, plane, length, true, false, places);
     }
 }
 
 // Each block's inner products of features and spectrum of `other`, added to `sums`:
 // [block, (field, inner), (column, out field) padded to whole vectors].
 void correlate(const Job& j, const Cut& c, const Real* z, int64_t image, int64_t top, int64_t left,
-               int64_t rows, int64_t columns, Real* spectrum, Real* turned, Real* sums) {
+               int64_t rows, int64_t columns, Real* spectrum, Real* turned, Real* sums, Real* places) {
   const int64_t plane = j.out_height * j.out_width, pixels = rows * columns;
   const Real* other = j.other + image * j.other_stride;
   const bool whole = columns == j.out_width;
   const int64_t lines = whole ? 1 : rows, length = whole ? pixels : columns;
   for (int64_t field = 0; field < j.out_fields; field++)
     for (int64_t r = 0; r < lines; r++)
-      mix(other + field * j.out_channels * plane + (top + r) * j.out_width + left, plane,
-          j.out_channels, j.synthesis, 1, j.slots, spectrum + field * c.pixels + r * columns,
-          j.out_fields * c.pixels, j.slots, length, false, true);
+      transform(j.synthesis, false,
+                other + field * j.out_channels * plane + (top + r) * j.out_width + left, plane,
+                spectrum + field * c.pixels + r * columns, j.out_fields * c.pixels, length, false,
+                true, places);
   for (int64_t b = 0; b < j.blocks; b++) {
     const Block& block = j.block[b];
     const int64_t inner = block.inner * j.in_fields, wide = block.columns * j.out_fields;
@@ -551,10 +643,11 @@ extern "C" int econv_spectral(const Job* job) {
       to += j.block[b].inner * j.in_fields * j.block[b].columns * j.out_fields;
     }
   }
-  const int64_t spectrum_size = j.in_fields * j.in_channels * c.rows * c.pitch + 2 * LANES;
+  const int64_t spectrum_size = j.in_fields * j.in_channels * c.map + 2 * LANES;
   const int64_t z_size = features * c.pixels, product_size = j.slots * j.out_fields * c.pixels;
-  const int64_t line_size = j.in_channels * (round_up(j.width, LANES) + LANES);
-  const int64_t found_size = j.in_channels * j.stencils * 2 * LANES;
+  const int64_t line_size = j.in_channels * (round_up(j.width, LANES) + 2 * LANES);
+  const int64_t most = std::max(j.in_channels * j.stencils, j.out_channels + j.slots);
+  const int64_t found_size = std::max(most, j.in_channels * 2) * 2 * LANES;
   const int64_t turned_size = j.gram ? c.pixels * widest : 0;
   // Whole vectors for each part, so that all of them are aligned.
   const int64_t sizes[] = {spectrum_size, z_size, product_size, line_size, found_size, turned_size};
@@ -581,16 +674,17 @@ extern "C" int econv_spectral(const Job* job) {
       const int64_t top = rest / c.across * c.region_rows, left = rest % c.across * c.region_columns;
       const int64_t rows = std::min(c.region_rows, j.out_height - top);
       const int64_t columns = std::min(c.region_columns, j.out_width - left);
-      analyse(j, c, j.x + image * j.x_stride, top, left, spectrum, line);
+      analyse(j, c, j.x + image * j.x_stride, top, left, spectrum, line, places[4]);
       for (int64_t row = 0; row < rows; row += c.tile_rows) {
         const int64_t here = std::min(c.tile_rows, rows - row);
         differentiate(j, c, spectrum, row, here, columns, z, places[4]);
         if (j.y) {
           multiply(j, c, z, packed, here * columns, products);
-          synthesise(j, c, products, image, top + row, left, here, columns);
+          synthesise(j, c, products, image, top + row, left, here, columns, places[4]);
         }
         if (j.gram)
-          correlate(j, c, z, image, top + row, left, here, columns, products, places[5], sums);
+          correlate(j, c, z, image, top + row, left, here, columns, products, places[5], sums,
+                    places[4]);
       }
     };
 #ifdef _OPENMP

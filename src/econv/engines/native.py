@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from econv.files import atomic
+from econv.fourier import butterflies
 from econv.plan import SpectralPlan
 
 if TYPE_CHECKING:
@@ -127,15 +128,30 @@ def _dense_images(x: Tensor) -> Tensor:
 _SIZES = """size_of_job threads batch in_fields out_fields in_channels out_channels height width
 out_height out_width x_stride other_stride up down dilation before size stencils features slots
 weights blocks"""
-_POINTERS = """x w other y gram analysis synthesis stencil_start term_part term_factor
-feature_place feature_factor block entry sign"""
+_IMAGES = "x w other y gram"
+_POINTERS = """class_start class_stencil class_adds class_factor feature_place feature_factor block
+entry sign"""
+
+
+class _Transform(ctypes.Structure):
+    """`struct Transform` of native.cpp."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "places", "pairs")] + [
+        (name, ctypes.c_void_p)
+        for name in """pair row_start row_place row_factor place_start place_row
+        place_factor""".split()
+    ]
 
 
 class _Job(ctypes.Structure):
     """`struct Job` of native.cpp."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in _SIZES.split()] + [
-        (name, ctypes.c_void_p) for name in _POINTERS.split()
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in _SIZES.split()],
+        *[(name, ctypes.c_void_p) for name in _IMAGES.split()],
+        ("analysis", _Transform),
+        ("synthesis", _Transform),
+        *[(name, ctypes.c_void_p) for name in _POINTERS.split()],
     ]
 
 
@@ -143,14 +159,12 @@ class _Job(ctypes.Structure):
 class _Program:
     """The arrays of a plan as the kernel reads them."""
 
-    sizes: dict[str, int]
-    arrays: dict[str, np.ndarray]
+    values: dict[str, Any]
+    arrays: list[np.ndarray]  # kept alive: the values point into them
 
     def fill(self, job: Any) -> None:
-        for name, value in self.sizes.items():
+        for name, value in self.values.items():
             setattr(job, name, value)
-        for name, array in self.arrays.items():
-            setattr(job, name, array.ctypes.data)
 
 
 @lru_cache(maxsize=512)
@@ -158,64 +172,103 @@ def _program(plan: SpectralPlan, real: np.dtype[Any]) -> _Program:
     from econv.engines.spectral import arrays
 
     tables = arrays(plan)
-    start, parts, factors = symmetric_terms(plan.stencils)
+    kept: list[np.ndarray] = []
+
+    def place(array: Any) -> int:
+        found = np.asarray(array)
+        dtype = real if found.dtype.kind == "f" else np.int64
+        kept.append(np.ascontiguousarray(found, dtype=dtype))
+        return int(kept[-1].ctypes.data)
+
+    def fast(matrix: np.ndarray) -> _Transform:
+        pairs, rest = butterflies(matrix)
+        by_row, by_place = _sparse(rest), _sparse(rest.T)
+        pointers = map(place, (np.array(pairs, dtype=np.int64), *by_row, *by_place))
+        return _Transform(*matrix.shape, len(pairs), *pointers)
+
     blocks, weight = [], 0
     for block in plan.blocks:
         blocks.append([block.rows, block.inner, block.columns, weight])
         weight += block.inner * block.columns
-    given: dict[str, Any] = {
-        "analysis": plan.analysis,
-        "synthesis": tables["synthesis"],
-        "stencil_start": start,
-        "term_part": parts,
-        "term_factor": factors,
-        "feature_place": tables["pick"].T,
-        "feature_factor": tables["factors"].T,
-        "block": np.array(blocks),
-        "entry": tables["entries"],
-        "sign": tables["signs"],
-    }
-    sizes = {
+    start, stencil, adds, factors = symmetry_classes(plan.stencils)
+    values: dict[str, Any] = {
         "size": plan.basis.size,
         "stencils": len(plan.stencils),
         "features": tables["pick"].shape[1],
         "slots": tables["synthesis"].shape[1],
         "weights": plan.weights,
         "blocks": len(blocks),
+        "analysis": fast(plan.analysis),
+        "synthesis": fast(tables["synthesis"].T),
+        "class_start": place(start),
+        "class_stencil": place(stencil),
+        "class_adds": place(adds),
+        "class_factor": place(factors),
+        "feature_place": place(tables["pick"].T),
+        "feature_factor": place(tables["factors"].T),
+        "block": place(blocks),
+        "entry": place(tables["entries"]),
+        "sign": place(tables["signs"]),
     }
-    kept = {
-        name: np.ascontiguousarray(array, dtype=real if array.dtype.kind == "f" else np.int64)
-        for name, array in given.items()
-    }
-    return _Program(sizes, kept)
+    return _Program(values, kept)
 
 
-def symmetric_terms(stencils: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Stencils as sums over the symmetric parts of a patch: starts, parts, factors.
+def _sparse(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The entries of a matrix row by row: where each row starts, columns, values."""
+    rows, columns = np.nonzero(matrix)
+    return np.searchsorted(rows, np.arange(len(matrix) + 1)), columns, matrix[rows, columns]
+
+
+def symmetry_classes(
+    stencils: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Stencils by the symmetric parts of a patch that they read: starts, stencils, adds, factors.
 
     The parts are those that `derivatives` in native.cpp forms: along each axis the middle, the sums
-    and the differences of opposite taps; then, among the even-even and the odd-odd parts, sums and
-    differences across the diagonal. In this basis a stencil with the symmetry of its operator has
-    six terms on 5×5 where it has up to 25 taps.
+    and the differences of opposite taps; among the even-even and the odd-odd ones, sums and
+    differences across the diagonal. A stencil with the symmetry of its operator reads parts of one
+    class, six at most on 5×5 where it has up to 25 taps. For each class: which stencils read it,
+    whether an earlier class has given a part of them, and a factor for each part.
     """
     count, size, _ = stencils.shape
     radius = size // 2
-    line = np.zeros((size, size))  # [combination, tap]
-    line[0, radius] = 1
-    for i in range(1, radius + 1):
-        line[i, radius + i] = line[i, radius - i] = 1
-        line[radius + i, radius + i], line[radius + i, radius - i] = 1, -1
-    parts = np.einsum("ay,bx->abyx", line, line).reshape(size**2, size**2)
-    for odd in {0, radius}:
-        for a in range(1 if odd else 0, radius + 1):
-            for b in range(a + 1, radius + 1):
-                one, two = (a + odd) * size + b + odd, (b + odd) * size + a + odd
-                parts[[one, two]] = parts[one] + parts[two], parts[one] - parts[two]
+    middle = np.eye(size)[radius]
+    sums = [middle] + [np.eye(size)[radius + i] + np.eye(size)[radius - i] for i in _to(radius)]
+    gaps = [np.eye(size)[radius + i] - np.eye(size)[radius - i] for i in _to(radius)]
+    classes: list[list[np.ndarray]] = [
+        [np.outer(a, b) + (np.outer(b, a) if i else 0) for a, b, i in _pairs(sums, 0)],
+        [np.outer(a, b) - np.outer(b, a) for a, b, _ in _pairs(sums, 1)],
+        [np.outer(a, b) for a in gaps for b in sums],
+        [np.outer(a, b) for b in gaps for a in sums],
+        [np.outer(a, b) + (np.outer(b, a) if i else 0) for a, b, i in _pairs(gaps, 0)],
+        [np.outer(a, b) - np.outer(b, a) for a, b, _ in _pairs(gaps, 1)],
+    ]
+    parts = np.array([part.ravel() for found in classes for part in found])
     factors = stencils.reshape(count, -1) @ np.linalg.inv(parts)
     factors[np.abs(factors) <= 1e-14 * np.abs(factors).max(axis=1, keepdims=True)] = 0.0
-    rows, columns = np.nonzero(factors)
-    start = np.searchsorted(rows, np.arange(count + 1))
-    return start, columns, factors[rows, columns]
+    start, chosen, adds, given = [0], [], [], []
+    seen: set[int] = set()
+    first = 0
+    for found in classes:
+        here = factors[:, first : first + len(found)]
+        first += len(found)
+        for stencil in np.flatnonzero(here.any(axis=1)).tolist():
+            chosen.append(stencil)
+            adds.append(int(stencil in seen))
+            given.append(here[stencil])
+            seen.add(stencil)
+        start.append(len(chosen))
+    return np.array(start), np.array(chosen), np.array(adds), np.concatenate(given)
+
+
+def _to(radius: int) -> range:
+    return range(1, radius + 1)
+
+
+def _pairs(lines: list[np.ndarray], least: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    for a, one in enumerate(lines):
+        for b, two in enumerate(lines[a + least :]):
+            yield one, two, b + least
 
 
 def cache_folder() -> Path:
