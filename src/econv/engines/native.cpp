@@ -41,7 +41,7 @@ constexpr int TALL = 6;
 #endif
 constexpr int LANES = BYTES / static_cast<int>(sizeof(Real));
 constexpr int64_t Z_BYTES = 400 << 10;         // features of one tile
-constexpr int64_t SPECTRUM_BYTES = 320 << 10;  // spectrum of one region
+constexpr int64_t SPECTRUM_BYTES = 240 << 10;  // spectrum of one region
 
 // Vectors of the full or of half the width, loaded and stored at any address.
 template <int B>
@@ -95,6 +95,9 @@ struct Job {
   const Real* sign;
 };
 }
+
+// Inlined into one another these functions run out of registers.
+#define APART __attribute__((noinline))
 
 namespace {
 
@@ -153,7 +156,9 @@ Cut cut_up(const Job& j) {
   c.tile_rows = std::min(c.tile_rows, c.region_rows);
   c.rows = (c.region_rows - 1) * j.down + reach + 1;
   c.map = c.rows * c.pitch + 2 * LANES;  // written beyond the end of the last line
-  c.pixels = round_up(c.tile_rows * c.region_columns, LANES) + 2 * LANES;
+  // The last line may be written up to a whole vector.
+  c.pixels = (c.tile_rows - 1) * c.region_columns + round_up(c.region_columns, LANES);
+  c.pixels = round_up(c.pixels, LANES);
   return c;
 }
 
@@ -174,7 +179,7 @@ void store_some(Real* p, V v, int64_t count) {
 // Vectors of pixels of several maps, `in_step` and `out_step` apart, through a transform (or, turned,
 // through its transpose). `count` pixels may be read and written at the end of a line, or all.
 template <int N>
-inline void transform_some(const Transform& t, bool turned, const Real* in, int64_t in_step,
+APART void transform_some(const Transform& t, bool turned, const Real* in, int64_t in_step,
                            Real* out, int64_t out_step, int64_t count, bool read_all,
                            bool write_all, V* place) {
   const auto read = [&](const Real* p, int n) {
@@ -240,7 +245,7 @@ void transform(const Transform& t, bool turned, const Real* in, int64_t in_step,
 
 // The spectrum of one region with its rim, [field, slot, row, phase, column]: column c of the
 // padded, spread line lies at phase c % down, place c / down, so that strided reads are dense.
-void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, int64_t left,
+APART void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, int64_t left,
              Real* spectrum, Real* line, Real* places) {
   const int64_t map = c.map, plane = j.height * j.width;
   const int64_t first_row = top * j.down - j.before, first = left * j.down - j.before;
@@ -306,7 +311,7 @@ inline __attribute__((always_inline)) void add_class(const Job& j, int which, co
 // of opposite taps, along x, along y and across the diagonal, six classes in all; a stencil with the
 // symmetry of its operator reads one of them.
 template <int R, int B>
-inline void derivatives(const Real* at, int64_t row_step, const int64_t* column, const Job& j,
+APART void derivatives(const Real* at, int64_t row_step, const int64_t* column, const Job& j,
                         typename Vec<B>::type* found, int64_t step) {
   using W = Vec<B>;
   using U = typename W::type;
@@ -381,36 +386,44 @@ inline void derivatives(const Real* at, int64_t row_step, const int64_t* column,
   }
 }
 
+// One field's features at N vectors of pixels, from its derivatives.
+template <int B, int N>
+APART void combine(const Job& j, int64_t pixels, int64_t field, const typename Vec<B>::type* found,
+                   Real* z) {
+  using W = Vec<B>;
+  using U = typename W::type;
+  const int64_t* place = j.feature_place;
+  const Real* factor = j.feature_factor;
+  for (int64_t b = 0; b < j.blocks; b++) {
+    const int64_t inner = j.block[b].inner;
+    for (int64_t r = 0; r < j.block[b].rows; r++) {
+      Real* to = z + field * inner * pixels;
+      for (const int64_t* end = place + 2 * inner; place < end; place += 2, factor += 2) {
+        const U *one = found + place[0] * N, *two = found + place[1] * N;
+        const Real f = factor[0], g = factor[1];
+        for (int n = 0; n < N; n++) W::store(to + n * W::lanes, f * one[n] + g * two[n]);
+        to += pixels;
+      }
+      z += inner * j.in_fields * pixels;
+    }
+  }
+}
+
 template <int R, int B, int N>
 inline void features_at(const Job& j, const Cut& c, const Real* maps, int64_t row_step,
                         const int64_t* column, int64_t field, Real* z,
                         typename Vec<B>::type* found) {
-  using W = Vec<B>;
-  using U = typename W::type;
   for (int64_t slot = 0; slot < j.in_channels; slot++)
     for (int n = 0; n < N; n++)
-      derivatives<R, B>(maps + slot * c.map + n * W::lanes, row_step, column, j,
+      derivatives<R, B>(maps + slot * c.map + n * Vec<B>::lanes, row_step, column, j,
                         found + slot * j.stencils * N + n, N);
-  int64_t feature = 0;
-  for (int64_t b = 0; b < j.blocks; b++) {
-    const int64_t inner = j.block[b].inner;
-    for (int64_t r = 0; r < j.block[b].rows; r++) {
-      Real* to = z + field * inner * c.pixels;
-      for (int64_t k = 0; k < inner; k++, feature++, to += c.pixels) {
-        const U* one = found + j.feature_place[2 * feature] * N;
-        const U* two = found + j.feature_place[2 * feature + 1] * N;
-        const Real f = j.feature_factor[2 * feature], g = j.feature_factor[2 * feature + 1];
-        for (int n = 0; n < N; n++) W::store(to + n * W::lanes, f * one[n] + g * two[n]);
-      }
-      z += inner * j.in_fields * c.pixels;
-    }
-  }
+  combine<B, N>(j, c.pixels, field, found, z);
 }
 
 // The features of one tile: [block, row, (field, inner), pixel]. Lines of pixels follow one another
 // without gaps: what a vector writes beyond the end of its line, the next line overwrites.
 template <int R, int B>
-void differentiate_as(const Job& j, const Cut& c, const Real* spectrum, int64_t row, int64_t rows,
+APART void differentiate_as(const Job& j, const Cut& c, const Real* spectrum, int64_t row, int64_t rows,
                       int64_t columns, Real* z, void* scratch) {
   using W = Vec<B>;
   auto* found = static_cast<typename W::type*>(scratch);
@@ -455,7 +468,7 @@ void differentiate(const Job& j, const Cut& c, const Real* spectrum, int64_t row
 
 // sums[r, pixels] = Σ_k packed[k, r] · z[k, pixels] for R rows and N vectors.
 template <int R, int N>
-void product(const Real* packed, const Real* z, int64_t z_step, int64_t inner, Real* out,
+APART void product(const Real* packed, const Real* z, int64_t z_step, int64_t inner, Real* out,
              int64_t out_step) {
   V sum[R][N] = {};
   for (int64_t k = 0; k < inner; k++) {
@@ -472,7 +485,7 @@ void product(const Real* packed, const Real* z, int64_t z_step, int64_t inner, R
 
 // sums[r, n] += Σ_p z[r, p] · other[p, n] for R rows and N vectors.
 template <int R, int N>
-void outer(const Real* z, int64_t z_step, const Real* other, int64_t other_step, int64_t pixels,
+APART void outer(const Real* z, int64_t z_step, const Real* other, int64_t other_step, int64_t pixels,
            Real* sums, int64_t sum_step) {
   V sum[R][N];
   for (int r = 0; r < R; r++)
@@ -521,7 +534,7 @@ void pack(const Job& j, const Block& b, Real* packed) {
 }
 
 // Every block's products for one tile: [slot, out field, pixel].
-void multiply(const Job& j, const Cut& c, const Real* z, const Real* packed, int64_t pixels,
+APART void multiply(const Job& j, const Cut& c, const Real* z, const Real* packed, int64_t pixels,
               Real* out) {
   const int64_t vectors = ceil_div(pixels, LANES);
   for (int64_t b = 0; b < j.blocks; b++) {
@@ -546,7 +559,7 @@ void multiply(const Job& j, const Cut& c, const Real* z, const Real* packed, int
   }
 }
 
-void synthesise(const Job& j, const Cut& c, const Real* products, int64_t image, int64_t top,
+APART void synthesise(const Job& j, const Cut& c, const Real* products, int64_t image, int64_t top,
                 int64_t left, int64_t rows, int64_t columns, Real* places) {
   const int64_t plane = j.out_height * j.out_width;
   const bool whole = columns == j.out_width;  // lines follow one another in the output too
@@ -562,7 +575,7 @@ void synthesise(const Job& j, const Cut& c, const Real* products, int64_t image,
 
 // Each block's inner products of features and spectrum of `other`, added to `sums`:
 // [block, (field, inner), (column, out field) padded to whole vectors].
-void correlate(const Job& j, const Cut& c, const Real* z, int64_t image, int64_t top, int64_t left,
+APART void correlate(const Job& j, const Cut& c, const Real* z, int64_t image, int64_t top, int64_t left,
                int64_t rows, int64_t columns, Real* spectrum, Real* turned, Real* sums, Real* places) {
   const int64_t plane = j.out_height * j.out_width, pixels = rows * columns;
   const Real* other = j.other + image * j.other_stride;
