@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from econv.groups import FloatArray, Group, Irrep, frozen
 
@@ -231,5 +230,5 @@ def butterflies(matrix: FloatArray) -> tuple[list[tuple[int, int]], FloatArray]:
     return pairs, rest
 
 
-def _without_dust(array: npt.NDArray[np.float64]) -> FloatArray:
+def _without_dust(array: FloatArray) -> FloatArray:
     return np.where(np.abs(array) < _DUST, 0.0, array)

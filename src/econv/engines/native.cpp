@@ -40,8 +40,8 @@ constexpr int BYTES = 16;
 constexpr int TALL = 6;
 #endif
 constexpr int LANES = BYTES / static_cast<int>(sizeof(Real));
-constexpr int64_t Z_BYTES = 400 << 10;         // features of one tile
-constexpr int64_t SPECTRUM_BYTES = 240 << 10;  // spectrum of one region
+constexpr int AHEAD = 8;  // vectors that are fetched before they are read
+constexpr int64_t Z_BYTES = 400 << 10;  // features of one tile
 
 // Vectors of the full or of half the width, loaded and stored at any address.
 template <int B>
@@ -64,8 +64,9 @@ struct Block {
 // A matrix [rows, places] as pairs of places whose sum and difference are taken, one after the other,
 // and the few entries that are left, by rows and by places.
 struct Transform {
-  int64_t rows, places, pairs;
-  const int64_t* pair;
+  int64_t rows, places, pairs, first, singles;
+  const int64_t* pair;    // the first ones have no place in common …
+  const int64_t* single;  // … and leave these places out
   const int64_t *row_start, *row_place;
   const Real* row_factor;
   const int64_t *place_start, *place_row;
@@ -121,11 +122,12 @@ struct Scratch {
   ~Scratch() { std::free(data); }
 };
 
-// How the output is cut up: regions go to threads, each keeps its spectrum; tiles keep features.
+// How the output is cut up: regions go to threads; within one, tiles follow one another downwards,
+// and of the spectrum only those lines are kept that the current tile reads.
 struct Cut {
   int64_t region_rows, region_columns, across, down, tile_rows;
-  int64_t pitch, phase_pitch, rows, map;  // of the spectrum of a region
-  int64_t pixels;                    // row length of the features
+  int64_t pitch, phase_pitch, ring, map;  // lines, and how many, of one map of the spectrum
+  int64_t pixels;                         // row length of the features
 };
 
 Cut cut_up(const Job& j) {
@@ -135,27 +137,22 @@ Cut cut_up(const Job& j) {
   for (int64_t b = 0; b < j.blocks; b++) features += j.block[b].rows * j.block[b].inner;
   const int64_t each = features * j.in_fields * static_cast<int64_t>(sizeof(Real));
   const int64_t fits = std::max<int64_t>(2 * LANES, Z_BYTES / std::max<int64_t>(1, each));
-  c.across = std::max<int64_t>(1, ceil_div(j.out_width, std::max<int64_t>(fits, 2 * LANES)));
+  c.across = ceil_div(j.out_width, fits);
   c.region_columns = ceil_div(j.out_width, c.across);
   if (c.across > 1) c.region_columns = round_up(c.region_columns, LANES);
   c.across = ceil_div(j.out_width, c.region_columns);
-  c.tile_rows = std::max<int64_t>(1, fits / c.region_columns);
+  c.tile_rows = std::min(j.out_height, std::max<int64_t>(1, fits / c.region_columns));
+  // Enough regions for all threads, if the rim above and below does not outweigh them.
+  const int64_t wanted = ceil_div(4 * j.threads, j.batch * c.across);
+  const int64_t least = std::max<int64_t>(8, 2 * reach);
+  c.region_rows = std::max(ceil_div(j.out_height, wanted), std::min(least, j.out_height));
+  c.region_rows = std::min(j.out_height, round_up(c.region_rows, c.tile_rows));
+  c.down = ceil_div(j.out_height, c.region_rows);
   // Vectors reach beyond the end of a line, and read what follows without using it.
   c.phase_pitch = round_up(c.region_columns, LANES) + reach / j.down + 1;
   c.pitch = c.phase_pitch * j.down;
-  const int64_t maps = j.in_fields * j.in_channels;
-  const int64_t lines = SPECTRUM_BYTES / (maps * c.pitch * static_cast<int64_t>(sizeof(Real)));
-  int64_t rows = std::max<int64_t>({(lines - reach - 1) / j.down + 1, 4, c.tile_rows});
-  // Enough regions for all threads, if the rim does not outweigh them.
-  const int64_t wanted = ceil_div(4 * j.threads, j.batch * c.across);
-  rows = std::min(rows, std::max<int64_t>(ceil_div(j.out_height, wanted), 4));
-  rows = round_up(std::min(rows, j.out_height), c.tile_rows);
-  c.down = ceil_div(j.out_height, rows);
-  c.region_rows = std::min(j.out_height, round_up(ceil_div(j.out_height, c.down), c.tile_rows));
-  c.down = ceil_div(j.out_height, c.region_rows);
-  c.tile_rows = std::min(c.tile_rows, c.region_rows);
-  c.rows = (c.region_rows - 1) * j.down + reach + 1;
-  c.map = c.rows * c.pitch + 2 * LANES;  // written beyond the end of the last line
+  c.ring = (c.tile_rows - 1) * j.down + reach + 1;
+  c.map = c.ring * c.pitch + 2 * LANES;
   // The last line may be written up to a whole vector.
   c.pixels = (c.tile_rows - 1) * c.region_columns + round_up(c.region_columns, LANES);
   c.pixels = round_up(c.pixels, LANES);
@@ -164,6 +161,7 @@ Cut cut_up(const Job& j) {
 
 V load_some(const Real* p, int64_t count) {
   if (count >= LANES) return Full::load(p);
+  if (count <= 0) return V{};
   alignas(BYTES) Real buffer[LANES] = {};
   std::memcpy(buffer, p, count * sizeof(Real));
   return Full::load(buffer);
@@ -171,6 +169,7 @@ V load_some(const Real* p, int64_t count) {
 
 void store_some(Real* p, V v, int64_t count) {
   if (count >= LANES) return Full::store(p, v);
+  if (count <= 0) return;
   alignas(BYTES) Real buffer[LANES];
   Full::store(buffer, v);
   std::memcpy(p, buffer, count * sizeof(Real));
@@ -203,11 +202,25 @@ APART void transform_some(const Transform& t, bool turned, const Real* in, int64
       a[n] = sum;
     }
   };
+  // Stores are dear: the first pairs are read, and when turned written, without a detour.
   V sum[N];
   if (!turned) {
-    for (int64_t c = 0; c < t.places; c++)
-      for (int n = 0; n < N; n++) place[c * N + n] = read(in + c * in_step, n);
-    for (int64_t p = 0; p < t.pairs; p++) butterfly(p);
+    for (int64_t p = 0; p < t.first; p++) {
+      const int64_t a = t.pair[2 * p], b = t.pair[2 * p + 1];
+      const Real *x = in + a * in_step, *y = in + b * in_step;
+      for (int n = 0; n < N; n++) {
+        // Many streams at a time, more than the processor follows by itself.
+        __builtin_prefetch(x + (n + AHEAD) * LANES);
+        __builtin_prefetch(y + (n + AHEAD) * LANES);
+        const V u = read(x, n), v = read(y, n);
+        place[a * N + n] = u + v;
+        place[b * N + n] = u - v;
+      }
+    }
+    for (int64_t i = 0; i < t.singles; i++)
+      for (int n = 0; n < N; n++)
+        place[t.single[i] * N + n] = read(in + t.single[i] * in_step, n);
+    for (int64_t p = t.first; p < t.pairs; p++) butterfly(p);
     for (int64_t r = 0; r < t.rows; r++) {
       sums(r, t.row_start, t.row_place, t.row_factor, place, sum);
       for (int n = 0; n < N; n++) write(out + r * out_step, n, sum[n]);
@@ -220,9 +233,18 @@ APART void transform_some(const Transform& t, bool turned, const Real* in, int64
       sums(c, t.place_start, t.place_row, t.place_factor, row, sum);
       for (int n = 0; n < N; n++) place[c * N + n] = sum[n];
     }
-    for (int64_t p = t.pairs - 1; p >= 0; p--) butterfly(p);
-    for (int64_t c = 0; c < t.places; c++)
-      for (int n = 0; n < N; n++) write(out + c * out_step, n, place[c * N + n]);
+    for (int64_t p = t.pairs - 1; p >= t.first; p--) butterfly(p);
+    for (int64_t p = 0; p < t.first; p++) {
+      const int64_t a = t.pair[2 * p], b = t.pair[2 * p + 1];
+      for (int n = 0; n < N; n++) {
+        const V u = place[a * N + n], v = place[b * N + n];
+        write(out + a * out_step, n, u + v);
+        write(out + b * out_step, n, u - v);
+      }
+    }
+    for (int64_t i = 0; i < t.singles; i++)
+      for (int n = 0; n < N; n++)
+        write(out + t.single[i] * out_step, n, place[t.single[i] * N + n]);
   }
 }
 
@@ -243,54 +265,51 @@ void transform(const Transform& t, bool turned, const Real* in, int64_t in_step,
   }
 }
 
-// The spectrum of one region with its rim, [field, slot, row, phase, column]: column c of the
-// padded, spread line lies at phase c % down, place c / down, so that strided reads are dense.
+// Some lines of the spectrum of a region, counted from the first that it reads: [field, slot, line,
+// phase, column]. Column c of the padded, spread line lies at phase c % down, place c / down, so
+// that strided reads are dense; line l lies at l % ring.
 APART void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, int64_t left,
-             Real* spectrum, Real* line, Real* places) {
-  const int64_t map = c.map, plane = j.height * j.width;
+                   int64_t from, int64_t to, Real* spectrum, Real* line, Real* places) {
+  const int64_t plane = j.height * j.width;
   const int64_t first_row = top * j.down - j.before, first = left * j.down - j.before;
   const int64_t needed = (c.region_columns - 1) * j.down + j.dilation * (j.size - 1) + 1;
   // Source columns whose place `column * up - first` lies within the needed ones.
-  const int64_t begin = std::max<int64_t>(0, first > 0 ? ceil_div(first, j.up) : 0);
-  const int64_t stop = std::max(
-      begin, std::min(j.width, needed + first > 0 ? ceil_div(needed + first, j.up) : 0));
+  const int64_t begin = first > 0 ? ceil_div(first, j.up) : 0;
+  const int64_t end = std::min(j.width, needed + first > 0 ? ceil_div(needed + first, j.up) : 0);
+  const int64_t length = std::max<int64_t>(0, end - begin), start = begin * j.up - first;
   const bool plain = j.up == 1 && j.down == 1;
   const int64_t line_step = round_up(j.width, LANES) + 2 * LANES;
-  for (int64_t field = 0; field < j.in_fields; field++) {
-    Real* maps = spectrum + field * j.in_channels * map;
-    for (int64_t r = 0; r < c.rows; r++) {
-      const int64_t spread = first_row + r;
-      const bool inside = spread >= 0 && spread % j.up == 0 && spread / j.up < j.height;
-      Real* target = maps + r * c.pitch;
-      const bool empty = !inside || stop <= begin;
-      const int64_t start = plain ? begin - first : 0, end = plain ? stop - first : 0;
-      const Real* source =
-          image + field * j.in_channels * plane + (empty ? 0 : spread / j.up) * j.width + begin;
-      if (!empty) {
-        if (plain)
-          transform(j.analysis, false, source, plane, target + start, map, stop - begin, false,
-                    true, places);
-        else
-          transform(j.analysis, false, source, plane, line, line_step, stop - begin, false, true,
-                    places);
+  for (int64_t field = 0; field < j.in_fields; field++)
+    for (int64_t l = from; l < to; l++) {
+      const int64_t spread = first_row + l;
+      Real* target = spectrum + field * j.in_channels * c.map + l % c.ring * c.pitch;
+      if (length == 0 || spread < 0 || spread % j.up || spread / j.up >= j.height) {
+        for (int64_t slot = 0; slot < j.in_channels; slot++)
+          std::memset(target + slot * c.map, 0, c.pitch * sizeof(Real));
+        continue;
       }
-      for (int64_t slot = 0; slot < j.in_channels; slot++) {
-        Real* row = target + slot * map;
-        if (empty || !plain) {
-          std::memset(row, 0, c.pitch * sizeof(Real));
-          if (empty) continue;
-          const Real* from = line + slot * line_step;
-          for (int64_t u = begin; u < stop; u++) {
-            const int64_t place = u * j.up - first;
-            row[(place % j.down) * c.phase_pitch + place / j.down] = from[u - begin];
-          }
-        } else {
+      const Real* source =
+          image + field * j.in_channels * plane + spread / j.up * j.width + begin;
+      if (plain) {
+        transform(j.analysis, false, source, plane, target + start, c.map, length, false, false,
+                  places);
+        for (int64_t slot = 0; slot < j.in_channels; slot++) {
+          Real* row = target + slot * c.map;
           std::memset(row, 0, start * sizeof(Real));
-          std::memset(row + end, 0, (c.pitch - end) * sizeof(Real));
+          std::memset(row + start + length, 0, (c.pitch - start - length) * sizeof(Real));
+        }
+        continue;
+      }
+      transform(j.analysis, false, source, plane, line, line_step, length, false, true, places);
+      for (int64_t slot = 0; slot < j.in_channels; slot++) {
+        Real* row = target + slot * c.map;
+        std::memset(row, 0, c.pitch * sizeof(Real));
+        for (int64_t u = 0; u < length; u++) {
+          const int64_t place = start + u * j.up;
+          row[place % j.down * c.phase_pitch + place / j.down] = line[slot * line_step + u];
         }
       }
     }
-  }
 }
 
 // Those derivatives of one map whose stencils have terms in one class of symmetric parts.
@@ -311,7 +330,7 @@ inline __attribute__((always_inline)) void add_class(const Job& j, int which, co
 // of opposite taps, along x, along y and across the diagonal, six classes in all; a stencil with the
 // symmetry of its operator reads one of them.
 template <int R, int B>
-APART void derivatives(const Real* at, int64_t row_step, const int64_t* column, const Job& j,
+APART void derivatives(const Real* at, const int64_t* row, const int64_t* column, const Job& j,
                         typename Vec<B>::type* found, int64_t step) {
   using W = Vec<B>;
   using U = typename W::type;
@@ -319,7 +338,7 @@ APART void derivatives(const Real* at, int64_t row_step, const int64_t* column, 
   U even[K][R + 1], odd[K][R ? R : 1];  // along x, for every row
 #pragma GCC unroll 16
   for (int r = 0; r < K; r++) {
-    const Real* line = at + r * row_step;
+    const Real* line = at + row[r];
     even[r][0] = W::load(line + column[R]);
 #pragma GCC unroll 16
     for (int i = 1; i <= R; i++) {
@@ -410,12 +429,12 @@ APART void combine(const Job& j, int64_t pixels, int64_t field, const typename V
 }
 
 template <int R, int B, int N>
-inline void features_at(const Job& j, const Cut& c, const Real* maps, int64_t row_step,
+inline void features_at(const Job& j, const Cut& c, const Real* maps, const int64_t* row,
                         const int64_t* column, int64_t field, Real* z,
                         typename Vec<B>::type* found) {
   for (int64_t slot = 0; slot < j.in_channels; slot++)
     for (int n = 0; n < N; n++)
-      derivatives<R, B>(maps + slot * c.map + n * Vec<B>::lanes, row_step, column, j,
+      derivatives<R, B>(maps + slot * c.map + n * Vec<B>::lanes, row, column, j,
                         found + slot * j.stencils * N + n, N);
   combine<B, N>(j, c.pixels, field, found, z);
 }
@@ -427,21 +446,22 @@ APART void differentiate_as(const Job& j, const Cut& c, const Real* spectrum, in
                       int64_t columns, Real* z, void* scratch) {
   using W = Vec<B>;
   auto* found = static_cast<typename W::type*>(scratch);
-  const int64_t row_step = j.dilation * c.pitch;
-  int64_t column[2 * R + 1];
+  int64_t column[2 * R + 1], line[2 * R + 1];
   for (int t = 0; t < 2 * R + 1; t++) {
     const int64_t place = t * j.dilation;
     column[t] = (place % j.down) * c.phase_pitch + place / j.down;
   }
   for (int64_t field = 0; field < j.in_fields; field++)
     for (int64_t r = 0; r < rows; r++) {
-      const Real* maps = spectrum + field * j.in_channels * c.map + (row + r) * j.down * c.pitch;
+      const Real* maps = spectrum + field * j.in_channels * c.map;
+      for (int t = 0; t < 2 * R + 1; t++)
+        line[t] = ((row + r) * j.down + t * j.dilation) % c.ring * c.pitch;
       Real* to = z + r * columns;
       int64_t p = 0;
       for (; p + W::lanes < columns; p += 2 * W::lanes)
-        features_at<R, B, 2>(j, c, maps + p, row_step, column, field, to + p, found);
+        features_at<R, B, 2>(j, c, maps + p, line, column, field, to + p, found);
       if (p < columns)
-        features_at<R, B, 1>(j, c, maps + p, row_step, column, field, to + p, found);
+        features_at<R, B, 1>(j, c, maps + p, line, column, field, to + p, found);
     }
 }
 
@@ -687,9 +707,13 @@ extern "C" int econv_spectral(const Job* job) {
       const int64_t top = rest / c.across * c.region_rows, left = rest % c.across * c.region_columns;
       const int64_t rows = std::min(c.region_rows, j.out_height - top);
       const int64_t columns = std::min(c.region_columns, j.out_width - left);
-      analyse(j, c, j.x + image * j.x_stride, top, left, spectrum, line, places[4]);
+      int64_t known = 0;  // lines of the spectrum
       for (int64_t row = 0; row < rows; row += c.tile_rows) {
         const int64_t here = std::min(c.tile_rows, rows - row);
+        const int64_t last = (row + here - 1) * j.down + j.dilation * (j.size - 1) + 1;
+        known = std::max(known, row * j.down);
+        analyse(j, c, j.x + image * j.x_stride, top, left, known, last, spectrum, line, places[4]);
+        known = last;
         differentiate(j, c, spectrum, row, here, columns, z, places[4]);
         if (j.y) {
           multiply(j, c, z, packed, here * columns, products);

@@ -129,6 +129,8 @@ _SIZES = """size_of_job threads batch in_fields out_fields in_channels out_chann
 out_height out_width x_stride other_stride up down dilation before size stencils features slots
 weights blocks"""
 _IMAGES = "x w other y gram"
+_COUNTS = "rows places pairs first singles"
+_TABLES = "pair single row_start row_place row_factor place_start place_row place_factor"
 _POINTERS = """class_start class_stencil class_adds class_factor feature_place feature_factor block
 entry sign"""
 
@@ -136,10 +138,9 @@ entry sign"""
 class _Transform(ctypes.Structure):
     """`struct Transform` of native.cpp."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "places", "pairs")] + [
-        (name, ctypes.c_void_p)
-        for name in """pair row_start row_place row_factor place_start place_row
-        place_factor""".split()
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in _COUNTS.split()],
+        *[(name, ctypes.c_void_p) for name in _TABLES.split()],
     ]
 
 
@@ -182,9 +183,16 @@ def _program(plan: SpectralPlan, real: np.dtype[Any]) -> _Program:
 
     def fast(matrix: np.ndarray) -> _Transform:
         pairs, rest = butterflies(matrix)
-        by_row, by_place = _sparse(rest), _sparse(rest.T)
-        pointers = map(place, (np.array(pairs, dtype=np.int64), *by_row, *by_place))
-        return _Transform(*matrix.shape, len(pairs), *pointers)
+        seen: list[int] = []
+        for pair in pairs:
+            if seen and set(pair) & set(seen):
+                break
+            seen += pair
+        single = [p for p in range(matrix.shape[1]) if p not in seen]
+        lists = [np.array(found, dtype=np.int64) for found in (pairs, single)]
+        pointers = map(place, (*lists, *_sparse(rest), *_sparse(rest.T)))
+        counts = (len(pairs), len(seen) // 2, len(single))
+        return _Transform(*matrix.shape, *counts, *pointers)
 
     blocks, weight = [], 0
     for block in plan.blocks:
