@@ -16,7 +16,6 @@
 #ifdef _OPENMP
 #include <omp.h>
 #else
-#include <atomic>
 #include <thread>
 #endif
 
@@ -687,9 +686,6 @@ extern "C" int econv_spectral(const Job* job) {
   int64_t total = 0;
   for (int64_t s : sizes) total += round_up(s, 64);
   std::vector<int> failed(threads, 0);
-#ifndef _OPENMP
-  std::atomic<int64_t> next{0};
-#endif
   in_parallel(threads, [&](int64_t thread) {
     static thread_local Scratch scratch;
     Real* part = scratch.take(total);
@@ -725,11 +721,13 @@ extern "C" int econv_spectral(const Job* job) {
       }
     };
 #ifdef _OPENMP
-#pragma omp for schedule(dynamic, 1)
+    // Always the same regions for a thread, so that sums over pixels have one order.
+#pragma omp for schedule(static)
     for (int64_t region = 0; region < regions; region++)
       if (!failed[thread]) work(region);
 #else
-    for (int64_t region; !failed[thread] && (region = next++) < regions;) work(region);
+    const int64_t first = regions * thread / threads, stop = regions * (thread + 1) / threads;
+    for (int64_t region = first; !failed[thread] && region < stop; region++) work(region);
 #endif
   });
   for (int f : failed)

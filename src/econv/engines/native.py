@@ -85,7 +85,7 @@ def run(
     library = _library(_REALS[x.dtype])
     if isinstance(library, str):
         raise RuntimeError(f"the native kernel is not available: {library}")
-    program = _program(plan, np.dtype(_REALS[x.dtype]))
+    program = _program(plan, x.dtype)
     x, weights = _dense_images(x), weights.contiguous()
     out_fields, in_fields = weights.shape[:2]
     out_channels = plan.synthesis.shape[0]
@@ -169,16 +169,16 @@ class _Program:
 
 
 @lru_cache(maxsize=512)
-def _program(plan: SpectralPlan, real: np.dtype[Any]) -> _Program:
+def _program(plan: SpectralPlan, dtype: torch.dtype) -> _Program:
     from econv.engines.spectral import arrays
 
     tables = arrays(plan)
+    real = np.float32 if dtype == torch.float32 else np.float64
     kept: list[np.ndarray] = []
 
     def place(array: Any) -> int:
         found = np.asarray(array)
-        dtype = real if found.dtype.kind == "f" else np.int64
-        kept.append(np.ascontiguousarray(found, dtype=dtype))
+        kept.append(np.ascontiguousarray(found, real if found.dtype.kind == "f" else np.int64))
         return int(kept[-1].ctypes.data)
 
     def fast(matrix: np.ndarray) -> _Transform:
