@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -156,25 +157,26 @@ def measure(
 
 
 def peak_bytes(case: Case) -> dict[str, int]:
-    """Bytes that a training step allocates at most beyond what it starts with (Linux, CPU)."""
+    """Bytes by which a training step raises the most that a process ever held (Linux)."""
     found = {}
     for engine in ("dense", "spectral"):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if not child:
-            layer = case.layer("cpu")
-            shape = (case.batch, layer.in_channels, case.size, case.size)
-            x = torch.randn(shape, dtype=DTYPES[case.dtype], requires_grad=True)
-            with econv.engine(engine):
-                before = _high_water()
-                layer(x).sum().backward()
-            os.write(writer, str(_high_water() - before).encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        found[engine] = int(os.read(reader, 64))
-        os.close(reader)
-        os.close(writer)
+        command = [sys.executable, __file__, "--peak", engine, json.dumps(case)]
+        command += ["--threads", str(torch.get_num_threads())]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[engine] = int(done.stdout)
     return found
+
+
+def print_peak(engine: str, case: Case) -> None:
+    with econv.engine(engine):
+        warm = case._replace(batch=1).layer("cpu")
+        warm(torch.randn(1, warm.in_channels, 16, 16)).sum().backward()  # libraries, kernels
+        layer = case.layer("cpu")
+        shape = (case.batch, layer.in_channels, case.size, case.size)
+        x = torch.randn(shape, dtype=DTYPES[case.dtype], requires_grad=True)
+        before = _high_water()
+        layer(x).sum().backward()
+    print(_high_water() - before)
 
 
 def _high_water() -> int:
@@ -212,18 +214,26 @@ def fit(records: list[dict[str, Any]]) -> None:
                 rows.append(np.array(list(terms)) / time)
                 wanted.append(1.0)
         matrix, target = np.array(rows), np.array(wanted)
-        kept = np.ones(matrix.shape[1], dtype=bool)
-        while True:  # the least squares solution without negative coefficients
-            found = np.zeros(matrix.shape[1])
-            found[kept] = np.linalg.lstsq(matrix[:, kept], target, rcond=None)[0]
-            if (found >= 0).all():
-                break
-            kept &= found > 0
-        error = np.abs(matrix @ found - target)
+        weights = np.ones(len(matrix))
+        for _ in range(20):  # towards the least sum of absolute errors: a few outliers do not count
+            found = nonnegative(matrix * weights[:, None], target * weights)
+            error = np.abs(matrix @ found - target)
+            weights = 1 / np.sqrt(np.maximum(error, 0.03))
         print(f'    "{engine}": ({", ".join(f"{c:.3g}" for c in found)}),')
         print(
             f"    # relative error {np.median(error):.2f} in the middle, {error.max():.2f} at most"
         )
+
+
+def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The least squares solution without negative coefficients, by leaving those out."""
+    kept = np.ones(matrix.shape[1], dtype=bool)
+    while True:
+        found = np.zeros(matrix.shape[1])
+        found[kept] = np.linalg.lstsq(matrix[:, kept], target, rcond=None)[0]
+        if (found >= 0).all():
+            return found
+        kept &= found > 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -235,6 +245,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=30, help="at most (%(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="for a layer (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record to FILE")
+    parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--fit", type=Path, metavar="FILE", help="fit the cost model to a record")
     return parser.parse_args(arguments)
 
@@ -246,6 +257,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.peak:
+        print_peak(args.peak[0], Case(*json.loads(args.peak[1])))
+        return
     torch.backends.cudnn.benchmark = True
     targets = TARGETS[args.device]
     clock = time.process_time if args.clock == "cpu" else time.perf_counter

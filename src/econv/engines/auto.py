@@ -22,10 +22,12 @@ __all__ = ["Part", "Workload", "choose", "costs", "terms"]
 # Seconds for each count of `terms`, on one core. A device that is not here runs dense.
 COEFFICIENTS: dict[str, dict[str, tuple[float, ...]]] = {
     "cpu": {
-        "dense": (3e-11, 1e-10, 1e-9, 1e-4),
-        "spectral": (3e-11, 3e-11, 3e-11, 3e-11, 3e-11, 1e-4),
+        "dense": (1.73e-11, 1.1e-09, 1.66e-10, 0.000123, 0.000119),
+        "spectral": (1.76e-11, 1.95e-11, 1.47e-10, 1.55e-10, 5.83e-11, 0.000171, 0.00011),
     },
 }
+
+_VECTOR = 16  # channels
 
 
 class Part(NamedTuple):
@@ -76,33 +78,36 @@ def _counts(plan: SpectralPlan) -> _Counts:
 def terms(work: Workload) -> dict[str, tuple[float, ...]]:
     """What each engine does, in the order of its coefficients.
 
-    dense: multiplications, elements of the filters, elements of the maps, calls.
-    spectral: products, derivatives, features, transforms, weights, calls.
+    dense: multiplications, elements of the filters, elements of the maps, calls forwards, calls
+    backwards. spectral: products, derivatives, features, transforms, weights, and the same calls.
     """
     passes = 3 if work.backward else 1
-    dense, spectral = np.zeros(4), np.zeros(6)
+    dense, spectral = np.zeros(5), np.zeros(7)
     for plan, in_fields, out_fields in work.parts:
-        source, target = plan.analysis.shape[0], plan.synthesis.shape[0]
-        pairs = in_fields * out_fields * work.groups
-        taps = source * target * plan.basis.size**2
+        inputs = in_fields * plan.analysis.shape[0]
+        outputs = out_fields * plan.synthesis.shape[0]
         images = work.batch * work.groups
         out, back = images * work.out_pixels, images * work.in_pixels
-        dense += passes * np.array(
-            [
-                work.batch * work.out_pixels * pairs * taps,
-                pairs * taps,
-                back * in_fields * source + out * out_fields * target,
-                0,
-            ]
-        )
+        # conv2d fills whole vectors with output channels, and backwards with input channels too.
+        filled = _rounded(outputs) * (_rounded(inputs) if work.backward else inputs)
+        taps = plan.basis.size**2
+        dense += [
+            passes * out * filled * taps,
+            passes * work.groups * inputs * outputs * taps,
+            passes * (back * inputs + out * outputs),
+            0,
+            0,
+        ]
         there = _counts(plan)
+        weights = in_fields * out_fields * work.groups * plan.weights * plan.weight_map.shape[0]
         spectral += [
             out * in_fields * out_fields * there.products,
             out * in_fields * there.derivatives,
             out * in_fields * there.features,
             back * in_fields * there.analysis + out * out_fields * there.synthesis,
-            pairs * plan.weights * plan.weight_map.shape[0],
+            passes * weights,
             work.groups,
+            0,
         ]
         if work.backward:  # at the resolution of the input, with or without a stride
             again = _counts(plan.adjoint)
@@ -111,11 +116,16 @@ def terms(work: Workload) -> dict[str, tuple[float, ...]]:
                 back * out_fields * again.derivatives,
                 back * out_fields * again.features,
                 2 * back * in_fields * again.synthesis + back * out_fields * again.analysis,
-                2 * pairs * plan.weights * plan.weight_map.shape[0],
+                0,
+                work.groups,
                 work.groups,
             ]
-    dense[-1] = 2 if work.backward else 1
+    dense[-2:] = passes // 3 + 1, passes // 3
     return {"dense": tuple(dense.tolist()), "spectral": tuple(spectral.tolist())}
+
+
+def _rounded(channels: int) -> int:
+    return -(-channels // _VECTOR) * _VECTOR
 
 
 def costs(work: Workload, device: str = "cpu") -> dict[str, float]:

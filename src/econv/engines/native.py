@@ -67,10 +67,11 @@ def reason(dtype: torch.dtype = torch.float32) -> str | None:
 
 def supports(x: Tensor, plan: SpectralPlan) -> bool:
     """Whether the kernel runs this: on a CPU, in float32 or float64, for stencils up to 9×9."""
-    # Modes and subclasses, such as those of tracers, must see operations of torch.
-    plain = type(x) in (Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack()
-    fits = x.device.type == "cpu" and x.dtype in _REALS and plan.basis.size <= _LARGEST
-    return plain and fits and available(x.dtype)
+    # Tracers, and whatever else watches, must see operations of torch.
+    watched = torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    if watched or type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu":
+        return False
+    return x.dtype in _REALS and plan.basis.size <= _LARGEST and available(x.dtype)
 
 
 def run(

@@ -428,6 +428,8 @@ def run(
     compiled = native.supports(x.to(working), plan)
 
     def saving(x: Tensor, weights: Tensor, geometry: Geometry) -> Tensor:
+        if torch._C._is_tracing():
+            return apply(x, weights, table, geometry)
         transposed = geometry.transposed(plan.basis.size, *x.shape[2:])
         operator = _Operator(plan, table, adjoint, geometry, transposed, compiled)
         found: Tensor = _Convolution.apply(x, weights, operator)
