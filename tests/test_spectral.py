@@ -242,7 +242,7 @@ def test_an_exported_layer_is_the_same_on_every_size():
     assert distance(program.module()(other), layer(other)) <= 1e-12
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore::torch.jit.TracerWarning")
 def test_a_layer_traced_by_jit_reads_its_input():
     layer = GroupConv2d(2, 2, "p4", dtype=torch.float64, engine="spectral").requires_grad_(False)
     x, other = torch.randn(2, 1, 8, 7, 7, dtype=torch.float64)
