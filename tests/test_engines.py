@@ -269,7 +269,7 @@ def test_the_dense_engine_is_the_one_that_runs(monkeypatch):
     for engine in ("auto", "dense"):
         GroupConv2d(1, 1, "p4", engine=engine)(torch.randn(1, 4, 5, 5))
     assert len(calls) == 2
-    assert engines.resolve("auto") == "dense"
+    assert engines.resolve("auto") == "auto"
     assert engines.resolve("dense") == "dense"
 
 

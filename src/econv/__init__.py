@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from econv import models, testing
 from econv.basis import FilterBasis, filter_basis
 from econv.conversion import ConversionError, convert
+from econv.engines import engine
 from econv.groups import Group
 from econv.layers import (
     CentredAvgPool2d,
@@ -77,6 +78,7 @@ __all__ = [
     "convert",
     "convert_sync_batchnorm",
     "create_model",
+    "engine",
     "export",
     "filter_basis",
     "from_pretrained",

@@ -69,10 +69,11 @@ class FilterBasis:
         coefficients = self.operators.turned(self.group)
         columns = monomials(self.operators.order, self.operators.dimension)
         used = np.flatnonzero(np.abs(coefficients).max(axis=(0, 1)))
-        weights = np.stack([self._monomial(columns[j]) for j in used])
+        weights = np.stack([self.monomial(columns[j]) for j in used])
         return frozen(np.tensordot(coefficients[..., used], weights, axes=1))
 
-    def _monomial(self, exponents: tuple[int, ...]) -> FloatArray:
+    def monomial(self, exponents: tuple[int, ...]) -> FloatArray:
+        """The stencil of ∂^exponents on the support of the basis, at spacing 1."""
         found = self.stencils.stencil(Polynomial.monomial(exponents), self.size).weights
         return found.astype(np.float64)
 

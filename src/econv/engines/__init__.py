@@ -1,20 +1,64 @@
-"""Ways to run one group convolution on tensors, each with the same signature.
+"""Ways to run one group convolution on tensors: `dense` and `spectral`.
 
-An engine is a module with the functions of `dense`. The one that is asked for is the one that
-runs: an engine that is not available is an error, and only ``"auto"`` may choose.
+The one that is asked for is the one that runs: an engine that is not available is an error, and
+only ``"auto"`` may choose. A layer's own choice goes first, then that of the innermost
+:func:`engine` block, then the cost model of `econv.engines.auto`.
 """
 
 from __future__ import annotations
 
-__all__ = ["ENGINES", "resolve"]
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-ENGINES = ("dense",)
+__all__ = ["ENGINES", "engine", "note", "resolve"]
+
+ENGINES = ("dense", "spectral")
+
+
+# For the whole process, as torch's own switches are: what a compiler can follow and guard.
+_names: list[str] = []
+_lists: list[list[str]] = []
 
 
 def resolve(engine: str) -> str:
-    """The engine that a name stands for: itself, or the choice of ``"auto"``."""
-    if engine == "auto":
-        return "dense"
-    if engine not in ENGINES:
-        raise ValueError(f"unknown engine {engine!r}: expected 'auto' or one of {list(ENGINES)}")
-    return engine
+    """The engine that a layer's own choice stands for here: one of `ENGINES`, or ``"auto"``."""
+    if engine != "auto":
+        if engine not in ENGINES:
+            raise ValueError(
+                f"unknown engine {engine!r}: expected 'auto' or one of {list(ENGINES)}"
+            )
+        return engine
+    return _names[-1] if _names else "auto"
+
+
+def note(ran: str) -> None:
+    """Tell the blocks around what ran: an engine's name, with what carried it out after a slash."""
+    for found in _lists:
+        found.append(ran)
+
+
+@contextmanager
+def engine(name: str = "auto") -> Iterator[list[str]]:
+    """Choose, and watch, the engine of the convolutions that run inside the block.
+
+    The name holds for all layers that leave the choice open (``engine="auto"``). What the block
+    gives is a list to which every convolution adds what ran it: ``"dense"``,
+    ``"spectral/torch"`` or ``"spectral/native"``. Compiled and exported passes add nothing. Blocks
+    hold for all threads.
+
+    >>> import econv, torch
+    >>> layer = econv.GroupConv2d(1, 1, "p8")
+    >>> with econv.engine("dense") as ran:
+    ...     _ = layer(torch.randn(1, 8, 9, 9))
+    >>> ran
+    ['dense']
+    """
+    resolve(name)
+    ran: list[str] = []
+    _names.append(name)
+    _lists.append(ran)
+    try:
+        yield ran
+    finally:
+        _names.pop()
+        _lists[:] = [found for found in _lists if found is not ran]

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from econv.basis import Gains, filter_basis
-from econv.engines import dense, resolve
+from econv.engines import auto, dense, note, resolve, spectral
 from econv.groups import Group, GroupLike
 from econv.layers.checks import check_groups, check_maps, positive
 from econv.layers.constants import WithConstants
 from econv.layers.sampling import Enlarge2d, Upsample2d, recentre, window_count
 from econv.operators import OperatorsLike
+from econv.plan import SpectralPlan, spectral_plan
 from econv.stencils import StencilsLike, stencil_set
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ __all__ = [
     "VectorConv2d",
 ]
 
+_SMALL = 2_000_000  # multiplications; below, nothing is faster than one call of conv2d
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
@@ -54,6 +56,14 @@ class ConvOptions(TypedDict, total=False):
     engine: str
     device: torch.device | str | None
     dtype: torch.dtype | None
+
+
+class _Part(NamedTuple):
+    """Input channels that transform alike, and the weight that reads them."""
+
+    source: str  # how they transform: one of econv.fourier.KINDS
+    weight: Tensor  # [out fields, in fields / groups, coordinates]
+    channels: slice
 
 
 class PDOConv2d(WithConstants):
@@ -115,6 +125,7 @@ class PDOConv2d(WithConstants):
         self.basis.scale(init)  # an unknown name fails here, not at the first reset
         self.init = init
         self._order = self.group.order
+        self._block_shapes: dict[str, tuple[tuple[int, int, int], ...]] = {}
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"expected a floating-point dtype; got {dtype}")
         self.weight = nn.Parameter(
@@ -140,7 +151,13 @@ class PDOConv2d(WithConstants):
 
     def _constants(self) -> dict[str, np.ndarray]:
         # Operators first, so that one matrix product with the weight gives every filter.
-        return {"synthesis": self.basis.synthesis.swapaxes(0, 1)}
+        constants = {"synthesis": self.basis.synthesis.swapaxes(0, 1)}
+        if self.engine == "spectral":  # kept where tracers find them
+            for plan in map(self._plan, self._parts()):
+                arrays = spectral.arrays(plan)
+                constants.update({f"{plan.source}_{n}": a for n, a in arrays.items()})
+                self._block_shapes[plan.source] = spectral.shapes(plan)
+        return constants
 
     def _constants_like(self, name: str) -> Tensor:
         return self.weight
@@ -217,6 +234,10 @@ class PDOConv2d(WithConstants):
         self._check_input(x)
         if self.centred:
             x = recentre(x, self.points(x.shape[2]), self.points(x.shape[3]))
+        if self._engine(x) == "spectral":
+            return self._run_spectral(x)
+        if not torch.compiler.is_compiling():
+            note("dense")
         return dense.convolve(
             x,
             self.filters(),
@@ -236,6 +257,64 @@ class PDOConv2d(WithConstants):
         )
         windows = window_count(size, as_extent, self.stride, as_padding)
         return self.stride * (windows - 1) + extent - padding
+
+    def _engine(self, x: Tensor) -> str:
+        engine = resolve(self.engine)
+        if engine != "auto":
+            return engine
+        # A compiled graph holds for many sizes, and its compiler makes the most of plain filters.
+        if torch.compiler.is_compiling() or self.filter_elements() * x.numel() < _SMALL:
+            return "dense"
+        learns = x.requires_grad or self.weight.requires_grad
+        return auto.choose(x, self.workload(x.shape, torch.is_grad_enabled() and learns))
+
+    def filter_elements(self) -> int:
+        """How many filter elements one input pixel of one channel meets."""
+        return self.out_channels // self.groups * self.basis.size**2
+
+    def workload(self, shape: torch.Size, backward: bool) -> auto.Workload:
+        """What a call on an input of this shape has to do, for the cost model of the engines."""
+        height, width = (n + 2 * self.padding for n in shape[2:])
+        out = [(n - self.extent) // self.stride + 1 for n in (height, width)]
+        parts = []
+        for part in self._parts():
+            out_fields, in_fields = part.weight.shape[:2]
+            parts.append(auto.Part(self._plan(part), in_fields, out_fields // self.groups))
+        pixels = (height * width, math.prod(out))
+        return auto.Workload(tuple(parts), self.groups, shape[0], *pixels, backward)
+
+    def _run_spectral(self, x: Tensor) -> Tensor:
+        geometry = (self.stride, self.padding, self.padding_mode, self.dilation, self.groups)
+        dtype = spectral.result_dtype(x)
+        found = []
+        with _without_autocast(x.device):
+            for part in self._parts():
+                channels = x[:, part.channels].to(dtype)
+                if torch.compiler.is_compiling():
+                    tables = self._traced_tables(part.source)
+                    found.append(spectral.traced(channels, part.weight, tables, *geometry))
+                else:
+                    plan = self._plan(part)
+                    found.append(spectral.run(channels, part.weight, plan, *geometry))
+            bias = self._channel_bias()
+            if bias is not None:
+                found.append(bias.to(dtype)[:, None, None])
+            return sum(found[1:], start=found[0])
+
+    def _plan(self, part: _Part) -> SpectralPlan:
+        return spectral_plan(self.basis, part.source, self.output_kind)
+
+    def _traced_tables(self, source: str) -> spectral.Tables:
+        if self.engine != "spectral":
+            raise RuntimeError(
+                'expected a layer built with engine="spectral": inside torch.compile and '
+                "torch.export the tables of that engine must be part of the layer"
+            )
+        given = {name: getattr(self, f"{source}_{name}") for name in spectral.TABLES}
+        return spectral.Tables(**given, shapes=self._block_shapes[source])
+
+    def _parts(self) -> list[_Part]:
+        return [_Part("regular", self.weight.flatten(2), slice(None))]
 
     def _check_input(self, x: Tensor) -> None:
         if torch.compiler.is_compiling():
@@ -321,7 +400,7 @@ class LiftConv2d(PDOConv2d):
             together, would have: an even 2×2 convolution has none of its own here.
         init: ``"relu"`` (default) keeps the second moment through ReLU layers, ``"paper"`` is
             section 4.4.
-        engine: ``"auto"`` (default) or ``"dense"``.
+        engine: ``"auto"`` (default), ``"dense"`` or ``"spectral"``; see :func:`econv.engine`.
         device: as in `Conv2d`.
         dtype: as in `Conv2d`.
 
@@ -385,6 +464,15 @@ class LiftConv2d(PDOConv2d):
         if scalars:
             parts.insert(0, dense.lift_filters(self.weight[:, :scalars], self.synthesis, None))
         return torch.cat(parts, dim=1)
+
+    def _parts(self) -> list[_Part]:
+        scalars = self.in_channels - 2 * self.vectors
+        pairs = self.weight[:, scalars:].unflatten(1, (-1, 2)).flatten(2)
+        parts = [
+            _Part("scalar", self.weight[:, :scalars], slice(0, scalars)),
+            _Part("vector", pairs, slice(scalars, None)),
+        ]
+        return [part for part in parts if part.weight.shape[1]]
 
     def _expected_channels(self) -> str:
         return f"{self.in_channels} image channels"
@@ -531,6 +619,10 @@ class VectorConv2d(GroupConv2d):
 
     def _filters(self) -> Tensor:
         return dense.vector_filters(self.weight, self.synthesis, self.places, self.matrices)
+
+    def _parts(self) -> list[_Part]:
+        pairs = self.weight.unflatten(0, (-1, 2))  # [vectors, component, in fields, k, s]
+        return [_Part("regular", pairs.transpose(1, 2).flatten(2), slice(None))]
 
     def extra_repr(self) -> str:
         return f"{self.in_fields}, {self.out_vectors}{PDOConv2d.extra_repr(self)}"

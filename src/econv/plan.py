@@ -1,0 +1,446 @@
+"""A PDO-eConv in Fourier space, step by step: the fixed arrays that the spectral engine runs on.
+
+Every layer is linear in its input, in its weight and in the stencils, and commutes with the group.
+In five steps, for each pixel:
+
+1. *analysis*: the channels of each input field are transformed to its irreducible pieces;
+2. *stencils*: fixed stencils, the same for every channel, differentiate what came out;
+3. *features*: sums of at most two derivatives each (Clebsch–Gordan) transform by one irrep;
+4. *blocks*: Schur's lemma leaves one matrix product for each irrep, over the input fields;
+5. *synthesis*: the irreducible pieces of each output field are transformed back to its channels.
+
+The adjoint layer, which takes gradients of the output to gradients of the input, has the same form:
+each stencil is plus or minus its own mirror image.
+
+A plan that does not give exactly the layer's filters cannot be built. This room stays in numpy
+float64; who runs the steps, and in which order, is the business of the engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from econv.basis import FilterBasis
+from econv.fourier import KINDS, Copy, commutant, couple, decompose, transform
+from econv.groups import FloatArray, IntArray, frozen
+from econv.operators import Polynomial, action, monomials
+from econv.stencils import harmonic
+
+__all__ = ["Block", "SpectralPlan", "spectral_plan"]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One matrix product: what all features of one irrep give to one irrep of the output.
+
+    For each of the ``rows``, output column n is Σ_k feature[row, k] · W[k, n], and the entry
+    W[k, n] is ``signs[k, n]`` times the spectral weight number ``entries[k, n]``. Rows share the
+    matrix.
+    """
+
+    irrep: int
+    features: IntArray
+    """Numbers of the features, ``[rows, inner]``."""
+    slots: IntArray
+    """Where the products go in the spectrum of the output, ``[rows, columns]``."""
+    entries: IntArray
+    """Numbers of the spectral weights, ``[inner, columns]``."""
+    signs: FloatArray
+    """Their signs, ``[inner, columns]``."""
+
+    @property
+    def rows(self) -> int:
+        """How many vectors of features share the matrix."""
+        return int(self.features.shape[0])
+
+    @property
+    def inner(self) -> int:
+        """The length of such a vector, for each input field."""
+        return int(self.features.shape[1])
+
+    @property
+    def columns(self) -> int:
+        """The length of a product, for each output field."""
+        return int(self.slots.shape[1])
+
+
+class _Atoms(NamedTuple):
+    """What one unit spectral weight does: sums of ±1 · (output slot, stencil, input slot)."""
+
+    places: IntArray  # [weights, terms], into output slots × stencils × input slots
+    factors: FloatArray  # [weights, terms], 0 where there are fewer terms
+
+
+@dataclass(frozen=True)
+class SpectralPlan:
+    """The fixed arrays of one kind of layer: a value, made by `spectral_plan`.
+
+    >>> from econv import filter_basis
+    >>> plan = spectral_plan(filter_basis("p8"), "regular", "regular")
+    >>> len(plan.stencils), plan.weights, [(b.rows, b.inner, b.columns) for b in plan.blocks]
+    (12, 96, [(1, 12, 1), (1, 12, 1), (1, 24, 2), (1, 24, 2), (1, 24, 2)])
+    >>> plan.multiplications
+    168
+    """
+
+    basis: FilterBasis
+    source: str
+    """How an input field transforms: one of `econv.fourier.KINDS`."""
+    target: str
+    """How an output field transforms."""
+
+    @cached_property
+    def _operators(self) -> tuple[tuple[Copy, ...], FloatArray, FloatArray]:
+        return _irreducible_stencils(self.basis)
+
+    @property
+    def stencils(self) -> FloatArray:
+        """A basis of all turned stencils, ``[stencils, size, size]``.
+
+        Each irreducible piece has unit length, and those of one irrep and parity are orthogonal, on
+        the mean over their rows: derivatives that are rounded to few digits lose little.
+        """
+        return self._operators[1]
+
+    @property
+    def parity(self) -> FloatArray:
+        """+1 for stencils that are their own mirror image through the centre, −1 for the others."""
+        return self._operators[2]
+
+    @cached_property
+    def analysis(self) -> FloatArray:
+        """Channels of an input field to its spectrum, ``[slots, channels]``, orthogonal."""
+        return frozen(np.concatenate([c.basis for c in transform(self.basis.group, self.source)]))
+
+    @cached_property
+    def synthesis(self) -> FloatArray:
+        """Spectrum of an output field to its channels, ``[channels, slots]``, orthogonal."""
+        return frozen(
+            np.concatenate([c.basis for c in transform(self.basis.group, self.target)]).T.copy()
+        )
+
+    @cached_property
+    def _features_and_blocks(
+        self,
+    ) -> tuple[IntArray, IntArray, FloatArray, tuple[Block, ...], int]:
+        return _features_and_blocks(self)
+
+    @property
+    def feature_stencils(self) -> IntArray:
+        """Feature f is Σ_t factor[f, t] · stencil[f, t] applied to slot[f, t]: ``[features, 2]``.
+
+        A feature of one term has the factor 0 in the other.
+        """
+        return self._features_and_blocks[0]
+
+    @property
+    def feature_slots(self) -> IntArray:
+        """The slots of the input's spectrum that each feature reads, ``[features, 2]``."""
+        return self._features_and_blocks[1]
+
+    @property
+    def feature_factors(self) -> FloatArray:
+        """The factors of the terms of each feature, 1, −1 or 0, ``[features, 2]``."""
+        return self._features_and_blocks[2]
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The matrix products, one for each irrep of the output that the features reach.
+
+        Slots of the output's spectrum that no block names are zero.
+        """
+        return self._features_and_blocks[3]
+
+    @property
+    def weights(self) -> int:
+        """How many independent spectral weights a pair of fields has."""
+        return self._features_and_blocks[4]
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications of the blocks for each pixel and pair of fields."""
+        return sum(block.rows * block.inner * block.columns for block in self.blocks)
+
+    @cached_property
+    def weight_map(self) -> FloatArray:
+        """From a layer's weight to spectral weights, ``[coordinates, weights]``.
+
+        Coordinates of a pair of fields, in the order of the layers' weights: (k, s) for regular
+        fields to regular ones, (s) for scalar to regular, (component, s) for vector to regular,
+        and (component, k, s) for regular to vector. There are none for plans that occur as adjoints
+        only.
+        """
+        return _weight_map(self)
+
+    @cached_property
+    def adjoint(self) -> SpectralPlan:
+        """The plan of the adjoint layer, from output gradients to input gradients."""
+        return spectral_plan(self.basis, self.target, self.source)
+
+    @cached_property
+    def adjoint_map(self) -> FloatArray:
+        """From spectral weights to those of the adjoint layer, ``[weights, weights]``."""
+        return _adjoint_map(self)
+
+    @cached_property
+    def _atoms(self) -> _Atoms:
+        return _atoms(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return spectral_plan, (self.basis, self.source, self.target)
+
+    def __repr__(self) -> str:
+        return f"SpectralPlan({self.basis!r}, {self.source!r}, {self.target!r})"
+
+
+@lru_cache(maxsize=256)
+def spectral_plan(basis: FilterBasis, source: str, target: str) -> SpectralPlan:
+    """The plan of a layer from ``source`` to ``target`` fields, made once per process."""
+    for kind in (source, target):
+        if kind not in KINDS:
+            raise ValueError(f"unknown kind of field {kind!r}: expected one of {KINDS}")
+    return SpectralPlan(basis, source, target)
+
+
+@lru_cache(maxsize=256)
+def _irreducible_stencils(
+    basis: FilterBasis,
+) -> tuple[tuple[Copy, ...], FloatArray, FloatArray]:
+    """The closure of the operators in irreducible pieces: copies, stencils, parities."""
+    group, operators = basis.group, basis.operators
+    columns = monomials(operators.order, operators.dimension)
+    degrees = np.array([sum(e) for e in columns])
+    # Monomials have the length √(a!/|a|!) in the inner product that rotations leave alone.
+    lengths = np.sqrt([_bombieri(e) for e in columns])
+    turned = operators.turned(group) * lengths
+    pieces: list[tuple[int, int, FloatArray]] = []  # irrep, degree, stencils [d, size, size]
+    for degree in sorted(set(operators.orders)):
+        chosen = np.flatnonzero(degrees == degree)
+        rows = turned[:, np.array(operators.orders) == degree][..., chosen]
+        values, vectors = np.linalg.svd(rows.reshape(-1, len(chosen)))[1:]
+        space = vectors[: int((values > 1e-9 * values[0]).sum())]  # orthonormal rows
+        space = np.where(np.abs(space) < 1e-13, 0.0, space)
+        names = [columns[j] for j in chosen]
+        length = lengths[chosen]
+        everything = [Polynomial.monomial(e) for e in names]
+        # The derivatives of a turned image are the turned image of derivatives in the frame of h⁻¹.
+        acts = [action(group.matrices[inverse], everything) for inverse in group.inverse]
+        matrices = space @ (np.stack(acts) * length / length[:, None]) @ space.T
+        candidates = np.stack([row * length for row in _harmonics(degree, names)]) @ space.T
+        used = np.flatnonzero(np.abs(space).max(axis=0))  # others may not fit on the support
+        weights = np.stack([basis.monomial(names[j]) for j in used])
+        for index, found in decompose(group, matrices, candidates):
+            in_monomials = ((found @ space) / length)[:, used]
+            pieces.append((index, degree, np.tensordot(in_monomials, weights, axes=1)))
+    pieces.sort(key=lambda piece: piece[0])  # stable: low degrees first within an irrep
+    pieces = _orthonormalised(pieces)
+    stencils = np.concatenate([weights for *_, weights in pieces])
+    unit = np.eye(len(stencils))
+    copies: list[Copy] = []
+    for index, _, weights in pieces:
+        first = sum(len(copy.basis) for copy in copies)
+        copies.append(Copy(index, frozen(unit[first : first + len(weights)].copy())))
+    parity = np.concatenate([np.full(len(w), (-1.0) ** degree) for _, degree, w in pieces])
+    mirrored = stencils[:, ::-1, ::-1] * parity[:, None, None]
+    if not np.abs(mirrored - stencils).max() <= 1e-12 * np.abs(stencils).max():
+        raise ArithmeticError(f"a stencil of {basis!r} has no definite parity")
+    return tuple(copies), frozen(stencils), frozen(parity)
+
+
+def _harmonics(degree: int, names: list[tuple[int, ...]]) -> Iterator[FloatArray]:
+    """Operators of one degree that turn by a phase alone, as rows over the monomials."""
+    for q in range(degree // 2 + 1):
+        terms = harmonic(degree - q, q)
+        row = np.array([complex(terms.coefficient(e)) for e in names])
+        yield row.real
+        if degree > 2 * q:
+            yield row.imag
+
+
+def _orthonormalised(
+    pieces: list[tuple[int, int, FloatArray]],
+) -> list[tuple[int, int, FloatArray]]:
+    """Gram–Schmidt over the pieces of one irrep and parity, the same for each of their rows."""
+    done: list[tuple[int, int, FloatArray]] = []
+    for index, degree, weights in pieces:
+        rest = weights
+        for other, other_degree, known in done:
+            if other == index and (other_degree - degree) % 2 == 0:
+                rest = rest - np.vdot(known, rest) / np.vdot(known, known) * known
+        length = np.linalg.norm(rest) / math.sqrt(len(rest))
+        if length <= 1e-9 * np.linalg.norm(weights):
+            raise ArithmeticError("the stencils of different operators are not independent")
+        rest = np.where(np.abs(rest) <= 1e-14 * np.abs(rest).max(), 0.0, rest)
+        done.append((index, degree, rest / length))
+    return done
+
+
+def _slots(copies: tuple[Copy, ...]) -> list[tuple[int, IntArray]]:
+    """The irrep of each copy and the rows that it takes when all are put below one another."""
+    ends = np.cumsum([len(copy.basis) for copy in copies])
+    return [
+        (copy.irrep, np.arange(end - len(copy.basis), end))
+        for copy, end in zip(copies, ends, strict=True)
+    ]
+
+
+def _features_and_blocks(
+    plan: SpectralPlan,
+) -> tuple[IntArray, IntArray, FloatArray, tuple[Block, ...], int]:
+    group = plan.basis.group
+    inputs = _slots(transform(group, plan.source))
+    outputs = _slots(transform(group, plan.target))
+    operators = _slots(plan._operators[0])
+    stencils: list[list[int]] = []
+    slots: list[list[int]] = []
+    factors: list[list[float]] = []
+    features: dict[int, list[list[int]]] = {}  # by irrep: for every coupling its rows
+    wanted = {irrep for irrep, _ in outputs}
+    for input_irrep, input_slots in inputs:
+        for operator_irrep, operator_slots in operators:
+            for irrep, coefficients in couple(group, operator_irrep, input_irrep):
+                if irrep not in wanted:
+                    continue
+                rows = []
+                for table in coefficients:
+                    terms = np.argwhere(table)
+                    values = table[tuple(terms.T)]
+                    # All terms weigh the same, and the spectral weights take the scale.
+                    if len(terms) > 2 or not np.allclose(np.abs(values), np.abs(values[0])):
+                        raise ArithmeticError(f"unequal Clebsch–Gordan coefficients in {group}")
+                    rows.append(len(stencils))
+                    padding = [0] * (2 - len(terms))
+                    stencils.append([int(operator_slots[a]) for a, _ in terms] + padding)
+                    slots.append([int(input_slots[b]) for _, b in terms] + padding)
+                    factors.append([float(np.sign(v)) for v in values] + [0.0] * len(padding))
+                features.setdefault(irrep, []).append(rows)
+    blocks: list[Block] = []
+    count = 0
+    for irrep in sorted(wanted & features.keys()):
+        couplings = np.array(features[irrep])  # [couplings, d]
+        copies = np.stack([s for index, s in outputs if index == irrep])  # [copies, d]
+        algebra = commutant(group.irreps[irrep])  # [e, d, d]
+        first = count + np.arange(len(couplings) * len(copies) * len(algebra))
+        numbers = first.reshape(len(couplings), len(copies), len(algebra))
+        count += first.size
+        if len(algebra) == 1:
+            entries = numbers[:, :, 0]
+            ones = np.ones(entries.shape)
+            found = Block(irrep, couplings.T, copies.T, entries, ones)
+        else:
+            # Entry [r, s] of Σ_e w_e C_e, the matrix that takes features to the output, is one w_e.
+            which = np.abs(algebra).argmax(axis=0)  # [d, d]
+            sign = np.take_along_axis(algebra, which[None], axis=0)[0]
+            if not np.allclose(np.abs(algebra).sum(axis=0), 1.0):
+                raise ArithmeticError(f"the commutant of an irrep of {group} is not monomial")
+            entries = numbers[:, :, which]  # [couplings, copies, r, s]
+            entries = entries.transpose(0, 3, 1, 2).reshape(couplings.size, copies.size)
+            signs = np.tile(np.sign(sign).T, (len(couplings), len(copies)))
+            found = Block(irrep, couplings.reshape(1, -1), copies.reshape(1, -1), entries, signs)
+        blocks.append(found)
+    return (
+        frozen(np.array(stencils, dtype=np.int64)),
+        frozen(np.array(slots, dtype=np.int64)),
+        frozen(np.array(factors)),
+        tuple(blocks),
+        count,
+    )
+
+
+def _atoms(plan: SpectralPlan) -> _Atoms:
+    slots, stencils = plan.analysis.shape[0], len(plan.stencils)
+    terms: list[list[tuple[int, float]]] = [[] for _ in range(plan.weights)]
+    for block in plan.blocks:
+        for k, n in np.ndindex(block.entries.shape):
+            for row in range(block.rows):
+                feature, out = block.features[row, k], block.slots[row, n]
+                for t in range(2):
+                    factor = block.signs[k, n] * plan.feature_factors[feature, t]
+                    if factor:
+                        place = out * stencils + plan.feature_stencils[feature, t]
+                        place = place * slots + plan.feature_slots[feature, t]
+                        terms[block.entries[k, n]].append((int(place), float(factor)))
+    most = max(map(len, terms))
+    padded = np.array([t + [(0, 0.0)] * (most - len(t)) for t in terms])
+    return _Atoms(padded[..., 0].astype(np.int64), padded[..., 1])
+
+
+def _project(plan: SpectralPlan, wanted: FloatArray) -> FloatArray:
+    """Spectral weights of equivariant maps ``[…, output slots, stencils, input slots]``."""
+    places, factors = plan._atoms
+    flat = wanted.reshape(-1, math.prod(wanted.shape[-3:])).T  # [places, maps]
+    found = (flat[places] * factors[..., None]).sum(axis=1)
+    found /= (factors**2).sum(axis=1)[:, None]
+    again = np.zeros_like(flat)
+    for term in range(places.shape[1]):
+        np.add.at(again, places[:, term], found * factors[:, term, None])
+    error = np.abs(again - flat).max() / np.abs(flat).max()
+    if not error <= 1e-9:
+        raise ArithmeticError(f"{plan!r} is off by {error:.1e}: the map does not commute")
+    return found.T.reshape(*wanted.shape[:-3], -1)
+
+
+def _weight_map(plan: SpectralPlan) -> FloatArray:
+    basis, group = plan.basis, plan.basis.group
+    # Filters of each coordinate in every frame, in the basis of the stencils: [order, s, stencils].
+    flat = plan.stencils.reshape(len(plan.stencils), -1)
+    filters = basis.synthesis.reshape(*basis.synthesis.shape[:2], -1)
+    turned = filters @ np.linalg.pinv(flat)
+    error = np.abs(turned @ flat - filters).max() / np.abs(filters).max()
+    if not error <= 1e-10:
+        raise ArithmeticError(f"{plan!r} does not span the turned stencils: off by {error:.1e}")
+    analysis, synthesis = plan.analysis, plan.synthesis
+    kinds = (plan.source, plan.target)
+    if kinds == ("scalar", "regular"):
+        wanted = np.einsum("ao,asi->soi", synthesis, turned)[..., None]
+        return frozen(_project(plan, wanted))
+    if kinds == ("vector", "regular"):  # component c in frame A is that of A⁻¹v
+        frames = group.matrices[group.inverse]
+        wanted = np.einsum("ao,asi,acd,qd->csoiq", synthesis, turned, frames, analysis)
+        return frozen(_project(plan, wanted).reshape(-1, plan.weights))
+    if kinds not in (("regular", "regular"), ("regular", "vector")):
+        return frozen(np.zeros((0, plan.weights)))
+    found = []
+    for k in range(group.order):  # output A reads input Ak
+        moved = analysis[:, group.product[:, k]]
+        if plan.target == "regular":
+            wanted = np.einsum("ao,asi,qa->soiq", synthesis, turned, moved, optimize=True)
+        else:  # Σ_A A·[s₁, s₂]
+            matrices = np.einsum("adc,do->aco", group.matrices, synthesis)
+            wanted = np.einsum("aco,asi,qa->csoiq", matrices, turned, moved, optimize=True)
+        found.append(_project(plan, wanted))
+    stacked = np.stack(found, axis=-3)  # [(component,) k, s, weights]
+    return frozen(stacked.reshape(-1, plan.weights))
+
+
+def _adjoint_map(plan: SpectralPlan) -> FloatArray:
+    adjoint = plan.adjoint
+    places, factors = plan._atoms
+    slots, stencils = plan.analysis.shape[0], len(plan.stencils)
+    out, rest = np.divmod(places, stencils * slots)
+    stencil, source = np.divmod(rest, slots)
+    mirrored = (source * stencils + stencil) * plan.synthesis.shape[1] + out
+    values = factors * plan.parity[stencil]
+    found = np.zeros((plan.weights, adjoint.weights))
+    # Numbers of the adjoint's weights by place; every place belongs to few.
+    owners: dict[int, list[tuple[int, float]]] = {}
+    norms = (adjoint._atoms.factors**2).sum(axis=1)
+    for number, (spots, scales) in enumerate(zip(*adjoint._atoms, strict=True)):
+        for spot, scale in zip(spots.tolist(), scales.tolist(), strict=True):
+            if scale:
+                owners.setdefault(spot, []).append((number, scale / norms[number]))
+    for number in range(plan.weights):
+        for place, value in zip(mirrored[number].tolist(), values[number].tolist(), strict=True):
+            for other, scale in owners[place] if value else ():
+                found[number, other] += value * scale
+    return frozen(found)
+
+
+def _bombieri(exponents: tuple[int, ...]) -> float:
+    return math.prod(map(math.factorial, exponents)) / math.factorial(sum(exponents))
