@@ -89,8 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Train, compare and report; 0, or 1 with a line on stderr, or 130 if interrupted."""
     threads = torch.get_num_threads()
-    # Networks this small gain little from a second core, and threads that wait for one another lose
-    # everything where other programs want the cores too.
+    # Threads that wait for one another lose everything where other programs want the cores too.
     torch.set_num_threads(1)
     try:
         digits = data_room.load("digits")
