@@ -72,13 +72,13 @@ def test_gradients_of_a_compiled_network(name):
 @MODES
 @pytest.mark.parametrize("name", [*NETWORKS, "GroupConv2d replicate"])
 def test_inductor_computes_the_same(name, train):
-    module, x = case(name, train, dropout=False)
+    module, x = case(name, train, dropout=False, dtype=torch.float64)
     eager = copy.deepcopy(module)
     compiled = torch.compile(module, fullgraph=True)
     for network in (eager, compiled):
         sum(out.sin().sum() for out in run(network, x)).backward()
     for ours, wanted in zip(module.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, wanted.grad, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(ours.grad, wanted.grad, rtol=1e-9, atol=1e-9)
 
 
 # The checks can say no
