@@ -56,7 +56,7 @@ docs: $(STAMP)
 	@echo "Open site/index.html, or search as well: $(RUN) -m http.server -d site"
 
 examples: $(STAMP)
-	@for name in galaxies tissue waves; do $(RUN) examples/$$name.py --docs $(ARGS) || exit 1; done
+	@for name in galaxies tissue waves; do $(RUN) examples/$$name.py --docs --seeds 3 $(ARGS) || exit 1; done
 
 bench: $(STAMP)
 	@mkdir -p outputs

@@ -212,7 +212,7 @@ def draw(results: dict[str, Any]) -> Figure:
 
 
 def main() -> None:
-    options = arguments((__doc__ or "").splitlines()[0], steps=120, seeds=3)
+    options = arguments((__doc__ or "").splitlines()[0], steps=120, seeds=1)
     results = compare(options.steps, options.seeds, ANGLES)
     publish("galaxies", draw(results), results, table(results), options)
 

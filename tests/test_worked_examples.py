@@ -37,12 +37,13 @@ def test_galaxies_are_told_apart_at_every_angle():
 
 
 def test_the_converted_unet_draws_the_same_mask_at_every_angle():
-    results, _ = example("tissue").compare(steps=50, seeds=1, angles=[0, 105, 270])
+    results, _ = example("tissue").compare(steps=60, seeds=1, angles=[0, 105, 270])
     p8, plain = results["networks"]["p8"], results["networks"]["plain"]
     assert parameters_agree(results["networks"])
     assert p8["changed"][2] < 1e-3  # a quarter turn; what is left is a tie broken by rounding
     assert max(p8["changed"]) < 0.05 < min(plain["changed"][1:])
-    assert min(p8["overlap"]) > min(plain["overlap"]) + 0.05
+    assert np.ptp(p8["overlap"]) < 0.02 < 0.05 < np.ptp(plain["overlap"])
+    assert min(p8["overlap"]) > 0.7
 
 
 def test_waves_from_other_directions_need_no_learning():
@@ -63,6 +64,10 @@ def test_the_page_shows_what_came_out(name):
     page = (DOCS / "examples" / f"{name}.md").read_text(encoding="utf-8")
     results = json.loads((DOCS / "pictures" / f"{name}.json").read_text(encoding="utf-8"))
     assert with_table(page, example(name).table(results)) == page
+    found = results["networks"]
+    assert parameters_agree(found)
+    if name == "tissue":
+        assert min(found["p8"]["overlap"]) > min(found["plain"]["overlap"]) + 0.05
     picture = DOCS / "pictures" / f"{name}.png"
     assert 10_000 < picture.stat().st_size < 150_000
     assert f"](../pictures/{name}.png)](../pictures/{name}.png)" in page
