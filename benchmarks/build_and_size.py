@@ -263,7 +263,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     imports = measurement.medians("import_seconds", args.imports)
     row = {n: f"{s:.2f} s" for n, s in imports.items()}
-    print_row("import, after torch", row, verdict(imports["econv"], IMPORT_TARGET, " s"))
+    print_row(
+        "import, after torch (ordinary: torch)", row, verdict(imports["econv"], IMPORT_TARGET, " s")
+    )
 
     builds = measurement.medians("build_seconds", args.builds, group=args.group)
     row = {n: f"{s:.2f} s" for n, s in builds.items()}
@@ -317,4 +319,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    fresh.end_calls_when_terminated()
     main()

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import textwrap
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -218,5 +217,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    fresh.end_calls_when_terminated()
     main()

@@ -92,6 +92,11 @@ def call(
         return Outcome("fail", _how_it_ended(process.returncode, said), None, seconds)
 
 
+def end_calls_when_terminated() -> None:
+    """Let a script that is told to end unwind, which ends the calls it waits for."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def end_all() -> None:
     """End the calls that other threads are waiting for: for a caller that is interrupted."""
     for process in list(_running):

@@ -4,6 +4,8 @@ import copy
 import functools
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -167,6 +169,22 @@ def test_an_interrupted_caller_leaves_nothing_running(functions, tmp_path):
     fresh.end_all()
     waiting.join(30)
     assert [outcome.message for outcome in outcomes] == ["crash: ended by signal SIGKILL"]
+    assert all(wait_until(lambda p=p: gone(p)) for p in place.read_text().split())
+
+
+@needs_proc
+def test_a_script_that_is_terminated_ends_what_it_waits_for(functions, tmp_path):
+    place = tmp_path / "processes"
+    script = (
+        f"import sys; sys.path.insert(0, {str(fresh.HERE)!r}); import fresh, pathlib\n"
+        "fresh.end_calls_when_terminated()\n"
+        f"fresh.call(sys.executable, pathlib.Path({str(functions)!r}), 'hangs', "
+        f"{{'place': {str(place)!r}}}, 600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script])
+    assert wait_until(lambda: place.exists() and len(place.read_text().split()) == 2)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
     assert all(wait_until(lambda p=p: gone(p)) for p in place.read_text().split())
 
 
