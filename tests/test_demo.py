@@ -146,11 +146,12 @@ def test_a_finished_run_says_so_and_prints_the_same(first, folder):
 
 
 def test_fresh_trains_anew(folder):
-    before = {path: path.stat().st_ino for path in folder.rglob("model.safetensors")}
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")}
+    assert before
     code, out = run_captured(folder, "--fresh")
     assert code == 0
     assert "trained before" not in out
-    assert all(path.stat().st_ino != inode for path, inode in before.items())
+    assert all(path.stat().st_mtime_ns > written for path, written in before.items())
 
 
 def test_an_interrupted_run_goes_on_with_what_is_missing(tmp_path, small, monkeypatch, capsys):

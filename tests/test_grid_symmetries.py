@@ -12,6 +12,7 @@ from econv import (
     CentredAvgPool2d,
     CentredMaxPool2d,
     Downsample2d,
+    Enlarge2d,
     FieldParameter,
     Group,
     GroupBatchNorm2d,
@@ -156,6 +157,7 @@ class Centred(nn.Module):
         self.gate = GroupLinear(f, f, name)
         self.scale = FieldParameter(f, name, initial=0.3)
         self.pool = CentredMaxPool2d(3, 2, 1)
+        self.enlarge = Enlarge2d(2, excess=-1)
         self.narrow = GroupConv2d(
             f, f, name, operators="order<=1", stride=2, padding=1, centred=(2, 0)
         )
@@ -165,7 +167,7 @@ class Centred(nn.Module):
         y = self.mix(torch.cat([y, self.spread(self.halve(x))], dim=1))
         gate = torch.sigmoid(self.gate(y.mean((2, 3))))
         y = y + self.scale() * (y * gate[:, :, None, None])
-        return self.narrow(self.pool(y))
+        return self.narrow(self.enlarge(self.pool(y)))
 
 
 def networks(name: str) -> list[nn.Module]:
@@ -206,7 +208,8 @@ def test_strides_and_poolings_as_torch_counts_them(name, size):
     x = noise(1, 1, size, size)
     assert_equivariant(network, x, tolerance=1e-12)
     windows = (size - 1) // 2 + 1  # the stride of the first layer
-    assert network(x).shape[-1] == ((windows - 1) // 2 + 1) // 2
+    pooled = (windows - 1) // 2 + 1
+    assert network(x).shape[-1] == (2 * pooled - 1) // 2
 
 
 @pytest.mark.parametrize("mode", MODES)
