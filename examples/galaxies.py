@@ -191,7 +191,10 @@ def draw(results: dict[str, Any]) -> Figure:
     axes = left.subplots(4, 4)
     for edge_on, block, name in ((True, axes[:2], "edge-on"), (False, axes[2:], "face-on")):
         galaxies = sky.where(sky.edge_on == edge_on).cut_out(0.0)[:, 0]
-        shown = galaxies[galaxies.sum(dim=(1, 2)).argsort(descending=True)[8:16]]
+        alone = galaxies[:, 8:-8, 8:-8].mean(dim=(1, 2)) - 2 * galaxies[:, 4:-4, :2].mean(
+            dim=(1, 2)
+        )
+        shown = galaxies[alone.argsort(descending=True)[:16:2]]
         for axis, galaxy in zip(block.flat, shown, strict=False):
             axis.imshow(galaxy, cmap="gray", vmin=0, vmax=0.9)
             axis.set_xticks([])

@@ -241,6 +241,7 @@ def draw(results: dict[str, Any], networks: dict[str, nn.Module]) -> Figure:
         chart.set_yscale("log")
         chart.set_title(f"waves at {angle}°" + (" (trained on)" if angle == 0 else ""), fontsize=10)
         chart.set_xlabel("steps")
+        chart.set_xticks(range(2, FREE_STEPS + 1, 2))
         chart.grid(color="0.9")
         chart.spines[["top", "right"]].set_visible(False)
     charts[0].set_ylabel("relative error")

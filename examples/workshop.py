@@ -73,18 +73,18 @@ def publish(
 
 
 def write_picture(figure: Any, path: Path) -> None:
-    """Write a picture of 160 colours, which is enough for these and a third of the size."""
+    """Write a picture of 224 colours, which is enough for these and a third of the size."""
     with atomic(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
+        figure.savefig(temporary, dpi=100, format="png")
         with Image.open(temporary) as picture:
-            small = picture.convert("RGB").quantize(160, dither=Image.Dither.NONE)
+            small = picture.convert("RGB").quantize(224, dither=Image.Dither.NONE)
         small.save(temporary, format="png", optimize=True)
 
 
 def with_table(page: str, table: str) -> str:
     """The text of a page, with this table between its markers."""
-    pattern = re.compile(r"(<!-- table -->\n).*?(\n<!-- end -->)", re.DOTALL)
-    text, count = pattern.subn(lambda marks: f"{marks[1]}{table}{marks[2]}", page)
+    pattern = re.compile(r"(<!-- table -->\n).*?(<!-- end -->)", re.DOTALL)
+    text, count = pattern.subn(lambda marks: f"{marks[1]}{table}\n{marks[2]}", page)
     if count != 1:
         raise ValueError(f"expected the markers of a table once in the page; found {count}")
     return text
