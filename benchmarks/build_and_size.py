@@ -85,7 +85,8 @@ def sizes(library: str, group: str) -> dict[str, int]:
 
     import libraries
 
-    network = libraries.get(library).network(group, WIDTHS)
+    # Some libraries take what eval mode needs out of the state only when train mode is asked for.
+    network = libraries.get(library).network(group, WIDTHS).train()
 
     def saved() -> int:
         file = io.BytesIO()
