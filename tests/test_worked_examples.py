@@ -47,7 +47,7 @@ def test_the_converted_unet_draws_the_same_mask_at_every_angle():
 
 
 def test_waves_from_other_directions_need_no_learning():
-    results, _ = example("waves").compare(steps=100, seeds=1)
+    results, _ = example("waves").compare(steps=70, seeds=1)
     p8, plain = results["networks"]["p8"], results["networks"]["plain"]
     assert parameters_agree(results["networks"])
     assert p8["quarter_turn"] < 1e-5 < 0.1 < plain["quarter_turn"]
