@@ -232,15 +232,26 @@ _PAPER_CIFAR: dict[str, Any] = {
     "augmentation": (("shift", 4), ("flip", True)),
 }
 _OUR_CIFAR: dict[str, Any] = {
-    "epochs": 200,
+    "epochs": 80,
+    "batch_size": 256,
     "optimizer": "sgd",
-    "learning_rate": 0.1,
+    "learning_rate": 0.2,
     "schedule": "cosine",
-    "warmup_epochs": 5.0,
+    "warmup_epochs": 3.0,
     "weight_decay": 1e-3,
     "label_smoothing": 0.05,
     "ema_decay": 0.999,
     "augmentation": (("shift", 4), ("flip", True)),
+}
+# Operators of second order on 3×3 pixels have six coefficients, not nine, and cost 9 products, not
+# 25: the same parameters pay for wider layers, which learn more in a third of the time.
+_SECOND_ORDER = ("options", {"operators": "order<=2", "size": 3})
+_OUR_NETWORKS: dict[str, dict[str, Any]] = {
+    "resnet26_p6": {
+        "epochs": 100,
+        "model_options": (("fields", (8, 15, 32)), _SECOND_ORDER),
+    },
+    "resnet26_p6m": {"model_options": (("fields", (6, 12, 22)), _SECOND_ORDER)},
 }
 
 
@@ -322,9 +333,12 @@ def _cifar_rows() -> list[Recipe]:
                 "paper_error": values[column],
                 "paper_parameters": values[4],
             }
-            ours: Items = (("num_classes", classes),)
-            found.append(Recipe(f"{dataset}_{model}", model_options=ours, **common, **_OUR_CIFAR))
-            paper: dict[str, Any] = dict(ours)
+            plain: Items = (("num_classes", classes),)
+            changed = _OUR_NETWORKS.get(model, {})
+            ours: dict[str, Any] = {**_OUR_CIFAR, **changed}
+            ours["model_options"] = plain + changed.get("model_options", ())
+            found.append(Recipe(f"{dataset}_{model}", **common, **ours))
+            paper: dict[str, Any] = dict(plain)
             if "_p" in model:
                 paper["options"] = {"stencils": "central"}
             found.append(

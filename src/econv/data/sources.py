@@ -107,7 +107,7 @@ def _cifar(
     )
     return Source(
         train=50_000,
-        validation=5_000,
+        validation=2_500,
         test=10_000,
         classes=classes,
         shape=(3, 32, 32),
