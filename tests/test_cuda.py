@@ -111,11 +111,17 @@ def test_gradients_of_a_compiled_network_in_bfloat16_are_numbers():
     torch.manual_seed(0)
     network = create_model("convnet6_p8", pool="max", dropout=0.0).cuda()
     x = torch.randn(8, 1, 28, 28, device="cuda")
-    gradients = []
-    for module in (network, torch.compile(network)):
-        with torch.autocast("cuda", torch.bfloat16):
+
+    def gradients(module, autocast):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             loss = module(x).logsumexp(1).sum()
-        gradients.append(torch.autograd.grad(loss, list(network.parameters())))
-    for plain, other in zip(*gradients, strict=True):
-        assert other.isfinite().all()
-        torch.testing.assert_close(other, plain, rtol=0.1, atol=0.1 * plain.abs().max().item())
+        found = torch.autograd.grad(loss, list(network.parameters()))
+        return torch.cat([gradient.flatten() for gradient in found])
+
+    exact = gradients(network, autocast=False)
+    plain, compiled = (
+        float((gradients(module, autocast=True) - exact).norm() / exact.norm())
+        for module in (network, torch.compile(network))
+    )
+    assert compiled < 1.5 * plain
+    assert plain < 0.2

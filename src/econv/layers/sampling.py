@@ -250,10 +250,10 @@ class _CentredPool2d(nn.Module):
             )
         windows = window_count(size, self.kernel_size, self.stride, 2 * self.padding)
         if self.ceil_mode:
-            more = padded - self.kernel_size + self.stride - 1
-            # As in torch, no window starts in the padding at the far end.
-            most = (size + self.padding - 1) // self.stride
-            windows = torch.sym_min(more // self.stride, most) + 1
+            # As in torch, no window starts in the padding at the far end: only so many more pixels
+            # may be missing from the last window.
+            missing = min(self.stride - 1, self.kernel_size - self.padding - 1)
+            windows = (padded - self.kernel_size + missing) // self.stride + 1
         return self.stride * (windows - 1) + self.kernel_size - 2 * self.padding
 
     def forward(self, x: Tensor) -> Tensor:
