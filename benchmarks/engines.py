@@ -6,7 +6,7 @@ instead, which says little with several threads but holds on a busy machine with
 
     python benchmarks/engines.py --threads 2                       # the layers of the table
     python benchmarks/engines.py --grid --threads 1 --clock cpu    # for the cost model
-    python benchmarks/engines.py --fit benchmarks/results/engines_cpu.json
+    python benchmarks/engines.py --fit benchmarks/results/engines_cpu.json   # and how well it picks
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from econv.engines import auto, native
 from econv.files import write_atomically
 
 ENGINES = ("dense", "spectral", "auto")
+PASSES = ("forward", "forward+backward")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 MOST = 4e10  # multiplications of a layer of the grid in the dense engine
 
@@ -150,10 +151,14 @@ def measure(
                 times[engine].append(clock() - start)
         record[name] = {
             "repeats": len(times["dense"]),
-            "median": {e: statistics.median(t) for e, t in times.items()},
-            "least": {e: min(t) for e, t in times.items()},
+            "median": {e: rounded(statistics.median(t)) for e, t in times.items()},
+            "least": {e: rounded(min(t)) for e, t in times.items()},
         }
     return record
+
+
+def rounded(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
 
 
 def peak_bytes(case: Case) -> dict[str, int]:
@@ -186,16 +191,27 @@ def _high_water() -> int:
     raise OSError("no VmHWM in /proc/self/status")
 
 
-def slowdown_of_auto(records: list[dict[str, Any]]) -> list[tuple[float, str, str]]:
-    """How much slower the engine that auto picked is than the better of the two, worst first."""
+def workload(record: dict[str, Any], name: str) -> auto.Workload:
+    case = Case(**record["case"])
+    layer = case.layer("meta")
+    shape = torch.Size((case.batch, layer.in_channels, case.size, case.size))
+    return layer.workload(shape, backward=name != "forward")
+
+
+def print_choices(records: list[dict[str, Any]]) -> None:
+    """How much slower what the cost model picks is than the better engine, over a record."""
     found = []
     for record in records:
-        for name in ("forward", "forward+backward"):
-            times = record[name]["least"]
-            picked = times["dense" if record["ran"][name] == "dense" else "spectral"]
+        for name in PASSES:
+            times, costs = record[name]["least"], auto.costs(workload(record, name))
             better = min(times["dense"], times["spectral"])
+            picked = times[min(costs, key=lambda engine: costs[engine])]
             found.append((picked / better - 1, str(Case(**record["case"])), name))
-    return sorted(found, reverse=True)
+    found.sort(reverse=True)
+    near = sum(loss <= 0.05 for loss, *_ in found)
+    print(f"auto: {near} of {len(found)} choices within 5 % of the better engine; the worst:")
+    for loss, case, name in found[:5]:
+        print(f"    {loss:6.1%}  {case}, {name}")
 
 
 def fit(records: list[dict[str, Any]]) -> None:
@@ -206,12 +222,9 @@ def fit(records: list[dict[str, Any]]) -> None:
             case = Case(**record["case"])
             if case.dtype != "float32":
                 continue
-            layer = case.layer("cpu")
-            shape = torch.Size((case.batch, layer.in_channels, case.size, case.size))
-            for name in ("forward", "forward+backward"):
-                terms = auto.terms(layer.workload(shape, backward=name != "forward"))[engine]
-                time = record[name]["least"][engine]
-                rows.append(np.array(list(terms)) / time)
+            for name in PASSES:
+                terms = auto.terms(workload(record, name))[engine]
+                rows.append(np.array(terms) / record[name]["least"][engine])
                 wanted.append(1.0)
         matrix, target = np.array(rows), np.array(wanted)
         weights = np.ones(len(matrix))
@@ -253,7 +266,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     if args.fit:
-        fit(json.loads(args.fit.read_text())["layers"])
+        records = json.loads(args.fit.read_text())["layers"]
+        fit(records)
+        print_choices(records)
         return
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -274,8 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
             record["peak_bytes"] = peak_bytes(case)
         records.append(record)
         ratios = [
-            record[name]["median"]["dense"] / record[name]["median"]["spectral"]
-            for name in ("forward", "forward+backward")
+            record[name]["median"]["dense"] / record[name]["median"]["spectral"] for name in PASSES
         ]
         line = f"{case!s:<48} dense/spectral {ratios[0]:6.2f} forward {ratios[1]:6.2f} both"
         line += f"   auto: {record['ran']['forward']}, {record['ran']['forward+backward']}"
@@ -288,8 +302,8 @@ def main(arguments: list[str] | None = None) -> None:
         if memory := record.get("peak_bytes"):
             line += f"   peak MB {memory['dense'] / 1e6:.0f} / {memory['spectral'] / 1e6:.0f}"
         print(line, flush=True)
-    worst = slowdown_of_auto(records)
-    print(f"auto: at most {worst[0][0]:.1%} slower than the better engine, on {worst[0][1]}")
+    if args.device == "cpu":
+        print_choices(records)
     if args.json:
         record = {
             "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
@@ -301,7 +315,13 @@ def main(arguments: list[str] | None = None) -> None:
             "python": sys.version.split()[0],
             "layers": records,
         }
-        write_atomically(args.json, (json.dumps(record, indent=1) + "\n").encode())
+        write_atomically(args.json, _one_line_each(record).encode())
+
+
+def _one_line_each(record: dict[str, Any]) -> str:
+    layers = ",\n".join(json.dumps(layer) for layer in record["layers"])
+    head = json.dumps({key: value for key, value in record.items() if key != "layers"})
+    return f'{head[:-1]}, "layers": [\n{layers}\n]}}\n'
 
 
 if __name__ == "__main__":

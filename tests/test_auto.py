@@ -1,5 +1,8 @@
 """The choice of an engine: by layer, by block, by the cost model; and what ran can be asked."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -117,3 +120,26 @@ def test_the_default_is_dense_while_a_graph_is_captured():
     program = torch.export.export(layer, (torch.randn(8, 128, 16, 16),))
     targets = {str(node.target) for node in program.graph.nodes}
     assert "aten.conv2d.default" in targets
+
+
+RECORD = Path(__file__).parent.parent / "benchmarks" / "results" / "engines_cpu.json"
+
+
+@pytest.mark.skipif(not RECORD.exists(), reason="the records are not part of this distribution")
+def test_the_cost_model_picks_well_over_the_recorded_grid():
+    losses = []
+    for record in json.loads(RECORD.read_text())["layers"]:
+        case = record["case"]
+        make = econv.LiftConv2d if case["kind"] == "lift" else econv.GroupConv2d
+        fields = (case["in_fields"], case["out_fields"], case["group"])
+        options = {"operators": case["operators"], "stride": case["stride"], "device": "meta"}
+        layer = make(*fields, **options)
+        shape = torch.Size((case["batch"], layer.in_channels, case["size"], case["size"]))
+        for name in ("forward", "forward+backward"):
+            times = record[name]["least"]
+            costs = auto.costs(layer.workload(shape, backward=name != "forward"))
+            picked = times[min(costs, key=lambda engine: costs[engine])]
+            losses.append(picked / min(times["dense"], times["spectral"]) - 1)
+    assert len(losses) >= 2 * 60
+    assert sum(loss <= 0.05 for loss in losses) >= 0.95 * len(losses)
+    assert max(losses) <= 0.2
