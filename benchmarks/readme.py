@@ -167,6 +167,7 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
     "README.md": {
         "equivariance": ("equivariance.json", equivariance_table),
         "compatibility": ("compatibility.json", compatibility_summary),
+        "costs": ("build_and_size.json", costs_table),
     },
     "docs/compatibility.md": {
         "compatibility": ("compatibility.json", compatibility_details),
