@@ -88,7 +88,7 @@ class Upsample2d(nn.Module):
         check_rank(x)
         if size is None:
             return functional.interpolate(x, scale_factor=2.0, mode="bilinear")
-        wanted = size if isinstance(size, tuple | list) else (size, size)
+        wanted = size if isinstance(size, (tuple, list)) else (size, size)
         fitting = [(2 * n - 1, 2 * n) for n in x.shape[2:]]
         if not torch.compiler.is_compiling() and not (
             len(wanted) == 2
