@@ -1,0 +1,554 @@
+"""The spectral engine on a GPU as operators of torch: three launches around each product.
+
+``econv::convolve`` is a layer A(x; w), linear in its input and in its spectral weights, or its
+adjoint; ``econv::gram`` is the gradient to the weights. Their derivatives are these two again, so
+that every order of differentiation is made of them. They have fake kernels: compilers and exporters
+see one opaque operator each.
+
+Arithmetic: 16-bit inputs run in float16, each image scaled by a power of two to the middle of its
+range, so that derivatives and weights keep three digits more than bfloat16 has; sums are float32.
+float32 inputs run in float32 with products in tf32, or in three of them where tf32 is not allowed.
+
+Memory: what is kept for the backward pass is the input and the spectral weights. While an operator
+runs there is one copy of its input: the spectrum on the padded grid, in 16 bits.
+
+This room knows tensors and launches. The kernels are those of `econv.engines.triton_kernels`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from econv.basis import filter_basis
+from econv.engines.dense import memory_format
+from econv.engines.spectral import Geometry
+from econv.engines.triton_kernels import (
+    FIELDS,
+    HEADROOM,
+    Scheme,
+    analyse,
+    arrange,
+    kernels,
+    scheme,
+    spread,
+)
+from econv.operators import operator_set
+from econv.plan import SpectralPlan, spectral_plan
+from econv.stencils import stencil_set
+
+__all__ = ["Tiles", "convolve", "covers", "gram", "plan_name", "tiles"]
+
+_INTERNAL = {
+    torch.float16: torch.float16,
+    torch.bfloat16: torch.float16,
+    torch.float32: torch.float32,
+}
+
+
+class Tiles(NamedTuple):
+    """How a launch is cut into programs."""
+
+    pixels: int
+    """Pixels of one program of the convolution."""
+    warps: int
+    stages: int
+    gram_pixels: int
+    """Pixels at a time in the gradient to the weights."""
+    gram_warps: int
+    accumulators: int
+    """Output channels (slots times fields) of one program, at most."""
+    splits: int
+    """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU."""
+
+
+DEFAULT_TILES = Tiles(64, 8, 1, 64, 8, 384, 0)
+_override: list[Tiles] = []
+
+
+class tiles:  # noqa: N801  # a context manager, named as `econv.engine` is
+    """Inside the block every launch is cut as given: for measurements.
+
+    >>> with tiles(pixels=128):  # doctest: +SKIP
+    ...     layer(x)
+    """
+
+    def __init__(self, **changes: int) -> None:
+        self.changes = changes
+
+    def __enter__(self) -> Tiles:
+        found = (_override[-1] if _override else DEFAULT_TILES)._replace(**self.changes)
+        _override.append(found)
+        return found
+
+    def __exit__(self, *error: object) -> None:
+        _override.pop()
+
+
+def _tiles() -> Tiles:
+    return _override[-1] if _override else DEFAULT_TILES
+
+
+_NAMES: dict[SpectralPlan, str] = {}
+_PLANS: dict[str, SpectralPlan] = {}
+
+
+def plan_name(plan: SpectralPlan) -> str:
+    """A name that stands for the plan in a graph.
+
+    It says how to make the plan where that can be said in words, so that an exported graph finds it
+    in another process; otherwise it holds in this process alone.
+    """
+    name = _NAMES.get(plan)
+    if name is None:
+        basis = plan.basis
+        stencils, operators = basis.stencils, basis.operators
+        words = {
+            "group": basis.group.name,
+            "operators": operators.name,
+            "stencils": stencils.name,
+            "size": basis.size,
+            "accuracy": stencils.accuracy,
+            "source": plan.source,
+            "target": plan.target,
+        }
+        name = json.dumps(words)
+        if _made(name) != plan:
+            name = json.dumps({"plan": len(_NAMES)})
+        _NAMES[plan] = name
+        _PLANS[name] = plan
+    return name
+
+
+def _made(name: str) -> SpectralPlan | None:
+    words = json.loads(name)
+    try:
+        basis = filter_basis(
+            words["group"], words["operators"], words["stencils"], words["size"], words["accuracy"]
+        )
+    except (KeyError, ValueError):
+        return None
+    return spectral_plan(basis, words["source"], words["target"])
+
+
+def _plan(name: str) -> SpectralPlan:
+    plan = _PLANS.get(name)
+    if plan is None:
+        plan = _made(name)
+        if plan is None:
+            raise ValueError(f"expected the name of a plan of this process; got {name}")
+        _PLANS[name] = plan
+    return plan
+
+
+def covers(
+    kind: str, dtype: torch.dtype, plan: SpectralPlan, geometry: Geometry, shape: tuple[int, ...]
+) -> bool:
+    """Whether the kernels can run a layer, forwards and backwards, on a device of this kind."""
+    if kind != "cuda" and not (kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        return False
+    if (plan.source, plan.target) != ("regular", "regular") or dtype not in _INTERNAL:
+        return False
+    back = geometry.transposed(plan.basis.size, *shape[2:])
+    return min(geometry.before, back.before) >= 0
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The padded grid that holds a spectrum: rows and images share the zeros between them."""
+
+    pitch: int
+    """From a row to the next."""
+    lines: int
+    """Rows of an image."""
+    places: int
+
+    @staticmethod
+    def of(shape: tuple[int, ...], geometry: Geometry, size: int) -> _Grid:
+        reach = geometry.dilation * (size - 1) + 1
+        lengths, shared = [], []
+        for have, wanted in zip(shape[2:], (geometry.height, geometry.width), strict=True):
+            needed = (wanted - 1) * geometry.down + reach
+            after = needed - geometry.before - ((have - 1) * geometry.up + 1)
+            shared.append(max(0, min(geometry.before, after)))
+            lengths.append(needed - shared[-1])
+        lines, pitch = lengths
+        places = (shape[0] * lines + shared[0]) * pitch + shared[1]
+        return _Grid(pitch, lines, places)
+
+
+class _Spectrum(NamedTuple):
+    values: Tensor  # [field chunks, slot chunks, places, FIELDS, width]
+    largest: Tensor  # [batch]: the largest magnitude of each image
+    grid: _Grid
+
+
+class _Constants(NamedTuple):
+    analysis: Tensor
+    places: Tensor
+    signs: Tensor
+    adjoint_places: Tensor
+    adjoint_signs: Tensor
+    owners: Tensor
+    owner_signs: Tensor
+
+
+@lru_cache(maxsize=512)
+def _constants(layout: Scheme, device: torch.device) -> _Constants:
+    def tensor(array: Any, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(array, dtype=dtype, device=device)
+
+    with torch.inference_mode(False):
+        owners, owner_signs = layout.owners
+        adjoint_places, adjoint_signs = layout.adjoint_places
+        return _Constants(
+            tensor(layout.analysis, torch.float32),
+            tensor(layout.places, torch.int32),
+            tensor(layout.signs, torch.float32),
+            tensor(adjoint_places, torch.int32),
+            tensor(adjoint_signs, torch.float32),
+            tensor(owners, torch.int32),
+            tensor(owner_signs, torch.float32),
+        )
+
+
+def _scheme(plan: SpectralPlan, dtype: torch.dtype) -> Scheme:
+    return scheme(plan, 16 // _INTERNAL[dtype].itemsize)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that some kernel fills: every element, or nobody reads it."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return torch.linalg.vector_norm(x, math.inf, dim=dims, dtype=torch.float32)
+
+
+def _analysed(x: Tensor, layout: Scheme, geometry: Geometry) -> _Spectrum:
+    plan = layout.plan
+    channels = plan.analysis.shape[1]
+    batch, fields = x.shape[0], x.shape[1] // channels
+    grid = _Grid.of(tuple(x.shape), geometry, plan.basis.size)
+    chunks = triton.cdiv(fields, FIELDS)
+    shape = (chunks, layout.chunks, grid.places, FIELDS, layout.width)
+    values = _empty(shape, _INTERNAL[x.dtype], x.device)
+    largest = _largest(x, (1, 2, 3))
+    block = 64
+    analyse[(triton.cdiv(grid.places, block), chunks)](
+        x,
+        _constants(layout, x.device).analysis,
+        largest,
+        values,
+        batch,
+        fields,
+        x.shape[2],
+        x.shape[3],
+        geometry.up,
+        geometry.before,
+        grid.pitch,
+        grid.lines,
+        grid.places,
+        x.stride(0),
+        x.stride(1),
+        x.stride(2),
+        x.stride(3),
+        CHANNELS=channels,
+        CHUNKS=layout.chunks,
+        SC=layout.width,
+        BF=FIELDS,
+        BQ=block,
+        HEADROOM=HEADROOM,
+        num_warps=4,
+    )
+    return _Spectrum(values, largest, grid)
+
+
+class _Cut(NamedTuple):
+    """The output fields of one program, in pieces that are powers of two, and how many programs."""
+
+    parts: tuple[int, ...]
+    step: int
+    programs: int
+
+    @property
+    def padded(self) -> int:
+        return (self.programs - 1) * self.step + sum(self.parts)
+
+
+def _cut(fields: int, slots: int, accumulators: int) -> _Cut:
+    most = max(8, accumulators // slots)
+    programs = triton.cdiv(fields, most)
+    step = 8 * triton.cdiv(fields, 8 * programs)
+    first = 1 << (step.bit_length() - 1)
+    rest = step - first
+    parts = (first,) if not rest else (first, triton.next_power_of_2(rest))
+    return _Cut(parts, step, triton.cdiv(fields, step))
+
+
+def _arranged(weights: Tensor, layout: Scheme, cut: _Cut, dtype: torch.dtype, adjoint: bool) -> Any:
+    constants = _constants(layout, weights.device)
+    weights = weights.contiguous()
+    turned = weights.transpose(0, 1) if adjoint else weights
+    out_fields, in_fields = turned.shape[:2]
+    in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
+    count = layout.segments[-1]
+    found = _empty((count * in_padded * cut.padded,), dtype, weights.device)
+    largest = _largest(weights, (0, 1, 2))
+    arrange[(triton.cdiv(found.numel(), 1024),)](
+        weights,
+        constants.adjoint_places if adjoint else constants.places,
+        constants.adjoint_signs if adjoint else constants.signs,
+        largest,
+        found,
+        out_fields,
+        in_fields,
+        turned.stride(0),
+        turned.stride(1),
+        in_padded,
+        cut.padded,
+        found.numel(),
+        BLOCK=1024,
+        HEADROOM=HEADROOM,
+        num_warps=8,
+    )
+    return found, largest, in_padded
+
+
+def _precision(dtype: torch.dtype) -> str:
+    if dtype != torch.float32:
+        return "tf32"  # says nothing about products of float16
+    try:
+        allowed = torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # asked for in torch's newer words
+        allowed = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    return "tf32" if allowed else "tf32x3"
+
+
+def _output(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
+
+
+@torch.library.custom_op("econv::convolve", mutates_args=())
+def convolve(
+    x: Tensor,
+    weights: Tensor,
+    plan: str,
+    adjoint: bool,
+    up: int,
+    down: int,
+    dilation: int,
+    before: int,
+    height: int,
+    width: int,
+) -> Tensor:
+    """A layer, or its adjoint, on ``[batch, fields * order, height, width]``.
+
+    ``weights`` are spectral weights ``[out, in, count]`` in float32, those of the layer in both
+    cases; the numbers from ``up`` on are those of `econv.engines.spectral.Geometry`.
+    """
+    layout = _scheme(_plan(plan), x.dtype)
+    geometry = Geometry(up, down, dilation, before, height, width)
+    found = layout.plan
+    channels = found.synthesis.shape[0]
+    out_fields = weights.shape[1 if adjoint else 0]
+    y = _output(x, (x.shape[0], out_fields * channels, height, width))
+    pixels = x.shape[0] * height * width
+    if not y.numel():
+        return y
+    chosen = _tiles()
+    cut = _cut(out_fields, found.synthesis.shape[1], chosen.accumulators)
+    spectrum = _analysed(x, layout, geometry)
+    internal = _INTERNAL[x.dtype]
+    arranged, largest, in_padded = _arranged(weights, layout, cut, internal, adjoint)
+    grid = spectrum.grid
+    kernels(layout, cut.parts)["forward"][(triton.cdiv(pixels, chosen.pixels), cut.programs)](
+        spectrum.values,
+        arranged,
+        y,
+        spectrum.largest,
+        largest,
+        pixels,
+        height,
+        width,
+        down,
+        dilation,
+        grid.pitch,
+        grid.pitch * grid.lines,
+        grid.places,
+        spectrum.values.shape[0],
+        in_padded,
+        cut.padded,
+        out_fields,
+        cut.step,
+        y.stride(0),
+        y.stride(1),
+        y.stride(2),
+        y.stride(3),
+        BP=chosen.pixels,
+        PRECISION=_precision(internal),
+        STAGES=chosen.stages,
+        num_warps=chosen.warps,
+    )
+    return y
+
+
+@convolve.register_fake
+def _(
+    x: Tensor,
+    weights: Tensor,
+    plan: str,
+    adjoint: bool,
+    up: int,
+    down: int,
+    dilation: int,
+    before: int,
+    height: int,
+    width: int,
+) -> Tensor:
+    channels = _plan(plan).synthesis.shape[0]
+    out_fields = weights.shape[1 if adjoint else 0]
+    return _output(x, (x.shape[0], out_fields * channels, height, width))
+
+
+@torch.library.custom_op("econv::gram", mutates_args=())
+def gram(
+    x: Tensor,
+    g: Tensor,
+    plan: str,
+    up: int,
+    down: int,
+    dilation: int,
+    before: int,
+) -> Tensor:
+    """The gradient of ⟨A(x; w), g⟩ to the spectral weights w, ``[out, in, count]`` in float32."""
+    layout = _scheme(_plan(plan), x.dtype)
+    found = layout.plan
+    channels = found.analysis.shape[1]
+    in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
+    shape = (out_fields, in_fields, found.weights)
+    batch, _, height, width = g.shape
+    pixels = batch * height * width
+    if not pixels * x.numel():
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
+    chosen = _tiles()
+    geometry = Geometry(up, down, dilation, before, height, width)
+    back = geometry.transposed(found.basis.size, *x.shape[2:])
+    ours = _analysed(x, layout, geometry)
+    theirs = _analysed(g, layout, back)
+    cut = _cut(out_fields, found.synthesis.shape[1], chosen.accumulators)
+    tiles_ = triton.cdiv(pixels, chosen.gram_pixels)
+    chunks = ours.values.shape[0]
+    splits = chosen.splits or max(1, 264 // (chunks * cut.programs))
+    splits = min(splits, tiles_)
+    in_padded = chunks * FIELDS
+    count = layout.segments[-1]
+    # Fields beyond the last are read as those of the last chunk, and their gradients dropped.
+    partial = _empty((splits, count, in_padded, cut.padded), torch.float32, x.device)
+    kernels(layout, cut.parts)["gram"][(chunks, cut.programs, splits)](
+        ours.values,
+        theirs.values,
+        partial,
+        ours.largest,
+        theirs.largest,
+        batch,
+        pixels,
+        height,
+        width,
+        down,
+        dilation,
+        ours.grid.pitch,
+        ours.grid.pitch * ours.grid.lines,
+        ours.grid.places,
+        back.up,
+        back.before,
+        theirs.grid.pitch,
+        theirs.grid.pitch * theirs.grid.lines,
+        theirs.grid.places,
+        theirs.values.shape[0],
+        tiles_,
+        in_padded,
+        cut.padded,
+        cut.step,
+        BP=chosen.gram_pixels,
+        IMAGES=triton.next_power_of_2(batch),
+        PRECISION=_precision(_INTERNAL[x.dtype]),
+        num_warps=chosen.gram_warps,
+    )
+    constants = _constants(layout, x.device)
+    result = _empty(shape, torch.float32, x.device)
+    spread[(triton.cdiv(result.numel(), 1024),)](
+        partial,
+        constants.owners,
+        constants.owner_signs,
+        result,
+        out_fields,
+        in_fields,
+        found.weights,
+        count,
+        in_padded,
+        cut.padded,
+        splits,
+        MOST=constants.owners.shape[1],
+        BLOCK=1024,
+        num_warps=8,
+    )
+    return result
+
+
+@gram.register_fake
+def _(x: Tensor, g: Tensor, plan: str, up: int, down: int, dilation: int, before: int) -> Tensor:
+    found = _plan(plan)
+    channels = found.analysis.shape[1]
+    shape = (g.shape[1] // channels, x.shape[1] // channels, found.weights)
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def _convolve_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weights, ctx.plan, ctx.adjoint, *geometry = inputs
+    ctx.geometry = Geometry(*geometry)
+    ctx.shape = x.shape[2:]
+    ctx.save_for_backward(x, weights)
+
+
+def _convolve_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    x, weights = ctx.saved_tensors
+    size = _plan(ctx.plan).basis.size
+    back = ctx.geometry.transposed(size, *ctx.shape)
+    to_x = to_weights = None
+    if ctx.needs_input_grad[0]:
+        to_x = convolve(gradient, weights, ctx.plan, not ctx.adjoint, *back)
+    if ctx.needs_input_grad[1]:
+        # The layer's input and output in this order, whichever of them was ours.
+        pair, way = ((gradient, x), back) if ctx.adjoint else ((x, gradient), ctx.geometry)
+        to_weights = gram(*pair, ctx.plan, *way[:4])
+    return to_x, to_weights, *[None] * 8
+
+
+def _gram_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, g, ctx.plan, *geometry = inputs
+    ctx.geometry = Geometry(*geometry, *g.shape[2:])
+    ctx.save_for_backward(x, g)
+
+
+def _gram_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    x, g = ctx.saved_tensors
+    to_x = to_g = None
+    if ctx.needs_input_grad[0]:
+        back = ctx.geometry.transposed(_plan(ctx.plan).basis.size, *x.shape[2:])
+        to_x = convolve(g, gradient, ctx.plan, True, *back)
+    if ctx.needs_input_grad[1]:
+        to_g = convolve(x, gradient, ctx.plan, False, *ctx.geometry)
+    return to_x, to_g, *[None] * 5
+
+
+convolve.register_autograd(_convolve_backward, setup_context=_convolve_context)
+gram.register_autograd(_gram_backward, setup_context=_gram_context)
