@@ -17,7 +17,7 @@ import linecache
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton
@@ -40,16 +40,20 @@ def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-@dataclass(frozen=True)
-class Product:
-    """Features of one slot chunk that meet one block: a matrix product for each field chunk."""
+class Target(NamedTuple):
+    """One pair of output slots and the features that reach it: a matrix product of its own.
 
-    block: int
-    row: int
-    first: int
-    """The first row of the block's weights."""
-    features: tuple[int, ...]
-    """Numbers of the features; a power of two of them. Padding repeats one; its weight is zero."""
+    Every target has two output columns and its own features: a row of a block with two columns, or
+    two blocks of one column each, so that all targets are alike.
+    """
+
+    features: tuple[tuple[int, ...], ...]
+    """For each column the numbers of the features that its weights may meet, or none: those of all
+    columns are the same or have nothing in common."""
+    entries: dict[tuple[int, int], tuple[int, float]]
+    """(feature, column) → spectral weight and sign."""
+    slots: tuple[int, ...]
+    """The slots of the output's spectrum, one for each column; −1: none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,26 +65,99 @@ class Scheme:
     """Slots that a thread reads at a time."""
 
     @cached_property
-    def positions(self) -> np.ndarray:
-        """Where each slot of the plan's spectrum lies, pairs aligned."""
-        found: list[int] = []
-        free = 0
-        for copy in transform(self.plan.basis.group, self.plan.source):
-            size = len(copy.basis)
-            free += -free % size
-            found += range(free, free + size)
-            free += size
-        return np.array(found)
+    def targets(self) -> tuple[Target, ...]:
+        """What the products give, two slots each."""
+        found: list[Target] = []
+        single: list[Target] = []
+        for block in self.plan.blocks:
+            if block.columns > 2:
+                raise ArithmeticError(f"{self.plan!r} has a block of {block.columns} columns")
+            for row in range(block.rows):
+                names = tuple(block.features[row].tolist())
+                entries = {
+                    (names[k], n): (int(block.entries[k, n]), float(block.signs[k, n]))
+                    for k, n in np.ndindex(block.entries.shape)
+                }
+                slots = tuple(block.slots[row].tolist())
+                (found if block.columns == 2 else single).append(Target((names,), entries, slots))
+        for first in single[::2]:
+            rest = single[single.index(first) + 1 :][:1]
+            entries = dict(first.entries)
+            names, slots = first.features, (*first.slots, -1)
+            for second in rest:
+                names += second.features
+                slots = (*first.slots, *second.slots)
+                entries |= {(f, 1): value for (f, _), value in second.entries.items()}
+            found.append(Target(names, entries, slots))
+        return tuple(found)
+
+    @property
+    def batch(self) -> int:
+        """How many products are made at a time: a power of two, some of them of zeros."""
+        return _power_of_two(len(self.targets))
 
     @cached_property
+    def positions(self) -> np.ndarray:
+        """Where each slot of the plan's spectrum lies, pairs aligned.
+
+        Every target should find as many features in one chunk as in another: neighbouring irreps
+        take turns.
+        """
+        copies = transform(self.plan.basis.group, self.plan.source)
+        ends = np.cumsum([len(copy.basis) for copy in copies])
+        best: tuple[int, np.ndarray] | None = None
+        kinds = sorted({copy.irrep for copy in copies})
+        for turns in (1, 2, 4):
+            order = sorted(
+                range(len(copies)), key=lambda n: (kinds.index(copies[n].irrep) % turns, n)
+            )
+            order.sort(key=lambda n: kinds.index(copies[n].irrep) % turns)
+            found = np.zeros(ends[-1], dtype=np.int64)
+            free = 0
+            for number in order:
+                size = len(copies[number].basis)
+                free += -free % size
+                found[ends[number] - size : ends[number]] = np.arange(free, free + size)
+                free += size
+            inner = sum(self._lengths(found))
+            if best is None or inner < best[0]:
+                best = inner, found
+        assert best is not None
+        return best[1]
+
+    def _width(self, positions: np.ndarray) -> int:
+        return min(self.vector, _power_of_two(int(positions.max()) + 1))
+
+    def _chunk_of(self, positions: np.ndarray) -> np.ndarray:
+        """The slot chunk that each feature reads."""
+        plan = self.plan
+        chunk = positions[plan.feature_slots] // self._width(positions)
+        used = plan.feature_factors != 0
+        if (used.all(axis=1) & (chunk[:, 0] != chunk[:, 1])).any():
+            raise ArithmeticError(f"a feature of {plan!r} reads slots of two chunks")
+        return np.where(used[:, 0], chunk[:, 0], chunk[:, 1])
+
+    def _lengths(self, positions: np.ndarray) -> list[int]:
+        """The padded number of features of a target for each slot chunk."""
+        chunk_of = self._chunk_of(positions)
+        lengths = []
+        for chunk in range(chunk_of.max() + 1):
+            most = max(
+                sum(int((chunk_of[list(names)] == chunk).sum()) for names in target.features)
+                for target in self.targets
+            )
+            lengths.append(most + -most % 4)
+        return lengths
+
+    @property
     def width(self) -> int:
         """Slots that are read at a time: the vector, or less for small groups."""
-        return min(self.vector, _power_of_two(int(self.positions[-1]) + 1))
+        return self._width(self.positions)
 
     @property
     def chunks(self) -> int:
         """How many times `width` slots the spectrum takes."""
-        return int(self.positions[-1]) // self.width + 1
+        return int(self.positions.max()) // self.width + 1
 
     @cached_property
     def analysis(self) -> np.ndarray:
@@ -90,101 +167,78 @@ class Scheme:
         return found
 
     @cached_property
-    def orders(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """For each block and slot chunk the inner numbers that it holds, −1 for padding."""
+    def lists(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """For each slot chunk and target the features, −1 for padding: equal lengths in a chunk."""
+        chunk_of = self._chunk_of(self.positions)
         found = []
-        for block in self.plan.blocks:
-            chunk = self._chunk_of(block.features)
-            if not (chunk == chunk[0]).all():
-                raise ArithmeticError(f"rows of a block of {self.plan!r} read different slots")
-            parts = []
-            for number in range(self.chunks):
-                inner = np.flatnonzero(chunk[0] == number).tolist()
-                parts.append(tuple(inner + [-1] * (-len(inner) % 4)))
-            found.append(tuple(parts))
+        for chunk, length in enumerate(self._lengths(self.positions)):
+            rows = []
+            for target in self.targets:
+                names = [f for part in target.features for f in part if chunk_of[f] == chunk]
+                rows.append(tuple(names + [-1] * (length - len(names))))
+            rows += [(-1,) * length] * (self.batch - len(rows))
+            found.append(tuple(rows))
         return tuple(found)
 
-    def _chunk_of(self, features: np.ndarray) -> np.ndarray:
-        plan = self.plan
-        chunk = self.positions[plan.feature_slots] // self.width
-        used = plan.feature_factors != 0
-        if (used.all(axis=1) & (chunk[:, 0] != chunk[:, 1])).any():
-            raise ArithmeticError(f"a feature of {plan!r} reads slots of two chunks")
-        return np.where(used[:, 0], chunk[:, 0], chunk[:, 1])[features]
+    @property
+    def inner(self) -> int:
+        """Features of a target over all chunks, padding counted."""
+        return sum(len(rows[0]) for rows in self.lists)
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int, int, int], ...]:
+        """The products: slot chunk, first feature there, how many, and how many came before."""
+        found, start = [], 0
+        for chunk, rows in enumerate(self.lists):
+            for first, size in _powers(len(rows[0])):
+                found.append((chunk, first, size, start + first))
+            start += len(rows[0])
+        return tuple(found)
 
     @cached_property
-    def inner(self) -> tuple[int, ...]:
-        """The padded inner length of each block."""
-        return tuple(sum(map(len, parts)) for parts in self.orders)
-
-    @cached_property
-    def segments(self) -> tuple[int, ...]:
-        """Where the weights of each block begin, and where the last end, for one pair of fields."""
-        sizes = [n * b.columns for n, b in zip(self.inner, self.plan.blocks, strict=True)]
-        return (0, *np.cumsum(sizes).tolist())
-
-    @cached_property
-    def places(self) -> np.ndarray:
-        """For each weight of a pair of fields, ``[weights, 6]``.
-
-        Segment, padded inner length, inner number, columns, column, and the spectral weight that
-        stands there (−1: none).
-        """
-        rows = []
-        for number, (block, parts) in enumerate(zip(self.plan.blocks, self.orders, strict=True)):
-            inner = [k for part in parts for k in part]
-            for row, k in enumerate(inner):
-                for column in range(block.columns):
-                    entry = int(block.entries[k, column]) if k >= 0 else -1
-                    where = (self.segments[number], len(inner), row, block.columns, column, entry)
-                    rows.append(where)
+    def piece_of(self) -> np.ndarray:
+        """For each inner number where its piece begins and how long it is, ``[inner, 2]``."""
+        rows = [[start, size] for _, _, size, start in self.pieces for _ in range(size)]
         return np.array(rows, dtype=np.int32)
 
     @cached_property
-    def signs(self) -> np.ndarray:
-        """The sign of each weight of a pair of fields, 0 where none stands."""
-        found = []
-        for block, parts in zip(self.plan.blocks, self.orders, strict=True):
-            for k in (k for part in parts for k in part):
-                found += block.signs[k].tolist() if k >= 0 else [0.0] * block.columns
-        return np.array(found, dtype=np.float32)
+    def entries(self) -> tuple[np.ndarray, np.ndarray]:
+        """The spectral weight (−1: none) and sign at each place, ``[batch * inner * 2]``."""
+        entries = np.full((self.batch, self.inner, 2), -1, dtype=np.int32)
+        signs = np.zeros((self.batch, self.inner, 2), dtype=np.float32)
+        for t, target in enumerate(self.targets):
+            names = [f for rows in self.lists for f in rows[t]]
+            for k, feature in enumerate(names):
+                for column in range(2):
+                    known = target.entries.get((feature, column))
+                    if known is not None:
+                        entries[t, k, column], signs[t, k, column] = known
+        return entries.ravel(), signs.ravel()
 
     @cached_property
-    def adjoint_places(self) -> tuple[np.ndarray, np.ndarray]:
-        """`places` and `signs` of the adjoint layer, as spectral weights of this one."""
+    def adjoint_entries(self) -> tuple[np.ndarray, np.ndarray]:
+        """`entries` of the adjoint layer, as spectral weights of this one."""
         matrix = self.plan.adjoint_map  # a permutation with signs
         if not ((matrix != 0).sum(axis=0) == 1).all():
             raise ArithmeticError(f"the adjoint of {self.plan!r} mixes spectral weights")
         source = np.abs(matrix).argmax(axis=0)
-        places = self.places.copy()
-        entry = places[:, 5]
-        places[:, 5] = np.where(entry >= 0, source[entry], -1)
-        signs = self.signs * np.where(entry >= 0, matrix[source[entry], entry], 0.0)
-        return places, signs.astype(np.float32)
+        entries, signs = self.entries
+        turned = np.where(entries >= 0, source[entries], -1).astype(np.int32)
+        factor = np.where(entries >= 0, matrix[source[entries], entries], 0.0)
+        return turned, (signs * factor).astype(np.float32)
 
     @cached_property
     def owners(self) -> tuple[np.ndarray, np.ndarray]:
         """For each spectral weight where it stands (−1: nowhere) and with which sign."""
-        entries = self.places[:, 5]
+        entries, signs = self.entries
         lists = [np.flatnonzero(entries == n) for n in range(self.plan.weights)]
         most = max(map(len, lists))
         where = np.full((len(lists), most), -1, dtype=np.int32)
-        signs = np.zeros((len(lists), most), dtype=np.float32)
+        factors = np.zeros((len(lists), most), dtype=np.float32)
         for number, found in enumerate(lists):
             where[number, : len(found)] = found
-            signs[number, : len(found)] = self.signs[found]
-        return where, signs
-
-    def products(self, chunk: int) -> Iterator[Product]:
-        """The matrix products that the features of one slot chunk enter."""
-        for number, (block, parts) in enumerate(zip(self.plan.blocks, self.orders, strict=True)):
-            start = sum(len(part) for part in parts[:chunk])
-            inner = parts[chunk]
-            for first, size in _powers(len(inner)):
-                chosen = [k if k >= 0 else inner[0] for k in inner[first : first + size]]
-                for row in range(block.rows):
-                    features = tuple(int(block.features[row, k]) for k in chosen)
-                    yield Product(number, row, start + first, features)
+            factors[number, : len(found)] = signs[found]
+        return where, factors
 
     @cached_property
     def coefficients(self) -> np.ndarray:
@@ -212,10 +266,10 @@ def scheme(plan: SpectralPlan, vector: int) -> Scheme:
 
 
 def _powers(length: int) -> Iterator[tuple[int, int]]:
-    """Pieces of a length that are powers of two, at most 16: where each begins and its size."""
+    """Pieces of a length that are powers of two, at most 32: where each begins and its size."""
     first = 0
     while first < length:
-        size = min(16, 1 << ((length - first).bit_length() - 1))
+        size = min(32, 1 << ((length - first).bit_length() - 1))
         yield first, size
         first += size
 
@@ -308,14 +362,34 @@ def _joined(names: Sequence[str], shape: str) -> str:
     return f"tl.reshape(tl.join({even}, {odd}), [{shape}, {len(names)}])"
 
 
-def _features(write: _Writer, layout: Scheme, chunk: int, source: str) -> None:
+def _features(write: _Writer, layout: Scheme, copies: int) -> None:
+    """The features of a tile, one tensor ``z[(target, copy), pixel, (field, feature)]`` a piece."""
+    # A branch that is always taken keeps two heuristics of Triton's out. The loads stay where they
+    # are: the taps of the next turn would be copied to shared memory, past the cache that holds
+    # what taps have in common. And products do not see that their features were joined: they
+    # would read them in a width that leaves fragments to be put together by hand.
+    write("if pixels > 0:")
+    write.depth += 1
+    for chunk in range(layout.chunks):
+        _derivatives(write, layout, chunk)
+        for number, (owner, first, size, _) in enumerate(layout.pieces):
+            if owner == chunk:
+                _gathered(write, layout, number, chunk, first, size, copies)
+    write.depth -= 1
+    write("else:")
+    for number, (_, _, size, _) in enumerate(layout.pieces):
+        shape = f"[{layout.batch * copies}, BP, BF * {size}]"
+        write(f"    z{number} = tl.zeros({shape}, x.dtype.element_ty)")
+
+
+def _derivatives(write: _Writer, layout: Scheme, chunk: int) -> None:
     """Differentiate one slot chunk and name every feature that it holds."""
     plan = layout.plan
-    offset = f" + {chunk} * places * {FIELDS * layout.width}" if chunk else ""
+    offset = f" + {chunk * FIELDS * layout.width} * places" if chunk else ""
     stencils = len(plan.stencils)
     names = ", ".join(f"d{n}" for n in range(stencils))
-    write(f"{names}, = differentiate({source}{offset} + here, row, column)")
-    wanted = sorted({f for product in layout.products(chunk) for f in product.features})
+    write(f"{names}, = differentiate(source{offset} + here, row, column)")
+    wanted = sorted({f for names in layout.lists[chunk] for f in names if f >= 0})
     used: set[tuple[int, int]] = set()
     for feature in wanted:
         for t in range(2):
@@ -324,19 +398,39 @@ def _features(write: _Writer, layout: Scheme, chunk: int, source: str) -> None:
                 used.add((int(plan.feature_stencils[feature, t]), slot % layout.width))
     for stencil in range(stencils):
         parts = [
-            f"z{stencil}_{slot}" if (stencil, slot) in used else None
+            f"d{stencil}_{slot}" if (stencil, slot) in used else None
             for slot in range(layout.width)
         ]
-        _split(write, f"d{stencil}", parts, "BP, BF")
+        _split(write, f"d{stencil}", parts, "BF, BP")
     for feature in wanted:
         text = ""
         for t in range(2):
             factor = plan.feature_factors[feature, t]
             if factor:
                 slot = int(layout.positions[plan.feature_slots[feature, t]]) % layout.width
-                name = f"z{plan.feature_stencils[feature, t]}_{slot}"
+                name = f"d{plan.feature_stencils[feature, t]}_{slot}"
                 text += f" {'-' if factor < 0 else '+'} {name}"
         write(f"f{feature} = {text.removeprefix(' + ').lstrip()}")
+
+
+def _gathered(
+    write: _Writer, layout: Scheme, number: int, chunk: int, first: int, size: int, copies: int
+) -> None:
+    """The features of every target side by side."""
+    spare = next(f for names in layout.lists[chunk] for f in names if f >= 0)
+    columns = []
+    for k in range(first, first + size):
+        column = []
+        for names in layout.lists[chunk]:
+            # Padding repeats a feature of the same target; its weights are zero.
+            other = names[0] if names[0] >= 0 else spare
+            column += [f"f{names[k] if names[k] >= 0 else other}"] * copies
+        columns.append(_joined(column, "BF, BP"))
+    # The inner axis is joined last: a thread then holds neighbours along it, and stores them at
+    # once.
+    batch = f"BF, BP, {layout.batch * copies}"
+    write(f"z = tl.trans({_joined(columns, batch)}, (2, 1, 0, 3))")
+    write(f"z{number} = tl.reshape(z, [{layout.batch * copies}, BP, BF * {size}])")
 
 
 def _pixels(write: _Writer, layout: Scheme) -> None:
@@ -349,65 +443,64 @@ def _pixels(write: _Writer, layout: Scheme) -> None:
     write("dot = p % width")
     write("place = image * image_pitch + line * down * pitch + dot * down")
     write(f"place += {reach} * (pitch + 1) * dilation")
-    write("here = (place[:, None, None] * BF + field[None, :, None]) * SC + slot[None, None, :]")
+    write(f"here = place[None, :, None] * {FIELDS} + field[:, None, None]")
+    write("here = here * SC + slot[None, None, :]")
 
 
-def _common(write: _Writer) -> None:
-    write("field = tl.arange(0, BF)")
+def _common(write: _Writer, layout: Scheme) -> None:
+    write(f"SC: tl.constexpr = {layout.width}")
+    write(f"TARGETS: tl.constexpr = {layout.batch}")
+    write("target = tl.arange(0, TARGETS)")
     write("slot = tl.arange(0, SC)")
-    write("row = pitch * dilation * (BF * SC)")
-    write("column = dilation * (BF * SC)")
+    write(f"row = pitch * dilation * ({FIELDS} * SC)")
+    write(f"column = dilation * ({FIELDS} * SC)")
 
 
-def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...]) -> None:
+def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
+    """A layer: features of a tile of pixels, products with the weights, channels of the output.
+
+    Products of equal shape are one batched product, and each warp makes some of the batch. Where
+    there are fewer targets than warps, each target is there in ``copies``, for as many runs of
+    output fields.
+    """
     plan = layout.plan
+    fields = sum(parts)
     write("@triton.jit")
     write(
         "def forward(x, w, y, x_largest, w_largest, pixels, height, width, down, dilation, pitch,\n"
-        "            image_pitch, places, chunks, in_padded, out_padded, out_fields, out_step,\n"
-        "            y_image, y_channel, y_line, y_dot, BP: tl.constexpr, PRECISION: tl.constexpr,\n"
+        "            image_pitch, places, chunks, out_padded, out_fields, y_image, y_channel,\n"
+        "            y_line, y_dot, BP: tl.constexpr, PRECISION: tl.constexpr,\n"
         "            STAGES: tl.constexpr):"
     )
     write.depth += 1
     write(f"BF: tl.constexpr = {FIELDS}")
-    write(f"SC: tl.constexpr = {layout.width}")
-    _common(write)
+    _common(write, layout)
+    write(f"COPIES: tl.constexpr = {copies}")
+    write("field = tl.arange(0, BF)")
     write("pixel = tl.program_id(0) * BP + tl.arange(0, BP)")
-    write("first = tl.program_id(1) * out_step")
+    write(f"first = tl.program_id(1) * {fields * copies}")
     _pixels(write, layout)
     for part, size in enumerate(parts):
-        for number, block in enumerate(plan.blocks):
-            for row in range(block.rows):
-                shape = f"[BP, {size * block.columns}]"
-                write(f"a{number}_{row}_{part} = tl.zeros({shape}, tl.float32)")
+        write(f"a{part} = tl.zeros([TARGETS * COPIES, BP, {2 * size}], tl.float32)")
+    write("batch = tl.arange(0, TARGETS * COPIES)")
     write("source = x")
+    write("weight = w")
     write("for chunk in tl.range(0, chunks, num_stages=STAGES):")
     write.depth += 1
-    for chunk in range(layout.chunks):
-        _features(write, layout, chunk, "source")
-        loaded: set[str] = set()
-        for product in layout.products(chunk):
-            block = plan.blocks[product.block]
-            length = len(product.features)
-            write(f"k = tl.arange(0, BF * {length})")
-            joined = _joined([f"f{n}" for n in product.features], "BP, BF")
-            write(f"z = tl.reshape({joined}, [BP, BF * {length}])")
-            inner, columns = layout.inner[product.block], block.columns
-            start = 0
-            for part, size in enumerate(parts):
-                name = f"w{product.block}_{product.first}_{part}"
-                if name not in loaded:
-                    loaded.add(name)
-                    line = f"(chunk * BF + k // {length}) * {inner} + {product.first} + k % {length}"
-                    write(f"n = tl.arange(0, {size * columns}) + (first + {start}) * {columns}")
-                    write(
-                        f"{name} = tl.load(w + {layout.segments[product.block]} * in_padded *"
-                        f" out_padded + ({line})[:, None] * (out_padded * {columns}) + n[None, :])"
-                    )
-                total = f"a{product.block}_{product.row}_{part}"
-                write(f"{total} = tl.dot(z, {name}, {total}, input_precision=PRECISION)")
-                start += size
+    _features(write, layout, copies)
+    for number, (_, _, size, start) in enumerate(layout.pieces):
+        write(f"k = tl.arange(0, BF * {size})[None, None, :]")
+        write(f"piece = weight + {start} * (2 * BF * TARGETS) * out_padded")
+        write(f"member = (batch // COPIES) * (2 * out_padded) + batch % COPIES * {2 * fields}")
+        done = 0
+        for part, wide in enumerate(parts):
+            write(f"n = member[:, None] + (2 * first + {2 * done} + tl.arange(0, {2 * wide}))[None, :]")
+            write(f"v = tl.load(piece + n[:, :, None] * (BF * {size}) + k)")
+            write(f"v = tl.trans(v, (0, 2, 1))")
+            write(f"a{part} = tl.dot(z{number}, v, a{part}, input_precision=PRECISION)")
+            done += wide
     write(f"source += places * {layout.chunks * FIELDS * layout.width}")
+    write(f"weight += out_padded * {2 * FIELDS * layout.batch * layout.inner}")
     write.depth -= 1
     write("power = exponent(tl.load(x_largest + image)) + exponent(tl.load(w_largest))")
     write(f"scale = two_to(power - {2 * HEADROOM})[:, None]")
@@ -415,72 +508,66 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...]) -> None:
     padded = _power_of_two(channels)
     write("base = image.to(tl.int64) * y_image + line * y_line + dot * y_dot")
     write(f"element = tl.arange(0, {padded})")
-    start = 0
+    slots = [slot for target in layout.targets for slot in target.slots]
+    slots += [-1] * (2 * layout.batch - len(slots))
+    done = 0
     for part, size in enumerate(parts):
-        names: dict[int, str] = {}
-        for number, block in enumerate(plan.blocks):
-            for row in range(block.rows):
-                total = f"a{number}_{row}_{part}"
-                chosen = [f"s{slot}" for slot in block.slots[row].tolist()]
-                _split(write, total, chosen, f"BP, {size}")
-                names.update({s: f"s{s}" for s in block.slots[row].tolist()})
+        # [(target, copy), pixel, (field, column)] → [pixel, (copy, field), (target, column)]
+        write(f"s = tl.reshape(a{part}, [TARGETS, COPIES, BP, {2 * size}])")
+        write(f"s = tl.reshape(tl.trans(s, (2, 1, 3, 0)), [BP, COPIES * {size}, 2, TARGETS])")
+        write(f"s = tl.reshape(tl.trans(s, (0, 1, 3, 2)), [BP, COPIES * {size}, 2 * TARGETS])")
+        _split(write, "s", [f"s{n}" if n >= 0 else None for n in slots], f"BP, COPIES * {size}")
         for channel in range(channels):
             terms = [
-                f"{name} * {float(plan.synthesis[channel, slot])!r}"
-                for slot, name in sorted(names.items())
-                if abs(plan.synthesis[channel, slot]) > 1e-14
+                f"s{slot} * {float(plan.synthesis[channel, slot])!r}"
+                for slot in sorted(slots)
+                if slot >= 0 and abs(plan.synthesis[channel, slot]) > 1e-14
             ]
             write(f"y{channel} = ({' + '.join(terms)}) * scale")
         outputs = [f"y{c if c < channels else 0}" for c in range(padded)]
-        write(f"o = first + {start} + tl.arange(0, {size})")
-        if padded == 1:
-            write("where = base[:, None] + (o * y_channel)[None, :]")
-            write("kept = inside[:, None] & (o < out_fields)[None, :]")
-            write("tl.store(y + where, y0.to(y.dtype.element_ty), mask=kept)")
-        else:
-            write(f"found = {_joined(outputs, f'BP, {size}')}")
-            write(f"channel = o[:, None] * {channels} + element[None, :]")
-            write("where = base[:, None, None] + (channel * y_channel)[None, :, :]")
-            write(f"known = (o < out_fields)[:, None] & (element < {channels})[None, :]")
-            write("kept = inside[:, None, None] & known[None, :, :]")
-            write("tl.store(y + where, found.to(y.dtype.element_ty), mask=kept)")
-        start += size
+        write(f"found = {_joined(outputs, f'BP, COPIES * {size}')}")
+        write(f"o = tl.arange(0, COPIES * {size})")
+        write(f"o = first + {done} + o // {size} * {fields} + o % {size}")
+        write(f"channel = o[:, None] * {channels} + element[None, :]")
+        write("where = base[:, None, None] + (channel * y_channel)[None, :, :]")
+        write(f"known = (o < out_fields)[:, None] & (element < {channels})[None, :]")
+        write("kept = inside[:, None, None] & known[None, :, :]")
+        write("tl.store(y + where, found.to(y.dtype.element_ty), mask=kept)")
+        done += size
     write.depth -= 1
     write()
 
 
-def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...]) -> None:
+def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
     """The gradient to the weights: features of the input against the output's gradient."""
-    plan = layout.plan
+    fields = sum(parts)
     write("@triton.jit")
     write(
         "def gram(x, g, partial, x_largest, g_largest, images, pixels, height, width, down,\n"
         "         dilation, pitch, image_pitch, places, g_step, g_start, g_pitch, g_image_pitch,\n"
-        "         g_places, g_chunks, tiles, in_padded, out_padded, out_step, BP: tl.constexpr,\n"
-        "         IMAGES: tl.constexpr, PRECISION: tl.constexpr):"
+        "         g_places, g_chunks, tiles, in_padded, out_padded, BP: tl.constexpr,\n"
+        "         BF: tl.constexpr, IMAGES: tl.constexpr, PRECISION: tl.constexpr):"
     )
     write.depth += 1
-    write(f"BF: tl.constexpr = {FIELDS}")
-    write(f"SC: tl.constexpr = {layout.width}")
-    _common(write)
-    write("chunk = tl.program_id(0)")
-    write("first = tl.program_id(1) * out_step")
+    write(f"FIELDS: tl.constexpr = {FIELDS}")
+    write(f"COPIES: tl.constexpr = {copies}")
+    _common(write, layout)
+    write("member = tl.arange(0, TARGETS * COPIES)")
+    write("i = tl.program_id(0) * BF")
+    write(f"first = tl.program_id(1) * {fields * copies}")
     write("split = tl.program_id(2)")
     write("batch = tl.arange(0, IMAGES)")
     write("known = batch < images")
     write("x_most = tl.max(exponent(tl.load(x_largest + batch, mask=known, other=0.0)))")
     write("g_most = tl.max(exponent(tl.load(g_largest + batch, mask=known, other=0.0)))")
-    write(f"source = x + chunk.to(tl.int64) * places * {layout.chunks * FIELDS * layout.width}")
-    names = []
-    for part, size in enumerate(parts):
-        for number, block in enumerate(plan.blocks):
-            for chunk in range(layout.chunks):
-                for product in layout.products(chunk):
-                    if product.block == number and product.row == 0:
-                        name = f"a{number}_{product.first}_{part}"
-                        names.append(name)
-                        shape = f"[{size * block.columns}, BF * {len(product.features)}]"
-                        write(f"{name} = tl.zeros({shape}, tl.float32)")
+    write("field = i % FIELDS + tl.arange(0, BF)")
+    each = layout.chunks * FIELDS * layout.width
+    write(f"source = x + (i // FIELDS).to(tl.int64) * places * {each}")
+    pieces = layout.pieces
+    for part, wide in enumerate(parts):
+        for number, (_, _, size, _) in enumerate(pieces):
+            shape = f"[TARGETS * COPIES, {2 * wide}, BF * {size}]"
+            write(f"a{part}_{number} = tl.zeros({shape}, tl.float32)")
     write("for tile in tl.range(split, tiles, tl.num_programs(2), num_stages=1):")
     write.depth += 1
     write("pixel = tile * BP + tl.arange(0, BP)")
@@ -488,88 +575,71 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...]) -> None:
     write("power = exponent(tl.load(x_largest + image)) + exponent(tl.load(g_largest + image))")
     # Pixels of the last tile that are none read the first pixel, and count nothing.
     write("share = tl.where(inside, two_to(power - (x_most + g_most)), 0.0)")
-    write("share = share.to(g.dtype.element_ty)[:, None]")
+    write("share = share.to(g.dtype.element_ty)[None, None, :]")
     write("there = image * g_image_pitch + (line * g_step + g_start) * g_pitch")
     write("there += dot * g_step + g_start")
-    start = 0
-    for part, size in enumerate(parts):
-        write(f"o = first + {start} + tl.arange(0, {size})")
+    write("there = there[None, :, None] * FIELDS + tl.arange(0, FIELDS)[:, None, None]")
+    slots = [slot for target in layout.targets for slot in target.slots]
+    slots += [-1] * (2 * layout.batch - len(slots))
+    done = 0
+    for part, wide in enumerate(parts):
+        count = wide // FIELDS
+        write(f"c = tl.arange(0, COPIES * {count})")
+        write(f"c = first // FIELDS + c // {count} * {fields // FIELDS} + {done // FIELDS} + c % {count}")
+        # Fields beyond the last read what is there; their gradients are dropped.
+        write("c = tl.minimum(c, g_chunks - 1).to(tl.int64)")
         for chunk in range(layout.chunks):
-            # Fields beyond the last read what is there; their gradients are dropped.
-            known = "tl.minimum(o // BF, g_chunks - 1).to(tl.int64)"
-            write(f"where = {known} * {layout.chunks} + {chunk}")
-            write(
-                "where = (where[None, :] * g_places + there[:, None]) * (BF * SC)"
-                " + (o % BF * SC)[None, :]"
-            )
-            write("h = tl.load(g + where[:, :, None] + slot[None, None, :])")
+            write(f"where = ((c * {layout.chunks} + {chunk}) * g_places * FIELDS)[None, None, :]")
+            write("h = tl.load(g + (where + there)[:, :, :, None] * SC + slot[None, None, None, :])")
             kept = [
-                f"g{part}_{slot}" if slot in layout.positions else None
+                f"g{slot}" if slot in layout.positions else None
                 for slot in range(chunk * layout.width, (chunk + 1) * layout.width)
             ]
-            _split(write, "h", kept, f"BP, {size}")
-        for number, block in enumerate(plan.blocks):
-            for row in range(block.rows):
-                slots = layout.positions[block.slots[row]].tolist()
-                joined = _joined([f"g{part}_{slot}" for slot in slots], f"BP, {size}")
-                if block.columns == 1:
-                    joined = f"g{part}_{slots[0]}"
-                write(f"h = tl.reshape({joined}, [BP, {size * block.columns}]) * share")
-                write(f"h{number}_{row}_{part} = tl.trans(h)")
-        start += size
-    for chunk in range(layout.chunks):
-        _features(write, layout, chunk, "source")
-        for product in layout.products(chunk):
-            length = len(product.features)
-            joined = _joined([f"f{n}" for n in product.features], "BP, BF")
-            write(f"z = tl.reshape({joined}, [BP, BF * {length}])")
-            for part in range(len(parts)):
-                total = f"a{product.block}_{product.first}_{part}"
-                other = f"h{product.block}_{product.row}_{part}"
-                write(f"{total} = tl.dot({other}, z, {total}, input_precision=PRECISION)")
+            _split(write, "h", kept, f"FIELDS, BP, COPIES * {count}")
+        names = [f"g{layout.positions[slot if slot >= 0 else 0]}" for slot in slots]
+        joined = _joined(names, f"FIELDS, BP, COPIES * {count}")
+        write(f"h = tl.reshape({joined}, [FIELDS, BP, COPIES, {count}, TARGETS, 2])")
+        write("h = tl.trans(h, (4, 2, 3, 0, 5, 1))")
+        write(f"h{part} = tl.reshape(h, [TARGETS * COPIES, {2 * wide}, BP]) * share")
+        done += wide
+    _features(write, layout, copies)
+    for number in range(len(pieces)):
+        for part in range(len(parts)):
+            total = f"a{part}_{number}"
+            write(f"{total} = tl.dot(h{part}, z{number}, {total}, input_precision=PRECISION)")
     write.depth -= 1
     write(f"scale = two_to(x_most + g_most - {2 * HEADROOM})")
-    write(f"base = partial + split.to(tl.int64) * {layout.segments[-1]} * in_padded * out_padded")
-    start = 0
-    for part, size in enumerate(parts):
-        done: set[str] = set()
-        for chunk in range(layout.chunks):
-            for product in layout.products(chunk):
-                total = f"a{product.block}_{product.first}_{part}"
-                if total in done:
-                    continue
-                done.add(total)
-                length, columns = len(product.features), plan.blocks[product.block].columns
-                write(f"n = tl.arange(0, {size * columns})")
-                write(f"k = tl.arange(0, BF * {length})")
-                write(
-                    f"weight = {layout.segments[product.block]} + ({product.first} + k % {length})"
-                    f"[None, :] * {columns} + (n % {columns})[:, None]"
-                )
-                write(f"o = first + {start} + n // {columns}")
-                write(
-                    f"where = (weight * in_padded + (chunk * BF + k // {length})[None, :])"
-                    " * out_padded + o[:, None]"
-                )
-                write(f"tl.store(base + where, {total} * scale)")
-        start += size
+    each = 2 * layout.batch * layout.inner
+    write(f"into = partial + split.to(tl.int64) * in_padded * out_padded * {each}")
+    done = 0
+    for part, wide in enumerate(parts):
+        for number, (_, _, size, start) in enumerate(pieces):
+            write(f"n = (member % COPIES * {2 * fields})[:, None] + tl.arange(0, {2 * wide})[None, :]")
+            write(f"n += 2 * (first + {done})")
+            write(f"k = tl.arange(0, BF * {size})")
+            write(f"line_of = ((i + k // {size}) * TARGETS)[None, :] + (member // COPIES)[:, None]")
+            write(f"line_of = line_of * {layout.inner} + ({start} + k % {size})[None, :]")
+            write("where = line_of[:, None, :] * (out_padded * 2) + n[:, :, None]")
+            write(f"tl.store(into + where, a{part}_{number} * scale)")
+        done += wide
     write.depth -= 1
     write()
 
 
 @lru_cache(maxsize=256)
-def kernels(layout: Scheme, parts: tuple[int, ...]) -> dict[str, Any]:
+def kernels(layout: Scheme, parts: tuple[int, ...], copies: int) -> dict[str, Any]:
     """The kernels of a plan, `forward` and `gram`, and their source.
 
-    ``parts`` are powers of two: how many output fields one program gives, in pieces.
+    One program gives ``copies`` times ``sum(parts)`` output fields; parts are powers of two, at
+    least `FIELDS`.
     """
     write = _Writer()
     _differentiate(write, layout)
-    _forward(write, layout, parts)
-    _gram(write, layout, parts)
+    _forward(write, layout, parts, copies)
+    _gram(write, layout, parts, copies)
     source = write.text()
     plan = layout.plan
-    name = f"<econv {plan.basis.group.name} {len(plan.stencils)} {layout.width} {parts} {hash(source):x}>"
+    name = f"<econv {plan.basis.group.name} {len(plan.stencils)} {layout.width} {parts} {copies} {hash(source):x}>"
     # Triton reads the source of a function: this is where Python looks for it.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     space: dict[str, Any] = {
@@ -623,7 +693,7 @@ def analyse(
             value = tl.load(source + channel * x_channel, mask=known, other=0.0).to(tl.float32)
             row = tl.load(matrix + channel * (CHUNKS * SC) + part * SC + slot)
             total += value[:, :, None] * row[None, None, :]
-        where = (chunk.to(tl.int64) * CHUNKS + part) * places + place
+        where = (chunk * CHUNKS + part).to(tl.int64) * places + place
         where = where[:, None, None] * BF + tl.arange(0, BF)[None, :, None]
         kept = (place < places)[:, None, None]
         tl.store(
@@ -635,46 +705,53 @@ def analyse(
 
 @triton.jit
 def arrange(
-    weights, places, signs, largest, out, out_fields, in_fields, out_stride, in_stride, in_padded,
-    out_padded, total, BLOCK: tl.constexpr, HEADROOM: tl.constexpr,
+    weights, entries, signs, pieces, largest, out, out_fields, in_fields, out_stride, in_stride,
+    out_padded, targets, inner, total, BF: tl.constexpr, BLOCK: tl.constexpr,
+    HEADROOM: tl.constexpr,
 ):
-    """Spectral weights of every pair of fields to where the kernels of a plan read them, scaled."""  # fmt: skip
+    """Spectral weights to ``[field chunk, piece, target, (out, column), (field, feature)]``, scaled.
+
+    Products read them as they lie, the inner axis contiguous.
+    """  # fmt: skip
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = n < total
-    o = n % out_padded
-    i = n // out_padded % in_padded
-    number = n // (out_padded * in_padded)
-    segment = tl.load(places + number * 6, mask=kept, other=0)
-    inner = tl.load(places + number * 6 + 1, mask=kept, other=0)
-    k = tl.load(places + number * 6 + 2, mask=kept, other=0)
-    columns = tl.load(places + number * 6 + 3, mask=kept, other=0)
-    column = tl.load(places + number * 6 + 4, mask=kept, other=0)
-    entry = tl.load(places + number * 6 + 5, mask=kept, other=-1)
-    sign = tl.load(signs + number, mask=kept, other=0.0)
+    k = n % inner
+    field = n // inner % BF
+    column = n // (inner * BF) % 2
+    o = n // (inner * BF * 2) % out_padded
+    target = n // (inner * BF * 2) // out_padded % targets
+    chunk = n // (inner * BF * 2) // out_padded // targets
+    place = (target * inner + k) * 2 + column
+    entry = tl.load(entries + place, mask=kept, other=-1)
+    sign = tl.load(signs + place, mask=kept, other=0.0)
+    start = tl.load(pieces + k * 2)
+    size = tl.load(pieces + k * 2 + 1)
+    i = chunk * BF + field
     known = (o < out_fields) & (i < in_fields) & (entry >= 0)
     value = tl.load(weights + o * out_stride + i * in_stride + entry, mask=known, other=0.0)
     value *= sign * two_to(HEADROOM - exponent(tl.load(largest)))
-    where = segment * (in_padded * out_padded) + ((i * inner + k) * out_padded + o) * columns
-    tl.store(out + where + column, value.to(out.dtype.element_ty), mask=kept)
+    where = (chunk * inner + start) * (targets * out_padded * 2 * BF)
+    where += (((target * out_padded + o) * 2 + column) * BF + field) * size + k - start
+    tl.store(out + where, value.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit
 def spread(
-    partial, owners, signs, out, out_fields, in_fields, count, weights, in_padded, out_padded,
+    partial, owners, signs, out, out_fields, in_fields, weights, in_padded, out_padded, count,
     splits, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Sum the partial gradients, in a fixed order, and give each spectral weight its own."""  # fmt: skip
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    kept = n < count * in_fields * out_fields
+    kept = n < weights * in_fields * out_fields
     o = n % out_fields
     i = n // out_fields % in_fields
     number = n // (out_fields * in_fields)
     total = tl.zeros([BLOCK], tl.float32)
     for t in tl.static_range(MOST):
-        weight = tl.load(owners + number * MOST + t, mask=kept, other=-1)
+        place = tl.load(owners + number * MOST + t, mask=kept, other=-1)
         sign = tl.load(signs + number * MOST + t, mask=kept, other=0.0)
-        source = partial + (weight * in_padded + i) * out_padded + o
+        source = partial + ((i * count + place // 2) * out_padded + o) * 2 + place % 2
         for _ in tl.range(0, splits):
-            total += tl.load(source, mask=weight >= 0, other=0.0) * sign
-            source += weights * in_padded * out_padded
-    tl.store(out + (o * in_fields + i) * count + number, total, mask=kept)
+            total += tl.load(source, mask=place >= 0, other=0.0) * sign
+            source += in_padded * count * out_padded * 2
+    tl.store(out + (o * in_fields + i) * weights + number, total, mask=kept)

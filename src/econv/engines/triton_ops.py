@@ -63,6 +63,8 @@ class Tiles(NamedTuple):
     stages: int
     gram_pixels: int
     """Pixels at a time in the gradient to the weights."""
+    gram_fields: int
+    """Input fields of one program there, at most `FIELDS`."""
     gram_warps: int
     accumulators: int
     """Output channels (slots times fields) of one program, at most."""
@@ -70,7 +72,7 @@ class Tiles(NamedTuple):
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU."""
 
 
-DEFAULT_TILES = Tiles(64, 8, 1, 64, 8, 384, 0)
+DEFAULT_TILES = Tiles(64, 8, 1, 128, 2, 8, 384, 0)
 _override: list[Tiles] = []
 
 
@@ -193,31 +195,22 @@ class _Spectrum(NamedTuple):
 
 class _Constants(NamedTuple):
     analysis: Tensor
-    places: Tensor
+    entries: Tensor
     signs: Tensor
-    adjoint_places: Tensor
+    adjoint_entries: Tensor
     adjoint_signs: Tensor
+    pieces: Tensor
     owners: Tensor
     owner_signs: Tensor
 
 
 @lru_cache(maxsize=512)
 def _constants(layout: Scheme, device: torch.device) -> _Constants:
-    def tensor(array: Any, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(array, dtype=dtype, device=device)
-
+    arrays = (layout.analysis.astype("float32"), *layout.entries, *layout.adjoint_entries)
+    arrays += (layout.piece_of, *layout.owners)
     with torch.inference_mode(False):
-        owners, owner_signs = layout.owners
-        adjoint_places, adjoint_signs = layout.adjoint_places
-        return _Constants(
-            tensor(layout.analysis, torch.float32),
-            tensor(layout.places, torch.int32),
-            tensor(layout.signs, torch.float32),
-            tensor(adjoint_places, torch.int32),
-            tensor(adjoint_signs, torch.float32),
-            tensor(owners, torch.int32),
-            tensor(owner_signs, torch.float32),
-        )
+        made = [torch.tensor(array, device=device) for array in arrays]
+    return _Constants(*made)
 
 
 def _scheme(plan: SpectralPlan, dtype: torch.dtype) -> Scheme:
@@ -273,25 +266,31 @@ def _analysed(x: Tensor, layout: Scheme, geometry: Geometry) -> _Spectrum:
 
 
 class _Cut(NamedTuple):
-    """The output fields of one program, in pieces that are powers of two, and how many programs."""
+    """The output fields of one program: so many copies of these parts, powers of two each."""
 
     parts: tuple[int, ...]
-    step: int
+    copies: int
     programs: int
 
     @property
     def padded(self) -> int:
-        return (self.programs - 1) * self.step + sum(self.parts)
+        return self.programs * self.copies * sum(self.parts)
 
 
-def _cut(fields: int, slots: int, accumulators: int) -> _Cut:
-    most = max(8, accumulators // slots)
+def _cut(fields: int, layout: Scheme, warps: int, accumulators: int) -> _Cut:
+    copies = max(1, warps // layout.batch)
+    most = max(FIELDS * copies, accumulators // (2 * layout.batch))
     programs = triton.cdiv(fields, most)
-    step = 8 * triton.cdiv(fields, 8 * programs)
-    first = 1 << (step.bit_length() - 1)
-    rest = step - first
-    parts = (first,) if not rest else (first, triton.next_power_of_2(rest))
-    return _Cut(parts, step, triton.cdiv(fields, step))
+    each = FIELDS * triton.cdiv(fields, FIELDS * copies * programs)
+    parts = []
+    while each:  # 20 is 16 + 4; 28, which would take three parts, is 32
+        size = 1 << (each.bit_length() - 1)
+        rest = each - size
+        if parts or rest & (rest - 1):
+            size = triton.next_power_of_2(each)
+        parts.append(size)
+        each -= min(size, each)
+    return _Cut(tuple(parts), copies, triton.cdiv(fields, copies * sum(parts)))
 
 
 def _arranged(weights: Tensor, layout: Scheme, cut: _Cut, dtype: torch.dtype, adjoint: bool) -> Any:
@@ -300,27 +299,30 @@ def _arranged(weights: Tensor, layout: Scheme, cut: _Cut, dtype: torch.dtype, ad
     turned = weights.transpose(0, 1) if adjoint else weights
     out_fields, in_fields = turned.shape[:2]
     in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
-    count = layout.segments[-1]
-    found = _empty((count * in_padded * cut.padded,), dtype, weights.device)
+    count = layout.batch * layout.inner
+    found = _empty((in_padded, count, cut.padded, 2), dtype, weights.device)
     largest = _largest(weights, (0, 1, 2))
     arrange[(triton.cdiv(found.numel(), 1024),)](
         weights,
-        constants.adjoint_places if adjoint else constants.places,
+        constants.adjoint_entries if adjoint else constants.entries,
         constants.adjoint_signs if adjoint else constants.signs,
+        constants.pieces,
         largest,
         found,
         out_fields,
         in_fields,
         turned.stride(0),
         turned.stride(1),
-        in_padded,
         cut.padded,
+        layout.batch,
+        layout.inner,
         found.numel(),
+        BF=FIELDS,
         BLOCK=1024,
         HEADROOM=HEADROOM,
         num_warps=8,
     )
-    return found, largest, in_padded
+    return found, largest
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -365,12 +367,12 @@ def convolve(
     if not y.numel():
         return y
     chosen = _tiles()
-    cut = _cut(out_fields, found.synthesis.shape[1], chosen.accumulators)
+    cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators)
     spectrum = _analysed(x, layout, geometry)
     internal = _INTERNAL[x.dtype]
-    arranged, largest, in_padded = _arranged(weights, layout, cut, internal, adjoint)
+    arranged, largest = _arranged(weights, layout, cut, internal, adjoint)
     grid = spectrum.grid
-    kernels(layout, cut.parts)["forward"][(triton.cdiv(pixels, chosen.pixels), cut.programs)](
+    kernels(layout, cut.parts, cut.copies)["forward"][(triton.cdiv(pixels, chosen.pixels), cut.programs)](
         spectrum.values,
         arranged,
         y,
@@ -385,10 +387,8 @@ def convolve(
         grid.pitch * grid.lines,
         grid.places,
         spectrum.values.shape[0],
-        in_padded,
         cut.padded,
         out_fields,
-        cut.step,
         y.stride(0),
         y.stride(1),
         y.stride(2),
@@ -444,16 +444,16 @@ def gram(
     back = geometry.transposed(found.basis.size, *x.shape[2:])
     ours = _analysed(x, layout, geometry)
     theirs = _analysed(g, layout, back)
-    cut = _cut(out_fields, found.synthesis.shape[1], chosen.accumulators)
+    cut = _cut(out_fields, layout, chosen.gram_warps, chosen.accumulators)
     tiles_ = triton.cdiv(pixels, chosen.gram_pixels)
     chunks = ours.values.shape[0]
-    splits = chosen.splits or max(1, 264 // (chunks * cut.programs))
-    splits = min(splits, tiles_)
     in_padded = chunks * FIELDS
-    count = layout.segments[-1]
-    # Fields beyond the last are read as those of the last chunk, and their gradients dropped.
-    partial = _empty((splits, count, in_padded, cut.padded), torch.float32, x.device)
-    kernels(layout, cut.parts)["gram"][(chunks, cut.programs, splits)](
+    programs = in_padded // chosen.gram_fields * cut.programs
+    splits = chosen.splits or max(1, 264 // programs)
+    splits = min(splits, tiles_)
+    count = layout.batch * layout.inner
+    partial = _empty((splits, in_padded, count, cut.padded, 2), torch.float32, x.device)
+    kernels(layout, cut.parts, cut.copies)["gram"][(in_padded // chosen.gram_fields, cut.programs, splits)](
         ours.values,
         theirs.values,
         partial,
@@ -477,8 +477,8 @@ def gram(
         tiles_,
         in_padded,
         cut.padded,
-        cut.step,
         BP=chosen.gram_pixels,
+        BF=chosen.gram_fields,
         IMAGES=triton.next_power_of_2(batch),
         PRECISION=_precision(_INTERNAL[x.dtype]),
         num_warps=chosen.gram_warps,
@@ -493,9 +493,9 @@ def gram(
         out_fields,
         in_fields,
         found.weights,
-        count,
         in_padded,
         cut.padded,
+        count,
         splits,
         MOST=constants.owners.shape[1],
         BLOCK=1024,
