@@ -103,18 +103,21 @@ class Scheme:
         Every target should find as many features in one chunk as in another: neighbouring irreps
         take turns.
         """
-        copies = transform(self.plan.basis.group, self.plan.source)
+        group = self.plan.basis.group
+        copies = transform(group, self.plan.source)
         ends = np.cumsum([len(copy.basis) for copy in copies])
+        # The angular frequency of an irrep: what the smallest rotation turns it by.
+        turn = 1 % group.rotations
+        frequencies = []
+        for copy in copies:
+            irrep = group.irreps[copy.irrep]
+            cosine = np.clip(np.trace(irrep.matrices[turn]) / irrep.dimension, -1.0, 1.0)
+            frequencies.append(round(np.arccos(cosine) * group.rotations / (2 * np.pi)))
         best: tuple[int, np.ndarray] | None = None
-        kinds = sorted({copy.irrep for copy in copies})
         for turns in (1, 2, 4):
-            order = sorted(
-                range(len(copies)), key=lambda n: (kinds.index(copies[n].irrep) % turns, n)
-            )
-            order.sort(key=lambda n: kinds.index(copies[n].irrep) % turns)
             found = np.zeros(ends[-1], dtype=np.int64)
             free = 0
-            for number in order:
+            for number in sorted(range(len(copies)), key=lambda n: (frequencies[n] % turns, n)):
                 size = len(copies[number].basis)
                 free += -free % size
                 found[ends[number] - size : ends[number]] = np.arange(free, free + size)
@@ -275,11 +278,45 @@ def _powers(length: int) -> Iterator[tuple[int, int]]:
 
 
 class _Writer:
-    """Lines of source, with the current indentation before them."""
+    """Lines of source, with the current indentation before them, and how sums are spelled.
 
-    def __init__(self) -> None:
+    ``packed``: two halves at a time, in PTX's own words. Left to itself the compiler finds other
+    pairs than those that were loaded together, and spends a quarter of its instructions on putting
+    them together.
+    """
+
+    def __init__(self, packed: bool) -> None:
         self.lines: list[str] = []
         self.depth = 0
+        self.packed = packed
+
+    @staticmethod
+    def _two(code: str, *operands: str) -> str:
+        registers = "=r" + ",r" * len(operands)
+        return (
+            f'tl.inline_asm_elementwise("{code}", "{registers}", [{", ".join(operands)}],'
+            " dtype=tl.float16, is_pure=True, pack=2)"
+        )
+
+    def sum(self, one: str, other: str, sign: str = "+") -> str:
+        if not self.packed:
+            return f"{one} {sign} {other}"
+        return self._two(f"{'add' if sign == '+' else 'sub'}.f16x2 $0, $1, $2;", one, other)
+
+    def scaled(self, one: str, low: float, high: float, other: str | None) -> str:
+        """One times a number, another for odd places, plus the other."""
+        if not self.packed:
+            if low == high:
+                product = f"{one} * {low!r}"
+            else:  # ±1 in turns
+                product = f"{one} * turn" if low > 0 else f"{one} * -turn"
+            return product if other is None else f"{product} + {other}"
+        bits = np.array([low, high], dtype=np.float16).view(np.uint32)[0]
+        start = f"{{{{ .reg .b32 c; mov.b32 c, {int(bits):#x};"
+        start = start.replace("{{", "{")
+        if other is None:
+            return self._two(f"{start} mul.f16x2 $0, $1, c; }}", one)
+        return self._two(f"{start} fma.rn.f16x2 $0, $1, c, $2; }}", one, other)
 
     def __call__(self, text: str = "") -> None:
         for line in text.split("\n"):
@@ -290,7 +327,7 @@ class _Writer:
 
 
 def _differentiate(write: _Writer, layout: Scheme) -> None:
-    """A function: where the centre tap lies → every derivative there, in registers."""
+    """A function: where the centre taps lie → every derivative there, in registers."""
     write("@triton.jit")
     write("def differentiate(centre, row, column):")
     write.depth += 1
@@ -298,139 +335,208 @@ def _differentiate(write: _Writer, layout: Scheme) -> None:
     reach = coefficients.shape[-1] // 2
     started: set[int] = set()
 
-    def load(name: str, dy: int, dx: int) -> None:
-        write(f"{name} = tl.load(centre + ({dy} * row + {dx} * column))")
+    def add(name: str, i: int, j: int) -> None:
+        for stencil in np.flatnonzero(coefficients[:, i, j]).tolist():
+            value = float(coefficients[stencil, i, j])
+            old = f"d{stencil}" if stencil in started else None
+            started.add(stencil)
+            write(f"d{stencil} = {write.scaled(name, value, value, old)}")
 
-    def add(stencil: int, value: float, name: str) -> None:
-        product = name if value == 1.0 else f"{name} * {value!r}"
-        old = f" + d{stencil}" if stencil in started else ""
-        started.add(stencil)
-        write(f"d{stencil} = {product}{old}")
-
+    # Taps that mirror each other are loaded as one tensor with an axis of two for each mirror.
+    write("side = 1 - 2 * tl.arange(0, 2)")
+    write("above = side[None, None, :, None] * row")
+    write("beside = side[None, None, :, None] * column")
+    write("both = (side * row)[None, None, :, None, None]")
+    write("both_beside = (side * column)[None, None, None, :, None]")
     for dy in range(reach + 1):
-        sides = ("p", "m") if dy else ("p",)
         for dx in range(reach + 1):
-            kinds = [(i, j) for i in ((dy, reach + dy) if dy else (0,))
-                     for j in ((dx, reach + dx) if dx else (0,))]
-            if not any(coefficients[:, i, j].any() for i, j in kinds):
+            rows = (dy, reach + dy) if dy else (0,)
+            columns = (dx, reach + dx) if dx else (0,)
+            if not coefficients[:, rows][:, :, columns].any():
                 continue
-            for side in sides:
-                y = dy if side == "p" else -dy
-                if dx:
-                    load("right", y, dx)
-                    load("left", y, -dx)
-                    write(f"e{side} = right + left")
-                    write(f"o{side} = right - left")
-                else:
-                    load(f"e{side}", y, 0)
-            for i, j in kinds:
-                if not coefficients[:, i, j].any():
-                    continue
-                kind = "o" if j > reach else "e"
-                if dy:
-                    # Rows run downwards and stencils are stored row 0 on top, as taps are.
-                    write(f"u = {kind}p {'-' if i > reach else '+'} {kind}m")
-                else:
-                    write(f"u = {kind}p")
-                for stencil in np.flatnonzero(coefficients[:, i, j]):
-                    add(int(stencil), float(coefficients[stencil, i, j]), "u")
+            if not dy and not dx:
+                write("u = tl.load(centre)")
+                add("u", 0, 0)
+            elif not (dy and dx):
+                # Rows run downwards, in the image as in a stencil.
+                where = f"{dy} * above" if dy else f"{dx} * beside"
+                write(f"t = tl.load(centre[:, :, None, :] + {where})")
+                write("p, m = tl.split(tl.trans(t, (0, 1, 3, 2)))")
+                for sign, i, j in (("+", dy, dx), ("-", rows[-1], columns[-1])):
+                    write(f"u = {write.sum('p', 'm', sign)}")
+                    add("u", i, j)
+            else:
+                where = f"{dy} * both + {dx} * both_beside"
+                write(f"t = tl.load(centre[:, :, None, None, :] + ({where}))")
+                write("p, m = tl.split(tl.trans(t, (0, 1, 2, 4, 3)))")
+                for sign, j in zip("+-", columns, strict=True):
+                    if not coefficients[:, rows, j].any():
+                        continue
+                    write(f"q = {write.sum('p', 'm', sign)}")
+                    write("q, n = tl.split(tl.trans(q, (0, 1, 3, 2)))")
+                    for other, i in zip("+-", rows, strict=True):
+                        if coefficients[:, i, j].any():
+                            write(f"u = {write.sum('q', 'n', other)}")
+                            add("u", i, j)
     names = ", ".join(f"d{n}" for n in range(len(coefficients)))
     write(f"return {names},")
     write.depth -= 1
     write()
 
 
-def _split(write: _Writer, source: str, names: Sequence[str | None], shape: str) -> None:
-    """Take a tensor apart along its last axis, whose length is that of ``names``."""
+def _split(write: _Writer, source: str, names: Sequence[str | None]) -> None:
+    """Take a tensor apart along its last axes, of length two each: a name for every member."""
     if len(names) == 1:
-        if names[0]:
-            write(f"{names[0]} = tl.reshape({source}, [{shape}])")
+        if names[0] and names[0] != source:
+            write(f"{names[0]} = {source}")
     elif any(names):
-        half = len(names) // 2
-        write(f"{source}e, {source}o = tl.split(tl.reshape({source}, [{shape}, {half}, 2]))")
-        _split(write, f"{source}e", names[::2], shape)
-        _split(write, f"{source}o", names[1::2], shape)
+        write(f"{source}e, {source}o = tl.split({source})")
+        _split(write, f"{source}e", names[::2])
+        _split(write, f"{source}o", names[1::2])
 
 
-def _joined(names: Sequence[str], shape: str) -> str:
-    """An expression for the names side by side along a new last axis."""
+def _joined(names: Sequence[str]) -> str:
+    """An expression for the names side by side, along new last axes of length two each."""
     if len(names) == 1:
-        return f"tl.reshape({names[0]}, [{shape}, 1])"
-    if len(names) == 2:
-        return f"tl.join({names[0]}, {names[1]})"
-    even, odd = _joined(names[::2], shape), _joined(names[1::2], shape)
-    return f"tl.reshape(tl.join({even}, {odd}), [{shape}, {len(names)}])"
+        return names[0]
+    return f"tl.join({_joined(names[::2])}, {_joined(names[1::2])})"
 
 
-def _features(write: _Writer, layout: Scheme, copies: int) -> None:
-    """The features of a tile, one tensor ``z[(target, copy), pixel, (field, feature)]`` a piece."""
-    # A branch that is always taken keeps two heuristics of Triton's out. The loads stay where they
-    # are: the taps of the next turn would be copied to shared memory, past the cache that holds
-    # what taps have in common. And products do not see that their features were joined: they
-    # would read them in a width that leaves fragments to be put together by hand.
-    write("if pixels > 0:")
-    write.depth += 1
-    for chunk in range(layout.chunks):
-        _derivatives(write, layout, chunk)
-        for number, (owner, first, size, _) in enumerate(layout.pieces):
-            if owner == chunk:
-                _gathered(write, layout, number, chunk, first, size, copies)
-    write.depth -= 1
-    write("else:")
-    for number, (_, _, size, _) in enumerate(layout.pieces):
-        shape = f"[{layout.batch * copies}, BP, BF * {size}]"
-        write(f"    z{number} = tl.zeros({shape}, x.dtype.element_ty)")
+def _twos(length: int) -> str:
+    """The axes that `_split` takes apart."""
+    return ", ".join(["2"] * (length.bit_length() - 1))
+
+
+def _features(write: _Writer, layout: Scheme, chunk: int) -> None:
+    """The features of a slot chunk: ``z[target, pixel, (field, feature)]`` for each piece."""
+    _derivatives(write, layout, chunk)
+    pairs = _Pairs(write, layout)
+    for number, (owner, first, size, _) in enumerate(layout.pieces):
+        if owner == chunk:
+            _gathered(write, layout, pairs, chunk, number, first, size)
+
+
+def _copied(write: _Writer, number: int, size: int, copies: int) -> None:
+    """The features of a piece once for each copy of a target."""
+    shape = f"BP, BF * {size}]"
+    write(f"v = tl.broadcast_to(z{number}[:, None, :, :], [TARGETS, {copies}, {shape})")
+    write(f"z{number} = tl.reshape(v, [TARGETS * {copies}, {shape})")
 
 
 def _derivatives(write: _Writer, layout: Scheme, chunk: int) -> None:
-    """Differentiate one slot chunk and name every feature that it holds."""
-    plan = layout.plan
+    """Differentiate one slot chunk: tensors ``d{stencil}_{pair}`` of two slots each."""
     offset = f" + {chunk * FIELDS * layout.width} * places" if chunk else ""
-    stencils = len(plan.stencils)
-    names = ", ".join(f"d{n}" for n in range(stencils))
+    stencils = range(len(layout.plan.stencils))
+    names = ", ".join(f"d{n}" for n in stencils)
     write(f"{names}, = differentiate(source{offset} + here, row, column)")
-    wanted = sorted({f for names in layout.lists[chunk] for f in names if f >= 0})
-    used: set[tuple[int, int]] = set()
-    for feature in wanted:
+    pairs = layout.width // 2
+    for stencil in stencils:
+        if pairs > 1:
+            write(f"d{stencil} = tl.trans(tl.reshape(d{stencil}, [BF, BP, {pairs}, 2]), (0, 1, 3, 2))")
+            write(f"d{stencil} = tl.reshape(d{stencil}, [BF, BP, 2, {_twos(pairs)}])")
+        _split(write, f"d{stencil}", [f"d{stencil}_{pair}" for pair in range(pairs)])
+    write("turn = (1 - 2 * tl.arange(0, 2))[None, None, :].to(x.dtype.element_ty)")
+
+
+class _Pairs:
+    """Features two by two, written when they are first asked for."""
+
+    def __init__(self, write: _Writer, layout: Scheme) -> None:
+        self.write, self.layout = write, layout
+        self.taken: set[str] = set()
+
+    def _terms(self, feature: int) -> dict[tuple[int, int], tuple[int, float]]:
+        """(stencil, pair of slots) → which of the two, and the factor."""
+        plan, layout = self.layout.plan, self.layout
+        found = {}
         for t in range(2):
-            if plan.feature_factors[feature, t]:
-                slot = int(layout.positions[plan.feature_slots[feature, t]])
-                used.add((int(plan.feature_stencils[feature, t]), slot % layout.width))
-    for stencil in range(stencils):
-        parts = [
-            f"d{stencil}_{slot}" if (stencil, slot) in used else None
-            for slot in range(layout.width)
-        ]
-        _split(write, f"d{stencil}", parts, "BF, BP")
-    for feature in wanted:
-        text = ""
-        for t in range(2):
-            factor = plan.feature_factors[feature, t]
+            factor = float(plan.feature_factors[feature, t])
             if factor:
                 slot = int(layout.positions[plan.feature_slots[feature, t]]) % layout.width
-                name = f"d{plan.feature_stencils[feature, t]}_{slot}"
-                text += f" {'-' if factor < 0 else '+'} {name}"
-        write(f"f{feature} = {text.removeprefix(' + ').lstrip()}")
+                found[int(plan.feature_stencils[feature, t]), slot // 2] = (slot % 2, factor)
+        return found
+
+    def _once(self, name: str, text: str) -> str:
+        if name not in self.taken:
+            self.taken.add(name)
+            self.write(f"{name} = {text}")
+        return name
+
+    def _parts(self, source: str) -> None:
+        if f"{source}e" not in self.taken:
+            self.taken.add(f"{source}e")
+            self.write(f"{source}e, {source}o = tl.split({source})")
+
+    def _swapped(self, source: str) -> str:
+        if self.write.packed:
+            swap = self.write._two("prmt.b32 $0, $1, $1, 0x1032;", source)
+            return self._once(f"{source}s", swap)
+        self._parts(source)
+        return self._once(f"{source}s", f"tl.join({source}o, {source}e)")
+
+    def _single(self, feature: int) -> str:
+        """One feature as a tensor of its own."""
+        text = ""
+        for (stencil, pair), (side, factor) in self._terms(feature).items():
+            source = f"d{stencil}_{pair}"
+            self._parts(source)
+            text += f" {'-' if factor < 0 else '+'} {source}{'eo'[side]}"
+        return self._once(f"f{feature}", text.removeprefix(" + ").lstrip())
+
+    def pair(self, one: int, two: int) -> str:
+        """Two features side by side."""
+        name = f"f{one}_{two}"
+        if name in self.taken:
+            return name
+        left, right = self._terms(one), self._terms(two)
+        alike = left.keys() == right.keys() and all(
+            left[key][0] != right[key][0] for key in left
+        )
+        if not alike:
+            return self._once(name, f"tl.join({self._single(one)}, {self._single(two)})")
+        # Both read the same derivatives, each the slot that the other does not: whole pairs are
+        # added, as they are or swapped.
+        found = None
+        for key, (side, factor) in left.items():
+            source = f"d{key[0]}_{key[1]}"
+            if side:
+                source = self._swapped(source)
+            other = right[key][1]
+            if factor == other == 1.0:
+                found = source if found is None else self.write.sum(found, source)
+            else:
+                found = self.write.scaled(source, factor, other, found)
+        assert found is not None
+        return self._once(name, found)
 
 
 def _gathered(
-    write: _Writer, layout: Scheme, number: int, chunk: int, first: int, size: int, copies: int
+    write: _Writer,
+    layout: Scheme,
+    pairs: _Pairs,
+    chunk: int,
+    number: int,
+    first: int,
+    size: int,
 ) -> None:
     """The features of every target side by side."""
-    spare = next(f for names in layout.lists[chunk] for f in names if f >= 0)
+    lists = layout.lists[chunk]
+    spare = next(f for names in lists for f in names if f >= 0)
     columns = []
-    for k in range(first, first + size):
+    for k in range(first, first + size, 2):
         column = []
-        for names in layout.lists[chunk]:
-            # Padding repeats a feature of the same target; its weights are zero.
-            other = names[0] if names[0] >= 0 else spare
-            column += [f"f{names[k] if names[k] >= 0 else other}"] * copies
-        columns.append(_joined(column, "BF, BP"))
-    # The inner axis is joined last: a thread then holds neighbours along it, and stores them at
-    # once.
-    batch = f"BF, BP, {layout.batch * copies}"
-    write(f"z = tl.trans({_joined(columns, batch)}, (2, 1, 0, 3))")
-    write(f"z{number} = tl.reshape(z, [{layout.batch * copies}, BP, BF * {size}])")
+        for names in lists:
+            # Padding repeats features of the same target; their weights are zero.
+            other = names[:2] if names[1] >= 0 else (spare, spare)
+            one, two = names[k : k + 2]
+            if one < 0:
+                one, two = other
+            column.append(pairs.pair(one, two if two >= 0 else one))
+        columns.append(_joined(column))
+    # [field, pixel, 2, target, inner / 2]: the inner axis is joined last, so that a thread holds
+    # neighbours along it and stores them at once.
+    write(f"z = tl.reshape({_joined(columns)}, [BF, BP, 2, {layout.batch}, {size // 2}])")
+    write(f"z{number} = tl.reshape(tl.trans(z, (3, 1, 0, 4, 2)), [{layout.batch}, BP, BF * {size}])")
 
 
 def _pixels(write: _Writer, layout: Scheme) -> None:
@@ -469,8 +575,7 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
     write(
         "def forward(x, w, y, x_largest, w_largest, pixels, height, width, down, dilation, pitch,\n"
         "            image_pitch, places, chunks, out_padded, out_fields, y_image, y_channel,\n"
-        "            y_line, y_dot, BP: tl.constexpr, PRECISION: tl.constexpr,\n"
-        "            STAGES: tl.constexpr):"
+        "            y_line, y_dot, BP: tl.constexpr, PRECISION: tl.constexpr):"
     )
     write.depth += 1
     write(f"BF: tl.constexpr = {FIELDS}")
@@ -483,25 +588,44 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
     for part, size in enumerate(parts):
         write(f"a{part} = tl.zeros([TARGETS * COPIES, BP, {2 * size}], tl.float32)")
     write("batch = tl.arange(0, TARGETS * COPIES)")
-    write("source = x")
-    write("weight = w")
-    write("for chunk in tl.range(0, chunks, num_stages=STAGES):")
-    write.depth += 1
-    _features(write, layout, copies)
-    for number, (_, _, size, start) in enumerate(layout.pieces):
-        write(f"k = tl.arange(0, BF * {size})[None, None, :]")
-        write(f"piece = weight + {start} * (2 * BF * TARGETS) * out_padded")
-        write(f"member = (batch // COPIES) * (2 * out_padded) + batch % COPIES * {2 * fields}")
-        done = 0
-        for part, wide in enumerate(parts):
-            write(f"n = member[:, None] + (2 * first + {2 * done} + tl.arange(0, {2 * wide}))[None, :]")
-            write(f"v = tl.load(piece + n[:, :, None] * (BF * {size}) + k)")
-            write(f"v = tl.trans(v, (0, 2, 1))")
-            write(f"a{part} = tl.dot(z{number}, v, a{part}, input_precision=PRECISION)")
-            done += wide
-    write(f"source += places * {layout.chunks * FIELDS * layout.width}")
-    write(f"weight += out_padded * {2 * FIELDS * layout.batch * layout.inner}")
-    write.depth -= 1
+    write(f"member = (batch // COPIES) * (2 * out_padded) + batch % COPIES * {2 * fields}")
+    write(f"step = out_padded * {2 * FIELDS * layout.batch * layout.inner}")
+
+    def products(chunk: int) -> None:
+        for number, (owner, _, size, start) in enumerate(layout.pieces):
+            if owner != chunk:
+                continue
+            shape = f"BP, BF * {size}]"
+            write(f"v = tl.broadcast_to(z{number}[:, None, :, :], [TARGETS, COPIES, {shape})")
+            write(f"a = tl.reshape(v, [TARGETS * COPIES, {shape})")
+            write(f"k = tl.arange(0, BF * {size})[None, None, :]")
+            write(f"piece = weight + {start * 2 * FIELDS * layout.batch} * out_padded")
+            done = 0
+            for part, wide in enumerate(parts):
+                write(f"n = 2 * first + {2 * done} + tl.arange(0, {2 * wide})")
+                write(f"n = (member[:, None] + n[None, :])[:, :, None] * (BF * {size})")
+                write("v = tl.trans(tl.load(piece + n + k), (0, 2, 1))")
+                write(f"a{part} = tl.dot(a, v, a{part}, input_precision=PRECISION)")
+                done += wide
+
+    # Each turn multiplies the features that the turn before it has left: loads and sums of one
+    # turn are independent of its products, and run beside them. (What a turn makes and multiplies
+    # itself would also be read by Triton as something to prefetch: the taps of the next turn, past
+    # the cache that holds what taps have in common.)
+    for chunk in range(layout.chunks):
+        for number, (owner, _, size, _) in enumerate(layout.pieces):
+            if owner == chunk:
+                write(f"z{number} = tl.zeros([TARGETS, BP, BF * {size}], x.dtype.element_ty)")
+        write("source = x")
+        write("weight = w")
+        write("for chunk in tl.range(0, chunks):")
+        write.depth += 1
+        products(chunk)
+        write("weight += tl.where(chunk > 0, step, 0)")
+        _features(write, layout, chunk)
+        write(f"source += places * {layout.chunks * FIELDS * layout.width}")
+        write.depth -= 1
+        products(chunk)
     write("power = exponent(tl.load(x_largest + image)) + exponent(tl.load(w_largest))")
     write(f"scale = two_to(power - {2 * HEADROOM})[:, None]")
     channels = plan.synthesis.shape[0]
@@ -515,8 +639,9 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
         # [(target, copy), pixel, (field, column)] → [pixel, (copy, field), (target, column)]
         write(f"s = tl.reshape(a{part}, [TARGETS, COPIES, BP, {2 * size}])")
         write(f"s = tl.reshape(tl.trans(s, (2, 1, 3, 0)), [BP, COPIES * {size}, 2, TARGETS])")
-        write(f"s = tl.reshape(tl.trans(s, (0, 1, 3, 2)), [BP, COPIES * {size}, 2 * TARGETS])")
-        _split(write, "s", [f"s{n}" if n >= 0 else None for n in slots], f"BP, COPIES * {size}")
+        write(f"s = tl.trans(s, (0, 1, 3, 2))")
+        write(f"s = tl.reshape(s, [BP, COPIES * {size}, {_twos(len(slots))}])")
+        _split(write, "s", [f"s{n}" if n >= 0 else None for n in slots])
         for channel in range(channels):
             terms = [
                 f"s{slot} * {float(plan.synthesis[channel, slot])!r}"
@@ -525,7 +650,7 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
             ]
             write(f"y{channel} = ({' + '.join(terms)}) * scale")
         outputs = [f"y{c if c < channels else 0}" for c in range(padded)]
-        write(f"found = {_joined(outputs, f'BP, COPIES * {size}')}")
+        write(f"found = tl.reshape({_joined(outputs)}, [BP, COPIES * {size}, {padded}])")
         write(f"o = tl.arange(0, COPIES * {size})")
         write(f"o = first + {done} + o // {size} * {fields} + o % {size}")
         write(f"channel = o[:, None] * {channels} + element[None, :]")
@@ -595,15 +720,21 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -
                 f"g{slot}" if slot in layout.positions else None
                 for slot in range(chunk * layout.width, (chunk + 1) * layout.width)
             ]
-            _split(write, "h", kept, f"FIELDS, BP, COPIES * {count}")
+            write(f"h = tl.reshape(h, [FIELDS, BP, COPIES * {count}, {_twos(layout.width)}])")
+            _split(write, "h", kept)
         names = [f"g{layout.positions[slot if slot >= 0 else 0]}" for slot in slots]
-        joined = _joined(names, f"FIELDS, BP, COPIES * {count}")
-        write(f"h = tl.reshape({joined}, [FIELDS, BP, COPIES, {count}, TARGETS, 2])")
+        write(f"h = tl.reshape({_joined(names)}, [FIELDS, BP, COPIES, {count}, TARGETS, 2])")
         write("h = tl.trans(h, (4, 2, 3, 0, 5, 1))")
         write(f"h{part} = tl.reshape(h, [TARGETS * COPIES, {2 * wide}, BP]) * share")
         done += wide
-    _features(write, layout, copies)
-    for number in range(len(pieces)):
+    ready = -1
+    for number, (chunk, *_) in enumerate(pieces):
+        if chunk != ready:
+            _features(write, layout, chunk)
+            for n, (owner, _, size, _) in enumerate(pieces):
+                if owner == chunk:
+                    _copied(write, n, size, copies)
+            ready = chunk
         for part in range(len(parts)):
             total = f"a{part}_{number}"
             write(f"{total} = tl.dot(h{part}, z{number}, {total}, input_precision=PRECISION)")
@@ -627,13 +758,15 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -
 
 
 @lru_cache(maxsize=256)
-def kernels(layout: Scheme, parts: tuple[int, ...], copies: int) -> dict[str, Any]:
+def kernels(
+    layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool
+) -> dict[str, Any]:
     """The kernels of a plan, `forward` and `gram`, and their source.
 
     One program gives ``copies`` times ``sum(parts)`` output fields; parts are powers of two, at
-    least `FIELDS`.
+    least `FIELDS`. ``packed`` is for float16, and not for the interpreter.
     """
-    write = _Writer()
+    write = _Writer(packed)
     _differentiate(write, layout)
     _forward(write, layout, parts, copies)
     _gram(write, layout, parts, copies)

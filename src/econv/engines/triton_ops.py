@@ -325,6 +325,11 @@ def _arranged(weights: Tensor, layout: Scheme, cut: _Cut, dtype: torch.dtype, ad
     return found, largest
 
 
+def _kernels(layout: Scheme, cut: _Cut, x: Tensor) -> dict[str, Any]:
+    packed = _INTERNAL[x.dtype] == torch.float16 and x.is_cuda
+    return kernels(layout, cut.parts, cut.copies, packed)
+
+
 def _precision(dtype: torch.dtype) -> str:
     if dtype != torch.float32:
         return "tf32"  # says nothing about products of float16
@@ -372,7 +377,7 @@ def convolve(
     internal = _INTERNAL[x.dtype]
     arranged, largest = _arranged(weights, layout, cut, internal, adjoint)
     grid = spectrum.grid
-    kernels(layout, cut.parts, cut.copies)["forward"][(triton.cdiv(pixels, chosen.pixels), cut.programs)](
+    _kernels(layout, cut, x)["forward"][(triton.cdiv(pixels, chosen.pixels), cut.programs)](
         spectrum.values,
         arranged,
         y,
@@ -395,8 +400,8 @@ def convolve(
         y.stride(3),
         BP=chosen.pixels,
         PRECISION=_precision(internal),
-        STAGES=chosen.stages,
         num_warps=chosen.warps,
+        num_stages=chosen.stages,
     )
     return y
 
@@ -453,7 +458,7 @@ def gram(
     splits = min(splits, tiles_)
     count = layout.batch * layout.inner
     partial = _empty((splits, in_padded, count, cut.padded, 2), torch.float32, x.device)
-    kernels(layout, cut.parts, cut.copies)["gram"][(in_padded // chosen.gram_fields, cut.programs, splits)](
+    _kernels(layout, cut, x)["gram"][(in_padded // chosen.gram_fields, cut.programs, splits)](
         ours.values,
         theirs.values,
         partial,
