@@ -41,24 +41,30 @@ def _power_of_two(n: int) -> int:
 
 
 class Target(NamedTuple):
-    """One pair of output slots and the features that reach it: a matrix product of its own.
+    """Two output slots and the features that reach them: a matrix product of its own.
 
-    Every target has two output columns and its own features: a row of a block with two columns, or
-    two blocks of one column each, so that all targets are alike.
+    It is a row of a block with two columns, or two blocks of one column each: all targets are
+    alike.
     """
 
-    features: tuple[tuple[int, ...], ...]
-    """For each column the numbers of the features that its weights may meet, or none: those of all
-    columns are the same or have nothing in common."""
-    entries: dict[tuple[int, int], tuple[int, float]]
-    """(feature, column) → spectral weight and sign."""
     slots: tuple[int, ...]
     """The slots of the output's spectrum, one for each column; −1: none."""
+    entries: dict[tuple[int, int], tuple[int, float]]
+    """(feature, column) → spectral weight and sign; those that are not there are zero."""
+    irrep: int
+
+    @property
+    def features(self) -> list[int]:
+        """The numbers of the features, each once."""
+        return list(dict.fromkeys(feature for feature, _ in self.entries))
 
 
 @dataclass(frozen=True, eq=False)
 class Scheme:
-    """Where everything lies: the orders in which the kernels of a plan keep slots and weights."""
+    """Where everything lies: the orders in which the kernels of a plan keep slots and weights.
+
+    The slots of one target lie side by side, in the spectrum of the input as in that of the output.
+    """
 
     plan: SpectralPlan
     vector: int
@@ -66,30 +72,50 @@ class Scheme:
 
     @cached_property
     def targets(self) -> tuple[Target, ...]:
-        """What the products give, two slots each."""
-        found: list[Target] = []
-        single: list[Target] = []
+        """What the products give, in the order in which their slots lie.
+
+        A target should find as many features in one chunk of slots as in another: irreps of
+        neighbouring angular frequencies take turns where that helps.
+        """
+        group = self.plan.basis.group
+        if self.plan.source != self.plan.target:
+            raise ValueError(f"expected equal fields before and after; got {self.plan!r}")
+        found, single = [], []
         for block in self.plan.blocks:
             if block.columns > 2:
                 raise ArithmeticError(f"{self.plan!r} has a block of {block.columns} columns")
             for row in range(block.rows):
-                names = tuple(block.features[row].tolist())
                 entries = {
-                    (names[k], n): (int(block.entries[k, n]), float(block.signs[k, n]))
+                    (int(block.features[row, k]), n): (
+                        int(block.entries[k, n]),
+                        float(block.signs[k, n]),
+                    )
                     for k, n in np.ndindex(block.entries.shape)
                 }
-                slots = tuple(block.slots[row].tolist())
-                (found if block.columns == 2 else single).append(Target((names,), entries, slots))
-        for first in single[::2]:
-            rest = single[single.index(first) + 1 :][:1]
-            entries = dict(first.entries)
-            names, slots = first.features, (*first.slots, -1)
-            for second in rest:
-                names += second.features
-                slots = (*first.slots, *second.slots)
-                entries |= {(f, 1): value for (f, _), value in second.entries.items()}
-            found.append(Target(names, entries, slots))
-        return tuple(found)
+                target = Target(tuple(block.slots[row].tolist()), entries, block.irrep)
+                (found if block.columns == 2 else single).append(target)
+        for first in range(0, len(single), 2):
+            slots, entries, irrep = single[first]
+            for other in single[first + 1 : first + 2]:
+                slots += other.slots
+                entries = entries | {(f, 1): value for (f, _), value in other.entries.items()}
+            found.append(Target((*slots, -1)[:2], entries, irrep))
+
+        def frequency(target: Target) -> int:
+            """What the smallest rotation turns an irrep by."""
+            irrep = group.irreps[target.irrep]
+            turned = np.trace(irrep.matrices[1 % group.rotations]) / irrep.dimension
+            return round(np.arccos(np.clip(turned, -1, 1)) * group.rotations / (2 * np.pi))
+
+        # Rows of one block read the same slots and stay together, before targets that stand alone.
+        rows = {block.irrep: block.rows for block in self.plan.blocks}
+        orders = [
+            sorted(found, key=lambda t: (frequency(t) % turns, -rows[t.irrep]))  # noqa: B023
+            for turns in (1, 2, 4)
+        ]
+        orders.append(sorted(found, key=lambda t: -rows[t.irrep]))
+        possible = [order for order in orders if self._chunk_of(order) is not None]
+        return tuple(min(possible, key=lambda order: sum(self._lengths(order))))
 
     @property
     def batch(self) -> int:
@@ -98,69 +124,46 @@ class Scheme:
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """Where each slot of the plan's spectrum lies, pairs aligned.
+        """Where each slot of the plan's spectrum lies."""
+        return self._positions(self.targets)
 
-        Every target should find as many features in one chunk as in another: neighbouring irreps
-        take turns.
-        """
-        group = self.plan.basis.group
-        copies = transform(group, self.plan.source)
-        ends = np.cumsum([len(copy.basis) for copy in copies])
-        # The angular frequency of an irrep: what the smallest rotation turns it by.
-        turn = 1 % group.rotations
-        frequencies = []
-        for copy in copies:
-            irrep = group.irreps[copy.irrep]
-            cosine = np.clip(np.trace(irrep.matrices[turn]) / irrep.dimension, -1.0, 1.0)
-            frequencies.append(round(np.arccos(cosine) * group.rotations / (2 * np.pi)))
-        best: tuple[int, np.ndarray] | None = None
-        for turns in (1, 2, 4):
-            found = np.zeros(ends[-1], dtype=np.int64)
-            free = 0
-            for number in sorted(range(len(copies)), key=lambda n: (frequencies[n] % turns, n)):
-                size = len(copies[number].basis)
-                free += -free % size
-                found[ends[number] - size : ends[number]] = np.arange(free, free + size)
-                free += size
-            inner = sum(self._lengths(found))
-            if best is None or inner < best[0]:
-                best = inner, found
-        assert best is not None
-        return best[1]
-
-    def _width(self, positions: np.ndarray) -> int:
-        return min(self.vector, _power_of_two(int(positions.max()) + 1))
-
-    def _chunk_of(self, positions: np.ndarray) -> np.ndarray:
-        """The slot chunk that each feature reads."""
-        plan = self.plan
-        chunk = positions[plan.feature_slots] // self._width(positions)
-        used = plan.feature_factors != 0
-        if (used.all(axis=1) & (chunk[:, 0] != chunk[:, 1])).any():
-            raise ArithmeticError(f"a feature of {plan!r} reads slots of two chunks")
-        return np.where(used[:, 0], chunk[:, 0], chunk[:, 1])
-
-    def _lengths(self, positions: np.ndarray) -> list[int]:
-        """The padded number of features of a target for each slot chunk."""
-        chunk_of = self._chunk_of(positions)
-        lengths = []
-        for chunk in range(chunk_of.max() + 1):
-            most = max(
-                sum(int((chunk_of[list(names)] == chunk).sum()) for names in target.features)
-                for target in self.targets
-            )
-            lengths.append(most + -most % 4)
-        return lengths
+    def _positions(self, targets: Sequence[Target]) -> np.ndarray:
+        found = np.zeros(self.plan.analysis.shape[0], dtype=np.int64)
+        for number, target in enumerate(targets):
+            for column, slot in enumerate(target.slots):
+                if slot >= 0:
+                    found[slot] = 2 * number + column
+        return found
 
     @property
     def width(self) -> int:
         """Slots that are read at a time: the vector, or less for small groups."""
-        return self._width(self.positions)
+        return min(self.vector, 2 * self.batch)
 
     @property
     def chunks(self) -> int:
         """How many times `width` slots the spectrum takes."""
-        return int(self.positions.max()) // self.width + 1
+        return 2 * self.batch // self.width
+
+    def _chunk_of(self, targets: Sequence[Target]) -> np.ndarray | None:
+        """The slot chunk that each feature reads; nothing if one reads two."""
+        plan = self.plan
+        width = min(self.vector, 2 * _power_of_two(len(targets)))
+        chunk = self._positions(targets)[plan.feature_slots] // width
+        used = plan.feature_factors != 0
+        if (used.all(axis=1) & (chunk[:, 0] != chunk[:, 1])).any():
+            return None
+        return np.where(used[:, 0], chunk[:, 0], chunk[:, 1])
+
+    def _lengths(self, targets: Sequence[Target]) -> list[int]:
+        """The padded number of features of a target for each slot chunk."""
+        chunk_of = self._chunk_of(targets)
+        assert chunk_of is not None
+        lengths = []
+        for chunk in range(chunk_of.max() + 1):
+            most = max(int((chunk_of[t.features] == chunk).sum()) for t in targets)
+            lengths.append(most + -most % 4)
+        return lengths
 
     @cached_property
     def analysis(self) -> np.ndarray:
@@ -172,16 +175,49 @@ class Scheme:
     @cached_property
     def lists(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """For each slot chunk and target the features, −1 for padding: equal lengths in a chunk."""
-        chunk_of = self._chunk_of(self.positions)
+        chunk_of = self._chunk_of(self.targets)
+        assert chunk_of is not None
         found = []
-        for chunk, length in enumerate(self._lengths(self.positions)):
+        for chunk, length in enumerate(self._lengths(self.targets)):
             rows = []
             for target in self.targets:
-                names = [f for part in target.features for f in part if chunk_of[f] == chunk]
-                rows.append(tuple(names + [-1] * (length - len(names))))
+                names = self._paired([f for f in target.features if chunk_of[f] == chunk])
+                rows.append((*names, *[-1] * (length - len(names))))
             rows += [(-1,) * length] * (self.batch - len(rows))
             found.append(tuple(rows))
         return tuple(found)
+
+    def terms(self, feature: int) -> dict[tuple[int, int], tuple[int, float]]:
+        """A feature's terms: (stencil, pair of slots) → which of the two, and the factor."""
+        plan = self.plan
+        found = {}
+        for t in range(2):
+            factor = float(plan.feature_factors[feature, t])
+            if factor:
+                slot = int(self.positions[plan.feature_slots[feature, t]]) % self.width
+                found[int(plan.feature_stencils[feature, t]), slot // 2] = (slot % 2, factor)
+        return found
+
+    def alike(self, one: int, two: int) -> bool:
+        """Whether two features read the same derivatives, each the slot that the other does not.
+
+        Then whole pairs of slots are added, as they are or swapped.
+        """
+        left, right = self.terms(one), self.terms(two)
+        return left.keys() == right.keys() and all(left[k][0] != right[k][0] for k in left)
+
+    def _paired(self, names: list[int]) -> list[int]:
+        """The features in an order in which neighbours are alike, as far as there are such."""
+        rest, found, odd = list(names), [], []
+        while rest:
+            one = rest.pop(0)
+            two = next((f for f in rest if self.alike(one, f)), None)
+            if two is None:
+                odd.append(one)
+            else:
+                rest.remove(two)
+                found += [one, two]
+        return found + odd
 
     @property
     def inner(self) -> int:
@@ -416,13 +452,6 @@ def _features(write: _Writer, layout: Scheme, chunk: int) -> None:
             _gathered(write, layout, pairs, chunk, number, first, size)
 
 
-def _copied(write: _Writer, number: int, size: int, copies: int) -> None:
-    """The features of a piece once for each copy of a target."""
-    shape = f"BP, BF * {size}]"
-    write(f"v = tl.broadcast_to(z{number}[:, None, :, :], [TARGETS, {copies}, {shape})")
-    write(f"z{number} = tl.reshape(v, [TARGETS * {copies}, {shape})")
-
-
 def _derivatives(write: _Writer, layout: Scheme, chunk: int) -> None:
     """Differentiate one slot chunk: tensors ``d{stencil}_{pair}`` of two slots each."""
     offset = f" + {chunk * FIELDS * layout.width} * places" if chunk else ""
@@ -445,17 +474,6 @@ class _Pairs:
         self.write, self.layout = write, layout
         self.taken: set[str] = set()
 
-    def _terms(self, feature: int) -> dict[tuple[int, int], tuple[int, float]]:
-        """(stencil, pair of slots) → which of the two, and the factor."""
-        plan, layout = self.layout.plan, self.layout
-        found = {}
-        for t in range(2):
-            factor = float(plan.feature_factors[feature, t])
-            if factor:
-                slot = int(layout.positions[plan.feature_slots[feature, t]]) % layout.width
-                found[int(plan.feature_stencils[feature, t]), slot // 2] = (slot % 2, factor)
-        return found
-
     def _once(self, name: str, text: str) -> str:
         if name not in self.taken:
             self.taken.add(name)
@@ -477,7 +495,7 @@ class _Pairs:
     def _single(self, feature: int) -> str:
         """One feature as a tensor of its own."""
         text = ""
-        for (stencil, pair), (side, factor) in self._terms(feature).items():
+        for (stencil, pair), (side, factor) in self.layout.terms(feature).items():
             source = f"d{stencil}_{pair}"
             self._parts(source)
             text += f" {'-' if factor < 0 else '+'} {source}{'eo'[side]}"
@@ -488,14 +506,9 @@ class _Pairs:
         name = f"f{one}_{two}"
         if name in self.taken:
             return name
-        left, right = self._terms(one), self._terms(two)
-        alike = left.keys() == right.keys() and all(
-            left[key][0] != right[key][0] for key in left
-        )
-        if not alike:
+        if not self.layout.alike(one, two):
             return self._once(name, f"tl.join({self._single(one)}, {self._single(two)})")
-        # Both read the same derivatives, each the slot that the other does not: whole pairs are
-        # added, as they are or swapped.
+        left, right = self.layout.terms(one), self.layout.terms(two)
         found = None
         for key, (side, factor) in left.items():
             source = f"d{key[0]}_{key[1]}"
@@ -693,52 +706,55 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -
         for number, (_, _, size, _) in enumerate(pieces):
             shape = f"[TARGETS * COPIES, {2 * wide}, BF * {size}]"
             write(f"a{part}_{number} = tl.zeros({shape}, tl.float32)")
+    # As in `forward`, each turn multiplies what the turn before it has left.
+    for number, (_, _, size, _) in enumerate(pieces):
+        write(f"z{number} = tl.zeros([TARGETS, BP, BF * {size}], x.dtype.element_ty)")
+    write("there = tl.zeros([BP], tl.int32)")
+    done = 0
+    for part, wide in enumerate(parts):
+        count = wide // FIELDS
+        write(f"c = tl.arange(0, COPIES * {count})")
+        write(f"c = c // {count} * {fields // FIELDS} + {done // FIELDS} + c % {count}")
+        # Fields beyond the last read what is there; their gradients are dropped.
+        write("c = tl.minimum(first // FIELDS + c, g_chunks - 1).to(tl.int64)")
+        write(f"c = c[:, None] * {layout.chunks} + tl.arange(0, {layout.chunks})[None, :]")
+        write("c = (c * g_places * (FIELDS * SC))[None, None, :, :, None]")
+        write(f"g{part} = g + c + (tl.arange(0, FIELDS) * SC)[:, None, None, None, None] + slot")
+        done += wide
+
+    def products() -> None:
+        write("spot = (there * (FIELDS * SC))[None, :, None, None, None]")
+        for part, wide in enumerate(parts):
+            # [field, pixel, (copy, chunk), slot chunk, slot]
+            shape = f"[FIELDS, BP, COPIES, {wide // FIELDS}, TARGETS, 2]"
+            write(f"h = tl.reshape(tl.load(g{part} + spot), {shape})")
+            write("h = tl.trans(h, (4, 2, 3, 0, 5, 1))")
+            write(f"h{part} = tl.reshape(h, [TARGETS * COPIES, {2 * wide}, BP])")
+        for number, (_, _, size, _) in enumerate(pieces):
+            shape = f"BP, BF * {size}]"
+            write(f"v = tl.broadcast_to(z{number}[:, None, :, :], [TARGETS, COPIES, {shape})")
+            write(f"v = tl.reshape(v, [TARGETS * COPIES, {shape})")
+            for part in range(len(parts)):
+                total = f"a{part}_{number}"
+                write(f"{total} = tl.dot(h{part}, v, {total}, input_precision=PRECISION)")
+
     write("for tile in tl.range(split, tiles, tl.num_programs(2), num_stages=1):")
     write.depth += 1
+    products()
     write("pixel = tile * BP + tl.arange(0, BP)")
     _pixels(write, layout)
     write("power = exponent(tl.load(x_largest + image)) + exponent(tl.load(g_largest + image))")
     # Pixels of the last tile that are none read the first pixel, and count nothing.
     write("share = tl.where(inside, two_to(power - (x_most + g_most)), 0.0)")
-    write("share = share.to(g.dtype.element_ty)[None, None, :]")
+    write("share = share.to(x.dtype.element_ty)[None, :, None]")
+    for chunk in range(layout.chunks):
+        _features(write, layout, chunk)
+    for number in range(len(pieces)):
+        write(f"z{number} = z{number} * share")
     write("there = image * g_image_pitch + (line * g_step + g_start) * g_pitch")
     write("there += dot * g_step + g_start")
-    write("there = there[None, :, None] * FIELDS + tl.arange(0, FIELDS)[:, None, None]")
-    slots = [slot for target in layout.targets for slot in target.slots]
-    slots += [-1] * (2 * layout.batch - len(slots))
-    done = 0
-    for part, wide in enumerate(parts):
-        count = wide // FIELDS
-        write(f"c = tl.arange(0, COPIES * {count})")
-        write(f"c = first // FIELDS + c // {count} * {fields // FIELDS} + {done // FIELDS} + c % {count}")
-        # Fields beyond the last read what is there; their gradients are dropped.
-        write("c = tl.minimum(c, g_chunks - 1).to(tl.int64)")
-        for chunk in range(layout.chunks):
-            write(f"where = ((c * {layout.chunks} + {chunk}) * g_places * FIELDS)[None, None, :]")
-            write("h = tl.load(g + (where + there)[:, :, :, None] * SC + slot[None, None, None, :])")
-            kept = [
-                f"g{slot}" if slot in layout.positions else None
-                for slot in range(chunk * layout.width, (chunk + 1) * layout.width)
-            ]
-            write(f"h = tl.reshape(h, [FIELDS, BP, COPIES * {count}, {_twos(layout.width)}])")
-            _split(write, "h", kept)
-        names = [f"g{layout.positions[slot if slot >= 0 else 0]}" for slot in slots]
-        write(f"h = tl.reshape({_joined(names)}, [FIELDS, BP, COPIES, {count}, TARGETS, 2])")
-        write("h = tl.trans(h, (4, 2, 3, 0, 5, 1))")
-        write(f"h{part} = tl.reshape(h, [TARGETS * COPIES, {2 * wide}, BP]) * share")
-        done += wide
-    ready = -1
-    for number, (chunk, *_) in enumerate(pieces):
-        if chunk != ready:
-            _features(write, layout, chunk)
-            for n, (owner, _, size, _) in enumerate(pieces):
-                if owner == chunk:
-                    _copied(write, n, size, copies)
-            ready = chunk
-        for part in range(len(parts)):
-            total = f"a{part}_{number}"
-            write(f"{total} = tl.dot(h{part}, z{number}, {total}, input_precision=PRECISION)")
     write.depth -= 1
+    products()
     write(f"scale = two_to(x_most + g_most - {2 * HEADROOM})")
     each = 2 * layout.batch * layout.inner
     write(f"into = partial + split.to(tl.int64) * in_padded * out_padded * {each}")
