@@ -49,6 +49,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	@mkdir -p outputs
 	@$(RUN) benchmarks/layer_speed.py --json outputs/layer_speed.json
+	@$(RUN) benchmarks/engines.py --json outputs/engines.json
 	@$(RUN) benchmarks/build.py --json outputs/build.json
 	@$(RUN) benchmarks/initialisation.py
 	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json

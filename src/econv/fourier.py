@@ -15,11 +15,19 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from econv.groups import FloatArray, Group, Irrep, frozen
 
-__all__ = ["KINDS", "Copy", "commutant", "couple", "decompose", "representation", "transform"]
+__all__ = [
+    "KINDS",
+    "Copy",
+    "butterflies",
+    "commutant",
+    "couple",
+    "decompose",
+    "representation",
+    "transform",
+]
 
 KINDS = ("regular", "scalar", "vector")
 """How the channels of one field transform: by permutation of the group elements, not at all, or as
@@ -173,5 +181,54 @@ def commutant(irrep: Irrep) -> FloatArray:
     return _commutant(irrep.group, irrep.group.irreps.index(irrep))
 
 
-def _without_dust(array: npt.NDArray[np.float64]) -> FloatArray:
+def butterflies(matrix: FloatArray) -> tuple[list[tuple[int, int]], FloatArray]:
+    """A fast transform: the matrix as ``rest @ steps``, with few entries left in ``rest``.
+
+    The steps are pairs (a, b) of places, one after the other: x_a, x_b become x_a + x_b and
+    x_a − x_b. Rows of a Fourier transform are even or odd under many symmetries of the group; where
+    they all agree up to sign in two columns, each row needs the sum or the difference alone.
+
+    >>> pairs, rest = butterflies(Group("p16").fourier)
+    >>> 2 * len(pairs) + int(np.count_nonzero(rest))  # operations, of 256
+    82
+    """
+    rest = _without_dust(matrix)
+    pairs: list[tuple[int, int]] = []
+    waiting = [(np.arange(len(rest)), list(range(rest.shape[1])))]
+    while waiting:
+        rows, columns = waiting.pop()
+        part = rest[rows]
+        alike = {
+            (a, b): np.sign(part[:, a] * part[:, b])
+            for i, a in enumerate(columns)
+            for b in columns[i + 1 :]
+            if np.allclose(np.abs(part[:, a]), np.abs(part[:, b]), rtol=0, atol=_DUST)
+            and part[:, a].any()
+        }
+        best: list[tuple[int, int]] = []
+        parity = np.zeros(0)
+        for first in sorted({tuple(signs) for signs in alike.values()}):
+            pattern = np.array(first)  # 0 where the sign does not matter yet
+            chosen: list[tuple[int, int]] = []
+            for pair, signs in alike.items():
+                free = not any(place in known for known in chosen for place in pair)
+                if free and (signs * pattern >= 0).all():
+                    pattern = np.where(pattern == 0, signs, pattern)
+                    chosen.append(pair)
+            if (pattern < 0).any() and len(chosen) > len(best):
+                best, parity = chosen, pattern
+        if not best:
+            continue
+        even, odd = rows[parity >= 0], rows[parity < 0]
+        for a, b in best:
+            rest[even, b] = 0.0
+            rest[odd, b], rest[odd, a] = rest[odd, a], 0.0
+        pairs += best
+        single = [c for c in columns if not any(c in pair for pair in best)]
+        waiting.append((even, [a for a, _ in best] + [c for c in single if not rest[odd, c].any()]))
+        waiting.append((odd, [b for _, b in best] + [c for c in single if not rest[even, c].any()]))
+    return pairs, rest
+
+
+def _without_dust(array: FloatArray) -> FloatArray:
     return np.where(np.abs(array) < _DUST, 0.0, array)

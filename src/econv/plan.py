@@ -103,8 +103,8 @@ class SpectralPlan:
     def stencils(self) -> FloatArray:
         """A basis of all turned stencils, ``[stencils, size, size]``.
 
-        They have about unit length, and are about orthogonal among equal angular frequencies, so
-        that derivatives rounded to few digits lose little.
+        Each irreducible piece has unit length, and those of one irrep and parity are orthogonal, on
+        the mean over their rows: derivatives that are rounded to few digits lose little.
         """
         return self._operators[1]
 

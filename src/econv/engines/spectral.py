@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines import note
+from econv.engines import native, note
 from econv.engines.dense import memory_format
 from econv.plan import SpectralPlan
 
@@ -249,31 +249,49 @@ def _chunks(x: Tensor, table: Tables, geometry: Geometry) -> list[slice]:
 class _Operator:
     """One layer at one geometry, forwards and backwards: what the autograd functions carry."""
 
+    plan: SpectralPlan
     forward: Tables
     adjoint: Tables
     geometry: Geometry
     transposed: Geometry
+    native: bool
 
     def run(self, x: Tensor, weights: Tensor) -> Tensor:
-        found = [
+        if self.native:
+            found, _ = native.run(x, weights, self.plan, self.geometry)
+            assert found is not None
+            return found
+        parts = [
             apply(x[here], weights, self.forward, self.geometry)
             for here in _chunks(x, self.forward, self.geometry)
         ]
         shape = (0, weights.shape[0] * self.forward.synthesis.shape[0], *self.geometry[-2:])
-        return _joined(found, x.new_empty(shape))
+        return _joined(parts, x.new_empty(shape))
 
-    def run_backward(self, gradient: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def run_backward(
+        self, gradient: Tensor, x: Tensor, weights: Tensor, wanted: tuple[bool, bool]
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients to x and to the weights; zeros that take no room for what is unwanted."""
         turned = (weights @ self.forward.adjoint_map).transpose(0, 1)
-        total = torch.zeros_like(turned)
-        found = []
-        for here in _chunks(gradient, self.adjoint, self.transposed):
-            image, gram = apply_with_gram(
-                gradient[here], turned, self.adjoint, self.transposed, x[here]
-            )
-            found.append(image)
-            total += gram
-        back = total.transpose(0, 1) @ self.forward.adjoint_map.T
-        return _joined(found, torch.empty_like(x)), back
+        if self.native:
+            adjoint = self.plan.adjoint
+            other = x if wanted[1] else None
+            to_x, gram = native.run(gradient, turned, adjoint, self.transposed, other, wanted[0])
+        else:
+            gram = torch.zeros_like(turned)
+            found = []
+            for here in _chunks(gradient, self.adjoint, self.transposed):
+                image, part = apply_with_gram(
+                    gradient[here], turned, self.adjoint, self.transposed, x[here]
+                )
+                found.append(image)
+                gram += part
+            to_x = _joined(found, torch.empty_like(x))
+        if to_x is None:
+            to_x = x.new_zeros(()).expand_as(x)
+        if gram is None:
+            return to_x, weights.new_zeros(()).expand_as(weights)
+        return to_x, gram.transpose(0, 1) @ self.forward.adjoint_map.T
 
 
 def _joined(parts: Sequence[Tensor], empty: Tensor) -> Tensor:
@@ -296,8 +314,9 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weights = ctx.saved_tensors
-        to_x, to_weights = _Gradients.apply(gradients[0], x, weights, ctx.operator)
-        return to_x, to_weights, None
+        wanted = ctx.needs_input_grad[:2]
+        to_x, to_weights = _Gradients.apply(gradients[0], x, weights, ctx.operator, wanted)
+        return to_x if wanted[0] else None, to_weights if wanted[1] else None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -322,12 +341,14 @@ class _Gradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(g: Tensor, x: Tensor, weights: Tensor, operator: _Operator) -> Any:
-        return operator.run_backward(g, x, weights)
+    def forward(
+        g: Tensor, x: Tensor, weights: Tensor, operator: _Operator, wanted: tuple[bool, bool]
+    ) -> Any:
+        return operator.run_backward(g, x, weights, wanted)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        g, x, weights, ctx.operator = inputs
+        g, x, weights, ctx.operator, _ = inputs
         ctx.save_for_backward(g, x, weights)
 
     @staticmethod
@@ -336,8 +357,8 @@ class _Gradients(torch.autograd.Function):
         h, big_h = cotangents
         to_g = _Convolution.apply(h, weights, ctx.operator)
         to_g = to_g + _Convolution.apply(x, big_h, ctx.operator)
-        to_x, to_weights = _Gradients.apply(g, h, big_h, ctx.operator)
-        return to_g, to_x, to_weights, None
+        to_x, to_weights = _Gradients.apply(g, h, big_h, ctx.operator, (True, True))
+        return to_g, to_x, to_weights, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
@@ -349,7 +370,7 @@ def _loop(function: Any, info: Any, in_dims: tuple[Any, ...], inputs: tuple[Any,
     found = []
     for i in range(info.batch_size):
         chosen = [
-            value if dim is None else value.select(dim, i)
+            value.select(dim, i) if isinstance(dim, int) else value
             for value, dim in zip(inputs, in_dims, strict=True)
         ]
         found.append(function.apply(*chosen))
@@ -404,16 +425,19 @@ def run(
     working = torch.promote_types(x.dtype, torch.float32)
     table = tables(plan, x.device, working)
     adjoint = tables(plan.adjoint, x.device, working)
+    compiled = native.supports(x.to(working), plan)
 
     def saving(x: Tensor, weights: Tensor, geometry: Geometry) -> Tensor:
+        if torch._C._is_tracing():
+            return apply(x, weights, table, geometry)
         transposed = geometry.transposed(plan.basis.size, *x.shape[2:])
-        operator = _Operator(table, adjoint, geometry, transposed)
+        operator = _Operator(plan, table, adjoint, geometry, transposed, compiled)
         found: Tensor = _Convolution.apply(x, weights, operator)
         return found
 
     weights = weight.to(working) @ table.weight_map
+    note("spectral/native" if compiled else "spectral/torch")
     geometry = (stride, padding, padding_mode, dilation, groups)
-    note("spectral/torch")
     return _convolve(saving, x, weights, table, *geometry)
 
 

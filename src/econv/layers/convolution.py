@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from econv.basis import Gains, filter_basis
-from econv.engines import dense, note, resolve, spectral
+from econv.engines import auto, dense, note, resolve, spectral
 from econv.groups import Group, GroupLike
 from econv.layers.checks import check_groups, check_maps, positive
 from econv.layers.constants import WithConstants
@@ -32,6 +32,7 @@ __all__ = [
     "VectorConv2d",
 ]
 
+_SMALL = 2_000_000  # multiplications; below, nothing is faster than one call of conv2d
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
@@ -227,7 +228,7 @@ class PDOConv2d(WithConstants):
     def forward(self, x: Tensor) -> Tensor:
         """Convolve ``[batch, in_channels, height, width]``."""
         self._check_input(x)
-        if resolve(self.engine) == "spectral":
+        if self._engine(x) == "spectral":
             return self._run_spectral(x)
         if not torch.compiler.is_compiling():
             note("dense")
@@ -241,6 +242,31 @@ class PDOConv2d(WithConstants):
             self.dilation,
             self.groups,
         )
+
+    def _engine(self, x: Tensor) -> str:
+        engine = resolve(self.engine)
+        if engine != "auto":
+            return engine
+        # A compiled graph holds for many sizes, and its compiler makes the most of plain filters.
+        if torch.compiler.is_compiling() or self.filter_elements() * x.numel() < _SMALL:
+            return "dense"
+        learns = x.requires_grad or self.weight.requires_grad
+        return auto.choose(x, self.workload(x.shape, torch.is_grad_enabled() and learns))
+
+    def filter_elements(self) -> int:
+        """How many filter elements one input pixel of one channel meets."""
+        return self.out_channels // self.groups * self.basis.size**2
+
+    def workload(self, shape: torch.Size, backward: bool) -> auto.Workload:
+        """What a call on an input of this shape has to do, for the cost model of the engines."""
+        height, width = (n + 2 * self.padding for n in shape[2:])
+        out = [(n - self.extent) // self.stride + 1 for n in (height, width)]
+        parts = []
+        for part in self._parts():
+            out_fields, in_fields = part.weight.shape[:2]
+            parts.append(auto.Part(self._plan(part), in_fields, out_fields // self.groups))
+        pixels = (height * width, math.prod(out))
+        return auto.Workload(tuple(parts), self.groups, shape[0], *pixels, backward)
 
     def _run_spectral(self, x: Tensor) -> Tensor:
         geometry = (self.stride, self.padding, self.padding_mode, self.dilation, self.groups)

@@ -1,0 +1,212 @@
+"""The compiled kernel: how it is built, kept, refused and done without."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import econv
+from econv import filter_basis
+from econv.engines import native
+from econv.plan import spectral_plan
+
+needs_compiler = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """An empty folder for kernels, and nothing loaded."""
+    monkeypatch.setenv("ECONV_CACHE", str(tmp_path / "kernels"))
+    native._library.cache_clear()
+    yield tmp_path / "kernels"
+    native._library.cache_clear()
+
+
+def what_runs():
+    layer = econv.GroupConv2d(1, 1, "p4", engine="spectral")
+    with econv.engine() as ran:
+        layer(torch.randn(1, 4, 6, 6))
+    return ran
+
+
+def test_a_variable_forbids_it(monkeypatch):
+    monkeypatch.setenv("ECONV_NATIVE", "0")
+    assert native.reason() == "forbidden by ECONV_NATIVE=0"
+    assert what_runs() == ["spectral/torch"]
+
+
+def test_without_a_compiler_torch_runs(fresh, monkeypatch):
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    assert native.reason() == "no C++ compiler found (CXX, c++, g++, clang++)"
+    assert what_runs() == ["spectral/torch"]
+    assert not fresh.exists()
+
+
+def test_a_compiler_that_fails_is_named_and_torch_runs(fresh, monkeypatch, tmp_path):
+    script = tmp_path / "broken"
+    script.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such luck >&2\nexit 1\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    assert "no such luck" in native.reason()
+    assert str(script) in native.reason()
+    assert what_runs() == ["spectral/torch"]
+    assert [path.suffix for path in fresh.iterdir()] == [".lock"]  # nothing half-made
+
+
+def test_other_dtypes_have_no_kernel():
+    assert native.reason(torch.float16) == "there is no kernel for torch.float16"
+
+
+@needs_compiler
+def test_the_kernel_is_built_once_and_kept(fresh, monkeypatch):
+    assert what_runs() == ["spectral/native"]
+    (built,) = fresh.glob("*.so")
+    assert built.stat().st_mode & 0o022 == 0
+    native._library.cache_clear()
+
+    def refuse(*arguments):
+        raise AssertionError("built again")
+
+    monkeypatch.setattr(native, "_compile", refuse)
+    assert what_runs() == ["spectral/native"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", ["source", "processor"])
+def test_another_source_or_processor_gets_another_kernel(fresh, monkeypatch, tmp_path, change):
+    made = []
+
+    def record(compiler, real, openmp, target):
+        made.append(target.name)
+        raise RuntimeError("not built")
+
+    monkeypatch.setattr(native, "_compile", record)
+    assert native.reason() == "not built"
+    if change == "source":
+        other = tmp_path / "other.cpp"
+        other.write_bytes(native._SOURCE.read_bytes() + b"// changed\n")
+        monkeypatch.setattr(native, "_SOURCE", other)
+    else:
+        monkeypatch.setattr(native, "_processor", lambda: "another")
+    native._library.cache_clear()
+    assert native.reason() == "not built"
+    assert len(set(made)) == 2
+
+
+@needs_compiler
+def test_a_folder_that_others_can_write_to_is_not_trusted(fresh):
+    fresh.mkdir(mode=0o777)
+    fresh.chmod(0o777)
+    assert what_runs() == ["spectral/native"]
+    assert list(fresh.iterdir()) == []
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_two_processes_build_one_kernel(tmp_path):
+    count = tmp_path / "count"
+    script = tmp_path / "counting"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) echo >> {count};; esac\nexec c++ "$@"\n')
+    script.chmod(0o755)
+    code = "from econv.engines import native; assert native.available(), native.reason()"
+    environment = {**os.environ, "CXX": str(script), "ECONV_CACHE": str(tmp_path / "kernels")}
+    running = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    assert count.read_text() == "\n"
+
+
+def test_importing_builds_nothing(tmp_path):
+    code = "import econv; econv.GroupConv2d(2, 2, 'p8', engine='spectral')"
+    environment = {**os.environ, "ECONV_CACHE": str(tmp_path / "kernels")}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert not (tmp_path / "kernels").exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("flags", [["-pthread"], ["-pthread", "-mavx2", "-mfma"]])
+def test_kernels_for_other_processors_are_equal(fresh, monkeypatch, flags):
+    """Without OpenMP, and for narrower vectors than this processor has."""
+    if "-mavx2" in flags and "avx2" not in native._processor():
+        pytest.skip("the processor has no AVX2")
+    layer = econv.GroupConv2d(3, 5, "p4", dtype=torch.float64)
+    x = torch.randn(3, 12, 9, 21, dtype=torch.float64, requires_grad=True)
+    probe = torch.randn(3, 20, 9, 21, dtype=torch.float64)
+
+    def everything(engine):
+        with econv.engine(engine) as ran:
+            result = layer(x)
+        return ran, [result, *torch.autograd.grad(result, [x, layer.weight], probe)]
+
+    monkeypatch.setattr(native, "_TUNED", (flags,))
+    monkeypatch.setattr(native, "_loaded_openmp", lambda: None)
+    ran, found = everything("spectral")
+    assert ran == ["spectral/native"]
+    for a, b in zip(found, everything("dense")[1], strict=True):
+        assert float((a - b).detach().abs().max()) <= 1e-11 * float(b.detach().abs().max())
+
+
+@needs_compiler
+def test_a_kernel_with_another_layout_refuses_to_run():
+    library = native._library("float")
+    job = native._Job()
+    job.size_of_job = ctypes.sizeof(job) - 8
+    assert library.econv_spectral(ctypes.byref(job)) == 1
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 7, 9])
+@pytest.mark.parametrize("group", ["p3", "p4", "p16", "p4m"])
+def test_symmetry_classes_hold_the_whole_stencils(group, size):
+    """The patch rebuilt from its parts, formed as the kernel forms them."""
+    operators = "order<=0" if size == 1 else "order<=2" if size == 3 else "paper"
+    stencils = spectral_plan(
+        filter_basis(group, operators, size=size), "scalar", "regular"
+    ).stencils
+    start, chosen, adds, factors = native.symmetry_classes(stencils)
+    patch = np.random.default_rng(0).normal(size=(size, size))
+    r = size // 2
+
+    def split(lines):
+        opposite = [(lines[r + i], lines[r - i]) for i in range(1, r + 1)]
+        return [lines[r]] + [a + b for a, b in opposite], [a - b for a, b in opposite]
+
+    even, odd = split(patch.T)  # along x: lists of columns
+    table = {}
+    for name, side in (("even", even), ("odd", odd)):
+        for x, column in enumerate(side):
+            sums, gaps = split(column)
+            for y, value in enumerate(sums):
+                table["even", y, name, x] = value
+            for y, value in enumerate(gaps):
+                table["odd", y, name, x] = value
+
+    def diagonal(kind, count, sign):
+        found = []
+        for a in range(count):
+            if sign > 0:
+                found.append(table[kind, a, kind, a])
+            for b in range(a + 1, count):
+                found.append(table[kind, a, kind, b] + sign * table[kind, b, kind, a])
+        return found
+
+    parts = [
+        diagonal("even", r + 1, 1),
+        diagonal("even", r + 1, -1),
+        [table["odd", y, "even", x] for y in range(r) for x in range(r + 1)],
+        [table["even", y, "odd", x] for x in range(r) for y in range(r + 1)],
+        diagonal("odd", r, 1),
+        diagonal("odd", r, -1),
+    ]
+    found = np.full(len(stencils), np.nan)
+    place = 0
+    for number, part in enumerate(parts):
+        for entry in range(start[number], start[number + 1]):
+            value = float(np.dot(factors[place : place + len(part)], part))
+            place += len(part)
+            found[chosen[entry]] = value + (found[chosen[entry]] if adds[entry] else 0.0)
+    assert place == len(factors)
+    wanted = (stencils * patch).sum(axis=(1, 2))
+    assert np.abs(found - wanted).max() <= 1e-12 * np.abs(wanted).max()

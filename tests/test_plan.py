@@ -1,0 +1,140 @@
+"""The spectral plan: its operation counts, its exactness, and that a wrong one cannot be built."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from econv import Central, filter_basis, plan
+from econv.plan import spectral_plan
+
+LAYERS = [
+    ("regular", "regular"),
+    ("scalar", "regular"),
+    ("vector", "regular"),
+    ("regular", "vector"),
+]
+GROUPS = ["p1", "p2", "p3", "p4", "p6", "p8", "p1m", "p3m", "p4m"]
+
+
+@pytest.mark.parametrize(
+    ("group", "multiplications"), [("p8", 168), ("p16", 390), ("p8m", 336), ("p32", 806)]
+)
+def test_multiplications_grow_with_the_order_of_the_group(group, multiplications):
+    found = spectral_plan(filter_basis(group), "regular", "regular")
+    assert found.multiplications == multiplications
+    assert found.weights == found.basis.group.order * len(found.stencils)
+
+
+@pytest.mark.parametrize("kinds", LAYERS)
+@pytest.mark.parametrize("operators", ["paper", "order<=2", "order<=4", "order<=0", [(1, 0)]])
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_steps_give_the_filters(group, operators, kinds):
+    """Analysis, stencils, features, blocks and synthesis of unit weights, against the basis."""
+    basis = filter_basis(group, operators)
+    found = spectral_plan(basis, *kinds)
+    weights = np.random.default_rng(0).normal(size=found.weight_map.shape[0])
+    spectral = weights @ found.weight_map
+    filters = np.zeros((found.synthesis.shape[1], found.analysis.shape[0], basis.size, basis.size))
+    for block in found.blocks:
+        matrix = spectral[block.entries] * block.signs  # [inner, columns]
+        for row in range(block.rows):
+            for k, feature in enumerate(block.features[row]):
+                for t in range(2):
+                    stencil = found.stencils[found.feature_stencils[feature, t]]
+                    slot = found.feature_slots[feature, t]
+                    factor = found.feature_factors[feature, t] * matrix[k]
+                    filters[block.slots[row], slot] += factor[:, None, None] * stencil
+    filters = np.einsum("ao,oiyx,ib->abyx", found.synthesis, filters, found.analysis)
+    wanted = expected_filters(basis, kinds, weights)
+    assert np.abs(filters - wanted).max() <= 1e-12 * max(1.0, np.abs(wanted).max())
+    assert np.abs(wanted).max() > 1e-3
+
+
+def expected_filters(basis, kinds, weights):
+    """The filters of one pair of fields, written from the definition of each layer."""
+    group, synthesis = basis.group, basis.synthesis  # [order, s, size, size]
+    count = synthesis.shape[1]
+    if kinds == ("scalar", "regular"):
+        return np.einsum("s,asyx->ayx", weights, synthesis)[:, None]
+    if kinds == ("vector", "regular"):
+        frames = group.matrices[group.inverse]
+        return np.einsum("cs,asyx,acd->adyx", weights.reshape(2, count), synthesis, frames)
+    weights = weights.reshape(-1, group.order, count)
+    fields = np.zeros((len(weights), group.order, group.order, basis.size, basis.size))
+    for a in range(group.order):
+        for k in range(group.order):
+            filters = np.einsum("cs,syx->cyx", weights[:, k], synthesis[a])
+            fields[:, a, group.product[a, k]] += filters
+    if kinds[1] == "regular":
+        return fields[0]
+    return np.einsum("adc,cabyx->dbyx", group.matrices, fields)
+
+
+@pytest.mark.parametrize("kinds", [*LAYERS, ("regular", "scalar")])
+@pytest.mark.parametrize("group", ["p3", "p4", "p8", "p3m"])
+def test_the_adjoint_of_the_adjoint_is_the_layer(group, kinds):
+    found = spectral_plan(filter_basis(group), *kinds)
+    assert found.adjoint.adjoint is found
+    twice = found.adjoint_map @ found.adjoint.adjoint_map
+    assert np.abs(twice - np.eye(found.weights)).max() <= 1e-12
+
+
+@pytest.mark.parametrize("group", [*GROUPS, "p16"])
+def test_stencils_are_orthonormal_on_average_and_have_parity(group):
+    """Within an irreducible piece lengths differ, as the grid is not isotropic; their mean is 1."""
+    found = spectral_plan(filter_basis(group), "regular", "regular")
+    copies = found._operators[0]
+    pieces = [np.tensordot(copy.basis, found.stencils, axes=1) for copy in copies]
+    parity = [float((copy.basis @ found.parity)[0]) for copy in copies]
+    for a, one in enumerate(pieces):
+        assert abs(np.vdot(one, one) / len(one) - 1) <= 1e-12
+        for b, two in enumerate(pieces[:a]):
+            if copies[a].irrep == copies[b].irrep and parity[a] == parity[b]:
+                assert abs(np.vdot(one, two)) <= 1e-12
+    mirrored = found.stencils[:, ::-1, ::-1] * found.parity[:, None, None]
+    assert np.abs(mirrored - found.stencils).max() <= 1e-12
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_features_have_one_or_two_terms_of_equal_weight(group):
+    found = spectral_plan(filter_basis(group), "regular", "regular")
+    assert set(np.unique(np.abs(found.feature_factors))) <= {0.0, 1.0}
+    assert (found.feature_factors != 0).any(axis=1).all()
+    used = np.concatenate([block.features.ravel() for block in found.blocks])
+    assert sorted(used.tolist()) == list(range(len(found.feature_factors)))
+
+
+def test_a_map_that_does_not_commute_is_refused():
+    found = spectral_plan(filter_basis("p4"), "regular", "regular")
+    with pytest.raises(ArithmeticError, match="does not commute"):
+        plan._project(found, np.ones((1, 4, len(found.stencils), 4)))
+
+
+def test_filters_outside_the_span_of_the_stencils_are_refused():
+    basis = filter_basis("p4", "paper", Central(), 7)
+    found = plan.SpectralPlan(basis, "scalar", "regular")  # not the shared one
+    wrong = basis.synthesis.copy()
+    wrong[0, 0, 0, 0] += 1e-6
+    object.__setattr__(found, "basis", Stranger(basis, wrong))
+    with pytest.raises(ArithmeticError, match="does not span"):
+        _ = found.weight_map
+
+
+class Stranger:
+    """A basis whose filters are not what its stencils give."""
+
+    def __init__(self, basis, synthesis):
+        self.basis, self.synthesis = basis, synthesis
+
+    def __getattr__(self, name):
+        return getattr(self.basis, name)
+
+
+def test_plans_are_values():
+    found = spectral_plan(filter_basis("p8"), "regular", "regular")
+    assert pickle.loads(pickle.dumps(found)) is found
+    assert spectral_plan(filter_basis("p8"), "regular", "regular") is found
+    assert repr(found).startswith("SpectralPlan(FilterBasis(p8, 'paper'")
+    with pytest.raises(ValueError, match="unknown kind of field 'image'"):
+        spectral_plan(filter_basis("p8"), "image", "regular")
