@@ -17,9 +17,7 @@ This room knows tensors and launches. The kernels are those of `econv.engines.tr
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,7 +26,6 @@ import torch
 import triton
 from torch import Tensor
 
-from econv.basis import filter_basis
 from econv.engines.dense import memory_format
 from econv.engines.spectral import Geometry
 from econv.engines.triton_kernels import (
@@ -41,11 +38,9 @@ from econv.engines.triton_kernels import (
     scheme,
     spread,
 )
-from econv.operators import operator_set
-from econv.plan import SpectralPlan, spectral_plan
-from econv.stencils import stencil_set
+from econv.plan import SpectralPlan, plan_named
 
-__all__ = ["Tiles", "convolve", "covers", "gram", "plan_name", "tiles"]
+__all__ = ["Tiles", "convolve", "covers", "gram", "tiles"]
 
 _INTERNAL = {
     torch.float16: torch.float16,
@@ -99,68 +94,13 @@ def _tiles() -> Tiles:
     return _override[-1] if _override else DEFAULT_TILES
 
 
-_NAMES: dict[SpectralPlan, str] = {}
-_PLANS: dict[str, SpectralPlan] = {}
+def covers(dtype: torch.dtype, size: int, geometry: Geometry, shape: tuple[int, ...]) -> bool:
+    """Whether the kernels can run a layer from regular fields to regular ones, both ways.
 
-
-def plan_name(plan: SpectralPlan) -> str:
-    """A name that stands for the plan in a graph.
-
-    It says how to make the plan where that can be said in words, so that an exported graph finds it
-    in another process; otherwise it holds in this process alone.
+    ``size`` is that of the stencils, ``shape`` that of the input.
     """
-    name = _NAMES.get(plan)
-    if name is None:
-        basis = plan.basis
-        stencils, operators = basis.stencils, basis.operators
-        words = {
-            "group": basis.group.name,
-            "operators": operators.name,
-            "stencils": stencils.name,
-            "size": basis.size,
-            "accuracy": stencils.accuracy,
-            "source": plan.source,
-            "target": plan.target,
-        }
-        name = json.dumps(words)
-        if _made(name) != plan:
-            name = json.dumps({"plan": len(_NAMES)})
-        _NAMES[plan] = name
-        _PLANS[name] = plan
-    return name
-
-
-def _made(name: str) -> SpectralPlan | None:
-    words = json.loads(name)
-    try:
-        basis = filter_basis(
-            words["group"], words["operators"], words["stencils"], words["size"], words["accuracy"]
-        )
-    except (KeyError, ValueError):
-        return None
-    return spectral_plan(basis, words["source"], words["target"])
-
-
-def _plan(name: str) -> SpectralPlan:
-    plan = _PLANS.get(name)
-    if plan is None:
-        plan = _made(name)
-        if plan is None:
-            raise ValueError(f"expected the name of a plan of this process; got {name}")
-        _PLANS[name] = plan
-    return plan
-
-
-def covers(
-    kind: str, dtype: torch.dtype, plan: SpectralPlan, geometry: Geometry, shape: tuple[int, ...]
-) -> bool:
-    """Whether the kernels can run a layer, forwards and backwards, on a device of this kind."""
-    if kind != "cuda" and not (kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
-        return False
-    if (plan.source, plan.target) != ("regular", "regular") or dtype not in _INTERNAL:
-        return False
-    back = geometry.transposed(plan.basis.size, *shape[2:])
-    return min(geometry.before, back.before) >= 0
+    back = geometry.transposed(size, *shape[2:])
+    return dtype in _INTERNAL and geometry.before >= 0 and back.before >= 0
 
 
 @dataclass(frozen=True)
@@ -344,8 +284,18 @@ def _output(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
 
 
-@torch.library.custom_op("econv::convolve", mutates_args=())
-def convolve(
+_GEOMETRY = "SymInt up, SymInt down, SymInt dilation, SymInt before"
+_LIBRARY = torch.library.Library("econv", "DEF")
+_LIBRARY.define(
+    f"convolve(Tensor x, Tensor weights, str plan, bool adjoint, {_GEOMETRY},"
+    " SymInt height, SymInt width) -> Tensor"
+)
+_LIBRARY.define(f"gram(Tensor x, Tensor g, str plan, {_GEOMETRY}) -> Tensor")
+convolve = torch.ops.econv.convolve.default
+gram = torch.ops.econv.gram.default
+
+
+def _run_convolve(
     x: Tensor,
     weights: Tensor,
     plan: str,
@@ -362,7 +312,7 @@ def convolve(
     ``weights`` are spectral weights ``[out, in, count]`` in float32, those of the layer in both
     cases; the numbers from ``up`` on are those of `econv.engines.spectral.Geometry`.
     """
-    layout = _scheme(_plan(plan), x.dtype)
+    layout = _scheme(plan_named(plan), x.dtype)
     geometry = Geometry(up, down, dilation, before, height, width)
     found = layout.plan
     channels = found.synthesis.shape[0]
@@ -406,8 +356,7 @@ def convolve(
     return y
 
 
-@convolve.register_fake
-def _(
+def _fake_convolve(
     x: Tensor,
     weights: Tensor,
     plan: str,
@@ -419,13 +368,12 @@ def _(
     height: int,
     width: int,
 ) -> Tensor:
-    channels = _plan(plan).synthesis.shape[0]
+    channels = plan_named(plan).synthesis.shape[0]
     out_fields = weights.shape[1 if adjoint else 0]
     return _output(x, (x.shape[0], out_fields * channels, height, width))
 
 
-@torch.library.custom_op("econv::gram", mutates_args=())
-def gram(
+def _run_gram(
     x: Tensor,
     g: Tensor,
     plan: str,
@@ -435,7 +383,7 @@ def gram(
     before: int,
 ) -> Tensor:
     """The gradient of ⟨A(x; w), g⟩ to the spectral weights w, ``[out, in, count]`` in float32."""
-    layout = _scheme(_plan(plan), x.dtype)
+    layout = _scheme(plan_named(plan), x.dtype)
     found = layout.plan
     channels = found.analysis.shape[1]
     in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
@@ -509,9 +457,10 @@ def gram(
     return result
 
 
-@gram.register_fake
-def _(x: Tensor, g: Tensor, plan: str, up: int, down: int, dilation: int, before: int) -> Tensor:
-    found = _plan(plan)
+def _fake_gram(
+    x: Tensor, g: Tensor, plan: str, up: int, down: int, dilation: int, before: int
+) -> Tensor:
+    found = plan_named(plan)
     channels = found.analysis.shape[1]
     shape = (g.shape[1] // channels, x.shape[1] // channels, found.weights)
     return torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -526,7 +475,7 @@ def _convolve_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _convolve_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     x, weights = ctx.saved_tensors
-    size = _plan(ctx.plan).basis.size
+    size = plan_named(ctx.plan).basis.size
     back = ctx.geometry.transposed(size, *ctx.shape)
     to_x = to_weights = None
     if ctx.needs_input_grad[0]:
@@ -548,12 +497,19 @@ def _gram_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     x, g = ctx.saved_tensors
     to_x = to_g = None
     if ctx.needs_input_grad[0]:
-        back = ctx.geometry.transposed(_plan(ctx.plan).basis.size, *x.shape[2:])
+        back = ctx.geometry.transposed(plan_named(ctx.plan).basis.size, *x.shape[2:])
         to_x = convolve(g, gradient, ctx.plan, True, *back)
     if ctx.needs_input_grad[1]:
         to_g = convolve(x, gradient, ctx.plan, False, *ctx.geometry)
     return to_x, to_g, *[None] * 5
 
 
-convolve.register_autograd(_convolve_backward, setup_context=_convolve_context)
-gram.register_autograd(_gram_backward, setup_context=_gram_context)
+for _name, _kernel, _fake, _backward, _context in (
+    ("convolve", _run_convolve, _fake_convolve, _convolve_backward, _convolve_context),
+    ("gram", _run_gram, _fake_gram, _gram_backward, _gram_context),
+):
+    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"econv::{_name}", _fake, lib=_LIBRARY)
+    torch.library.register_autograd(
+        f"econv::{_name}", _backward, setup_context=_context, lib=_LIBRARY
+    )
