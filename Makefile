@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 JOBS ?= 2
+PEERS ?=
 
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin/python
@@ -16,23 +17,26 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint bench clean
+.PHONY: help run test test-all lint docs examples bench clean
 
 help:
-	@echo "make run       a p8 network, its equivariance errors and a picture of its filters, in outputs/"
+	@echo "make run       train a p8 network and its CNN twin on turned digits, compare them, in outputs/"
 	@echo "make test      the fast tests, in less than ten minutes"
 	@echo "make test-all  all tests"
 	@echo "make lint      style, types and the order of the modules"
-	@echo "make bench     time, size, initialisation and equivariance, in outputs/"
+	@echo "make docs      the documentation, in site/"
+	@echo "make examples  the worked examples, which renew their pages of the documentation"
+	@echo "make bench     cost, compatibility, initialisation and equivariance, in outputs/"
 	@echo "make clean     remove the environment, the caches and what was built; outputs/ stays"
 	@echo
 	@echo "PYTHON=python3.12   the interpreter to set up with ($(PYTHON) now)"
 	@echo "VENV=folder         where to set up ($(VENV) now); another interpreter needs another folder"
 	@echo "JOBS=2              how many tests run side by side"
-	@echo "ARGS='-k groups'    further arguments for run, test and test-all"
+	@echo "PEERS=python        bench: an interpreter that has escnn and e2cnn (benchmarks/compatibility.py)"
+	@echo "ARGS=--fresh        further arguments for run, test, test-all and examples, such as ARGS='-k groups'"
 
 run: $(STAMP)
-	@$(RUN) examples/demonstration.py --output outputs $(ARGS)
+	@$(RUN) -m econv.cli demo --output outputs $(ARGS)
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m "not slow" $(ARGS)
@@ -46,16 +50,25 @@ lint: $(STAMP)
 	@echo "mypy"; $(RUN) -m mypy
 	@echo "lint-imports"; $(VENV)/bin/lint-imports
 
+# Strict: a link, a name or a page that leads nowhere is an error.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+	@echo "Open site/index.html, or search as well: $(RUN) -m http.server -d site"
+
+examples: $(STAMP)
+	@for name in galaxies tissue waves; do $(RUN) examples/$$name.py --docs --seeds 3 $(ARGS) || exit 1; done
+
 bench: $(STAMP)
 	@mkdir -p outputs
-	@$(RUN) benchmarks/layer_speed.py --json outputs/layer_speed.json
-	@$(RUN) benchmarks/engines.py --json outputs/engines.json
-	@$(RUN) benchmarks/build.py --json outputs/build.json
+	@$(RUN) benchmarks/build_and_size.py $(PEERS:%=--python %) --json outputs/build_and_size.json
+	@$(RUN) benchmarks/compatibility.py $(PEERS:%=--python %) --json outputs/compatibility.json
+	@$(RUN) benchmarks/export_speed.py --json outputs/export_speed.json
+	@$(RUN) benchmarks/quantisation.py --json outputs/quantisation.json
 	@$(RUN) benchmarks/initialisation.py
 	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json
 
 clean:
-	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find benchmarks examples src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp stands for a finished installation. It goes first and comes back last, and without it

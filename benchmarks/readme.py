@@ -1,7 +1,7 @@
-"""Write the tables of the README from the results that the benchmarks left, or check them.
+"""Write the tables of the README and of docs/ from the results of the benchmarks, or check them.
 
 python benchmarks/readme.py           rewrite what stands between the markers
-python benchmarks/readme.py --check   exit with 1 if the README says anything else
+python benchmarks/readme.py --check   exit with 1 if a file says anything else
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 # Rows of the table, as the benchmark calls them and as a reader should.
@@ -26,33 +27,160 @@ ROWS = {
 }
 
 
-def equivariance_table() -> str:
-    found = json.loads((RESULTS / "equivariance.json").read_text(encoding="utf-8"))
-    smoothness = found["settings"]["smoothness"]
-    lines = [
-        "| smoothness of the image, pixels | " + " | ".join(f"{s:g}" for s in smoothness) + " |",
-        "|---|" + "---|" * len(smoothness),
+# Columns, in this order; the versions come from the results.
+LIBRARIES = {"econv": "**econv**", "escnn": "escnn", "e2cnn": "e2cnn"}
+CONTROL = "torch"
+LONGEST_MESSAGE = 120
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [
+        "|" + "|".join(f" {cell} " if cell != "---" else cell for cell in row) + "|"
+        for row in lines
     ]
-    for name, text in ROWS.items():
-        errors = found["one_layer"]["errors"][name]
-        lines.append(f"| {text} | " + " | ".join(f"{error:.2g}" for error in errors) + " |")
+
+
+def equivariance_table(found: dict[str, Any]) -> str:
+    smoothness = found["settings"]["smoothness"]
+    head = ["smoothness of the image, pixels", *(f"{s:g}" for s in smoothness)]
+    rows = [
+        [text, *(f"{error:.2g}" for error in found["one_layer"]["errors"][name])]
+        for name, text in ROWS.items()
+    ]
     fields = found["one_layer"]["fields"]
-    lines.append("")
-    lines.append(
-        f"({fields}→{fields} fields of 8 orientations, one run; `benchmarks/equivariance.py`.)"
+    note = f"({fields}→{fields} fields of 8 orientations, one run; `benchmarks/equivariance.py`.)"
+    return "\n".join([*table(head, rows), "", note])
+
+
+def library_names(versions: dict[str, dict[str, str] | None]) -> list[str]:
+    """The heads of the columns: with versions, without where the library is the project itself."""
+    return [
+        words if name == "econv" else f"{words} {(versions.get(name) or {}).get(name, '')}".strip()
+        for name, words in LIBRARIES.items()
+    ]
+
+
+def compatibility_summary(found: dict[str, Any]) -> str:
+    """How many checks of each topic a library passes."""
+    libraries = found["libraries"]
+    topics: dict[str, list[str]] = {}
+    for check in found["checks"]:
+        topics.setdefault(check["topic"], []).append(check["name"])
+
+    def passed(library: str, names: list[str]) -> str:
+        if libraries.get(library, {}).get("versions") is None:
+            return "not installed"
+        statuses = [libraries[library]["results"][name]["status"] for name in names]
+        return f"{statuses.count('pass')} of {len(statuses) - statuses.count('absent')}"
+
+    names = [check["name"] for check in found["checks"]]
+    heads = library_names({name: column["versions"] for name, column in libraries.items()})
+    rows = [
+        [topic, *(passed(library, listed) for library in LIBRARIES)]
+        for topic, listed in topics.items()
+    ]
+    rows.append(["**all checks**", *(f"**{passed(library, names)}**" for library in LIBRARIES)])
+    note = (
+        "(The same p8 network in each library, every check in a fresh process; an ordinary CNN, "
+        f"the control, passes {passed(CONTROL, names)}. `benchmarks/compatibility.py`; each check "
+        "and each error: [docs/compatibility.md](docs/compatibility.md).)"
     )
+    return "\n".join([*table(["", *heads], rows), "", note])
+
+
+def compatibility_details(found: dict[str, Any]) -> str:
+    """Every check, with the first line of its error where it fails."""
+    libraries = found["libraries"]
+
+    def cell(library: str, check: str) -> str:
+        if libraries.get(library, {}).get("versions") is None:
+            return "not installed"
+        result = libraries[library]["results"][check]
+        message = result["message"].replace("`", "'").replace("|", "\\|")
+        if len(message) > LONGEST_MESSAGE:
+            message = message[: LONGEST_MESSAGE - 2].rstrip("\\") + " …"
+        if result["status"] == "fail":
+            return f"**fail** `{message}`"
+        status = "pass" if result["status"] == "pass" else "–"
+        return f"{status} ({message})" if message else status
+
+    heads = library_names({name: column["versions"] for name, column in libraries.items()})
+    lines: list[str] = []
+    for topic in dict.fromkeys(check["topic"] for check in found["checks"]):
+        rows = [
+            [check["title"], *(cell(library, check["name"]) for library in LIBRARIES)]
+            for check in found["checks"]
+            if check["topic"] == topic
+        ]
+        lines += [f"## {topic}", "", *table(["", *heads], rows), ""]
+    for name, column in libraries.items():
+        known = column["versions"] or {}
+        listed = ", ".join(f"{package} {version}" for package, version in known.items() if version)
+        lines.append(f"- {'control' if name == CONTROL else name}: {listed or 'not installed'}")
     return "\n".join(lines)
 
 
-TABLES = {"equivariance": equivariance_table}
+def costs_table(found: dict[str, Any]) -> str:
+    """Import, construction, checkpoint and layer time."""
+    columns = [*LIBRARIES, CONTROL]
+
+    def row(words: str, values: dict[str, Any], text: Callable[[Any], str]) -> list[str]:
+        cells = (text(values[name]) if name in values else "not installed" for name in columns)
+        return [words, *cells]
+
+    def seconds(value: float) -> str:
+        return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
+
+    def sizes(kept: dict[str, int]) -> str:
+        modes = (kept[f"{mode}_bytes"] / kept["parameter_bytes"] for mode in ("train", "eval"))
+        return " / ".join(f"{ratio:.2f}" for ratio in modes)
+
+    def ratios(layer: dict[str, Any]) -> str:
+        chosen = (layer["contiguous_format"][what] for what in ("forward+backward", "eval"))
+        return " / ".join(f"{passes['ratio']:.2f}" for passes in chosen)
+
+    settings = found["settings"]
+    widths, fields = settings["widths"], settings["fields"]
+    imported = {name: s for name, s in found["import_s"].items() if name != CONTROL}
+    rows = [
+        [*row("import, after torch's", imported, seconds)[:-1], "–"],
+        row(
+            f"build {len(widths)} layers, {min(widths)}–{max(widths)} fields",
+            found["build_s"],
+            seconds,
+        ),
+        row("checkpoint over its parameters, train / eval mode", found["checkpoint"], sizes),
+        row(f"layer {fields}→{fields} over plain Conv2d, training / eval", found["layer"], ratios),
+    ]
+    note = (
+        f"({settings['group']}, 5×5, CPU, {settings['threads']} thread, batch {settings['batch']}, "
+        f"{settings['size']}×{settings['size']}; medians, taken in turns in one run; "
+        "`benchmarks/build_and_size.py`.)"
+    )
+    heads = [*library_names(found["versions"]), "ordinary CNN"]
+    return "\n".join([*table(["", *heads], rows), "", note])
 
 
-def with_tables(text: str) -> str:
-    """The README with every table between its markers made anew."""
-    for name, table in TABLES.items():
+# For each file its tables: the name between the markers, the results, and what makes the table.
+TABLES: dict[str, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
+    "README.md": {
+        "equivariance": ("equivariance.json", equivariance_table),
+        "compatibility": ("compatibility.json", compatibility_summary),
+    },
+    "docs/compatibility.md": {
+        "compatibility": ("compatibility.json", compatibility_details),
+    },
+}
+
+
+def with_tables(text: str, tables: dict[str, str]) -> str:
+    """The text with every table between its markers made anew."""
+    for name, content in tables.items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-        content = table().replace("\\", r"\\")
-        text, count = re.subn(pattern, rf"\g<1>{content}\n\g<2>", text, flags=re.S)
+        text, count = re.subn(
+            pattern, lambda m, content=content: f"{m[1]}{content}\n{m[2]}", text, flags=re.S
+        )
         if count != 1:
             raise SystemExit(f"expected the markers of table {name!r} once; found {count}")
     return text
@@ -62,13 +190,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args()
-    text = README.read_text(encoding="utf-8")
-    wanted = with_tables(text)
-    if options.check:
-        sys.exit("README.md: a table differs from benchmarks/results" if wanted != text else 0)
-    temporary = README.with_suffix(".tmp")
-    temporary.write_text(wanted, encoding="utf-8")
-    os.replace(temporary, README)
+    for name, tables in TABLES.items():
+        file = ROOT / name
+        text = file.read_text(encoding="utf-8")
+        made = {
+            marker: make(json.loads((RESULTS / results).read_text(encoding="utf-8")))
+            for marker, (results, make) in tables.items()
+        }
+        wanted = with_tables(text, made)
+        if options.check and wanted != text:
+            sys.exit(f"{name}: a table differs from benchmarks/results")
+        if wanted != text:
+            temporary = file.with_suffix(".tmp")
+            temporary.write_text(wanted, encoding="utf-8")
+            os.replace(temporary, file)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,18 @@
-"""What every test starts from: one thread, and the same random numbers."""
+"""What every test starts from: one thread, and the same random numbers; small data sets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from small_data import Published
+
+pytest.register_assert_rewrite("small_data")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,3 +27,12 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Published]:
+    """Publishes a small data set by its name; what is loaded is kept in a folder of the test."""
+    from small_data import Published
+
+    monkeypatch.setenv("ECONV_DATA", str(tmp_path / "cache"))
+    return lambda name: Published(name, tmp_path / f"published_{name}", monkeypatch)

@@ -9,17 +9,23 @@ from hypothesis import strategies as st
 
 from econv import (
     Central,
+    CentredAvgPool2d,
+    CentredMaxPool2d,
     Downsample2d,
+    FieldParameter,
     Group,
     GroupBatchNorm2d,
     GroupConv2d,
     GroupDropout2d,
+    GroupGroupNorm2d,
     GroupInstanceNorm2d,
     GroupLayerNorm2d,
     GroupPool2d,
+    GroupPReLU2d,
     GroupUpsampleConv2d,
     LiftConv2d,
     Restrict2d,
+    Spread2d,
     Upsample2d,
     VectorConv2d,
     restrict,
@@ -75,7 +81,9 @@ def by_group(group):
         "GroupUpsampleConv2d": GroupUpsampleConv2d(2, 1, group, operators="order<=1"),
         "GroupBatchNorm2d": GroupBatchNorm2d(2, group),
         "GroupInstanceNorm2d": GroupInstanceNorm2d(2, group),
+        "GroupGroupNorm2d": GroupGroupNorm2d(1, 2, group),
         "GroupLayerNorm2d": GroupLayerNorm2d(2, group),
+        "GroupPReLU2d": GroupPReLU2d(2, group),
     }
 
 
@@ -93,6 +101,8 @@ def every_layer():
         "LiftConv2d": LiftConv2d(8, 1, "p4"),
         **by_group("p4"),
         **of_any_fields("p4"),
+        "CentredAvgPool2d": CentredAvgPool2d(2),
+        "CentredMaxPool2d": CentredMaxPool2d(2),
         "Downsample2d": Downsample2d(),
         "Upsample2d": Upsample2d(),
     }
@@ -448,3 +458,37 @@ def test_subgroups_that_are_none(group, subgroup):
         with pytest.raises(ValueError, match=f"{subgroup} is not a subgroup of {group}") as caught:
             build(group, subgroup)
         assert f"divide {Group(group).rotations}" in str(caught.value)
+
+
+# Centred windows, scales per field
+
+
+@pytest.mark.parametrize("centred", [None, 2, "yes", (2,), (2, 0, 0), (0, 1), (2, -1), (2.0, 0)])
+def test_centred_that_is_neither_a_truth_value_nor_a_pair(centred):
+    rejected(
+        "centred as True, False or a pair", repr(centred), LiftConv2d, 1, 1, "p4", centred=centred
+    )
+
+
+@pytest.mark.parametrize("pool", [CentredAvgPool2d, CentredMaxPool2d])
+def test_windows_that_do_not_fit(pool):
+    rejected("kernel_size", "0", pool, 0)
+    rejected("stride", "-1", pool, 2, -1)
+    rejected("padding as one whole number", "(1, 1)", pool, 2, padding=(1, 1))
+    rejected("at most half of kernel_size=3", "2", pool, 3, padding=2)
+    rejected("at least 3 pixels", "2", pool(5, padding=1), torch.randn(1, 1, 2, 9))
+
+
+def test_counts_of_fields_and_blocks():
+    rejected("divisible by groups=3", "4", GroupGroupNorm2d, 3, 4, "p4")
+    rejected("fields", "0", GroupGroupNorm2d, 1, 0, "p4")
+    rejected("fields", "0", GroupPReLU2d, 0, "p4")
+    rejected("fields", "1.5", FieldParameter, 1.5, "p4")
+    rejected("factor", "0", GroupUpsampleConv2d, 1, 1, "p4", factor=0)
+    rejected("excess", "0.5", GroupUpsampleConv2d, 1, 1, "p4", excess=0.5)
+
+
+def test_what_cannot_be_spread():
+    rejected(
+        "[batch, channels, height, width]", "3 dimensions", Spread2d("p4"), torch.randn(2, 3, 4)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -247,12 +248,23 @@ def test_the_version(capsys):
     assert capsys.readouterr().out == f"econv {econv.__version__}\n"
 
 
-def test_a_process_without_utf8_still_prints(tmp_path):
-    command = [sys.executable, "-m", "econv.cli", "check", "--size", "17", "--count", "1"]
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        (("check", "--size", "17", "--count", "1"), b"LiftConv2d"),
+        (("report",), b"incomplete (0 of"),
+    ],
+)
+def test_a_process_without_utf8_still_prints(tmp_path, arguments, printed):
+    command = [sys.executable, "-m", "econv.cli", *arguments]
     environment = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    result = subprocess.run(command, capture_output=True, env=environment, check=False)
+    environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
+    result = subprocess.run(
+        command, capture_output=True, env=environment, check=False, cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
-    assert b"LiftConv2d" in result.stdout
+    assert printed in result.stdout
+    assert b"?" in result.stdout  # in place of what it cannot print
 
 
 def test_the_command_is_installed_under_its_name():

@@ -20,7 +20,7 @@ from econv import (
     Upsample2d,
     VectorConv2d,
 )
-from econv.models import ResNet
+from econv.models import ResNet, create_model
 from econv.testing import assert_equivariant, smooth_field, transform
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device found")
@@ -104,3 +104,24 @@ def test_autocast_keeps_the_filters_exact_until_the_convolution():
     with torch.autocast("cuda", dtype=torch.bfloat16):
         assert layer.filters().dtype == torch.float32
         assert layer(x).dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32 tensor cores")
+def test_gradients_of_a_compiled_network_in_bfloat16_are_numbers():
+    torch.manual_seed(0)
+    network = create_model("convnet6_p8", pool="max", dropout=0.0).cuda()
+    x = torch.randn(8, 1, 28, 28, device="cuda")
+
+    def gradients(module, autocast):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = module(x).logsumexp(1).sum()
+        found = torch.autograd.grad(loss, list(network.parameters()))
+        return torch.cat([gradient.flatten() for gradient in found])
+
+    exact = gradients(network, autocast=False)
+    plain, compiled = (
+        float((gradients(module, autocast=True) - exact).norm() / exact.norm())
+        for module in (network, torch.compile(network))
+    )
+    assert compiled < 1.5 * plain
+    assert plain < 0.2

@@ -287,3 +287,13 @@ def test_engine_functions_work_on_plain_arrays():
     coefficients = weight @ torch.tensor(basis.to_coefficients(1.0))
     wanted = reference.lift_filters(coefficients, "p4", "paper", "central", 3)
     assert distance(found, wanted) <= 1e-12
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (3, 0)])
+def test_replicated_borders_are_those_of_torch(before, after):
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 3, 4, 5, dtype=torch.float64).to(memory_format=layout)
+        wanted = torch.nn.functional.pad(x, (before, after) * 2, mode="replicate")
+        found = dense.replicate(x, before, after)
+        assert torch.equal(found, wanted)
+        assert found.is_contiguous(memory_format=layout)

@@ -9,17 +9,25 @@ from torch.nn import functional
 
 import econv
 from econv import (
+    CentredAvgPool2d,
+    CentredMaxPool2d,
     Downsample2d,
+    Enlarge2d,
+    FieldParameter,
     Group,
     GroupBatchNorm2d,
     GroupConv2d,
     GroupDropout2d,
+    GroupGroupNorm2d,
     GroupInstanceNorm2d,
     GroupLayerNorm2d,
+    GroupLinear,
     GroupPool2d,
+    GroupPReLU2d,
     GroupUpsampleConv2d,
     LiftConv2d,
     Restrict2d,
+    Spread2d,
     Upsample2d,
     VectorConv2d,
     restrict,
@@ -131,8 +139,40 @@ class Restricting(nn.Module):
         return self.conv(self.restrict(features)) + skip
 
 
+class Centred(nn.Module):
+    """Strides and poolings as torch counts them, gates, scales, the image beside its features."""
+
+    input_kind = "scalar"
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.group = Group(name)
+        f = FIELDS
+        self.lift = LiftConv2d(1, f, name, stride=2, centred=True)
+        self.norm1 = GroupGroupNorm2d(f, f, name)
+        self.slopes = GroupPReLU2d(f, name)
+        self.halve = CentredAvgPool2d(2, ceil_mode=True)
+        self.spread = Spread2d(name)
+        self.mix = GroupConv2d(f + 1, f, name, operators="order<=0")
+        self.gate = GroupLinear(f, f, name)
+        self.scale = FieldParameter(f, name, initial=0.3)
+        self.pool = CentredMaxPool2d(3, 2, 1)
+        self.enlarge = Enlarge2d(2, excess=-1)
+        self.narrow = GroupConv2d(
+            f, f, name, operators="order<=1", stride=2, padding=1, centred=(2, 0)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.slopes(self.norm1(self.lift(x)))
+        y = self.mix(torch.cat([y, self.spread(self.halve(x))], dim=1))
+        gate = torch.sigmoid(self.gate(y.mean((2, 3))))
+        y = y + self.scale() * (y * gate[:, :, None, None])
+        return self.narrow(self.enlarge(self.pool(y)))
+
+
 def networks(name: str) -> list[nn.Module]:
-    return [*(UNet(name, output) for output in OUTPUTS), Doubling(name), Restricting(name, "p2")]
+    unets = [UNet(name, output) for output in OUTPUTS]
+    return [*unets, Doubling(name), Restricting(name, "p2"), Centred(name)]
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -159,6 +199,17 @@ def test_a_u_net_with_vector_input(name, size, mode, output):
 def test_doubling_without_skips(name, size, mode):
     network = prepared(Doubling(name), mode)
     assert_equivariant(network, noise(1, 1, size, size), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("size", [*SIZES, 30, 31])
+@pytest.mark.parametrize("name", GROUPS)
+def test_strides_and_poolings_as_torch_counts_them(name, size):
+    network = prepared(Centred(name), "eval")
+    x = noise(1, 1, size, size)
+    assert_equivariant(network, x, tolerance=1e-12)
+    windows = (size - 1) // 2 + 1  # the stride of the first layer
+    pooled = (windows - 1) // 2 + 1
+    assert network(x).shape[-1] == (2 * pooled - 1) // 2
 
 
 @pytest.mark.parametrize("mode", MODES)

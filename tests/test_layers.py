@@ -12,24 +12,32 @@ from torch.nn import functional
 
 from econv import (
     Central,
+    CentredAvgPool2d,
+    CentredMaxPool2d,
     Downsample2d,
+    FieldParameter,
     Group,
     GroupBatchNorm2d,
     GroupConv2d,
     GroupDropout2d,
+    GroupGroupNorm2d,
     GroupInstanceNorm2d,
     GroupLayerNorm2d,
+    GroupLinear,
     GroupPool2d,
+    GroupPReLU2d,
     GroupUpsampleConv2d,
     LiftConv2d,
     Restrict2d,
+    Spread2d,
     Upsample2d,
     VectorConv2d,
     reference,
     restrict,
 )
+from econv.layers import recentre
 from econv.stencils import Gaussian
-from econv.testing import transform
+from econv.testing import assert_equivariant, equivariance_error, transform
 
 CHANNELS = 8  # two fields of p4, for every layer of the table
 LAYERS = {
@@ -37,6 +45,10 @@ LAYERS = {
     "LiftConv2d vectors": lambda: LiftConv2d(8, 2, "p4", vectors=3),
     "GroupConv2d": lambda: GroupConv2d(2, 3, "p4", bias=True),
     "GroupConv2d stride": lambda: GroupConv2d(2, 3, "p4", stride=2),
+    "GroupConv2d centred": lambda: GroupConv2d(2, 3, "p4", stride=2, centred=True),
+    "GroupConv2d centred 2×2": lambda: GroupConv2d(
+        2, 3, "p4", operators="order<=2", stride=2, padding=1, centred=(2, 0)
+    ),
     "GroupConv2d groups": lambda: GroupConv2d(2, 4, "p4", groups=2),
     "GroupConv2d reflect": lambda: GroupConv2d(2, 3, "p4", padding_mode="reflect"),
     "GroupConv2d replicate": lambda: GroupConv2d(2, 3, "p4", padding_mode="replicate"),
@@ -44,13 +56,21 @@ LAYERS = {
     "GroupConv2d 1×1": lambda: GroupConv2d(2, 3, "p4", operators="order<=0"),
     "VectorConv2d": lambda: VectorConv2d(2, 3, "p4"),
     "GroupUpsampleConv2d": lambda: GroupUpsampleConv2d(2, 3, "p4"),
+    "GroupUpsampleConv2d by 3": lambda: GroupUpsampleConv2d(2, 3, "p4", factor=3, excess=-1),
     "GroupBatchNorm2d": lambda: GroupBatchNorm2d(2, "p4"),
     "GroupBatchNorm2d eval": lambda: GroupBatchNorm2d(2, "p4").eval(),
     "GroupInstanceNorm2d": lambda: GroupInstanceNorm2d(2, "p4", affine=True),
+    "GroupGroupNorm2d": lambda: GroupGroupNorm2d(2, 2, "p4"),
     "GroupLayerNorm2d": lambda: GroupLayerNorm2d(2, "p4"),
     "GroupPool2d max": lambda: GroupPool2d("p4"),
     "GroupPool2d mean": lambda: GroupPool2d("p4", "mean"),
     "GroupDropout2d": lambda: GroupDropout2d("p4"),
+    "GroupPReLU2d": lambda: GroupPReLU2d(2, "p4"),
+    "Spread2d": lambda: Spread2d("p4"),
+    "CentredMaxPool2d": lambda: CentredMaxPool2d(3, 2, 1),
+    "CentredMaxPool2d ceil": lambda: CentredMaxPool2d(3, 2, ceil_mode=True),
+    "CentredAvgPool2d": lambda: CentredAvgPool2d(2),
+    "CentredAvgPool2d ceil": lambda: CentredAvgPool2d(3, 3, 1, True, count_include_pad=False),
     "Downsample2d": lambda: Downsample2d(),
     "Downsample2d max": lambda: Downsample2d("max"),
     "Upsample2d": lambda: Upsample2d(),
@@ -499,10 +519,20 @@ def test_pooling_takes_vectors_of_features_too():
     assert GroupPool2d("p4", "mean")(torch.arange(8.0)[None]).tolist() == [[1.5, 5.5]]
 
 
-def test_equal_maxima_share_the_gradient():
-    x = torch.tensor([1.0, 3.0, 3.0, 2.0]).reshape(1, 4, 1, 1).requires_grad_()
-    GroupPool2d("p4")(x).sum().backward()
-    assert x.grad.flatten().tolist() == [0.0, 0.5, 0.5, 0.0]
+def test_equal_maxima_give_the_weights_the_gradient_of_shared_ones():
+    """On a blank image all orientations are equal: one takes the gradient, for all of them."""
+    lift = LiftConv2d(1, 2, "p8", padding_mode="circular").double()
+    conv = GroupConv2d(2, 3, "p8", padding_mode="circular", bias=True).double()
+    weights = [*lift.parameters(), *conv.parameters()]
+    features = conv(torch.relu(lift(torch.ones(1, 1, 9, 9, dtype=torch.float64))))
+    by_orientation = features.unflatten(1, (3, 8))
+    upstream = torch.randn(3, dtype=torch.float64)[:, None, None]
+    gradients = [
+        torch.autograd.grad((pooled * upstream).sum(), weights, retain_graph=True)
+        for pooled in (GroupPool2d("p8")(features), by_orientation.mean(2))
+    ]
+    for found, shared in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, shared, rtol=1e-9, atol=1e-9)
 
 
 def test_dropout_drops_whole_fields_and_scales_the_rest():
@@ -754,6 +784,157 @@ def test_a_small_network_overfits_one_batch():
     assert float(loss.detach()) < 0.05
 
 
+# Centred windows
+
+
+@pytest.mark.parametrize("sizes", [(9, 9), (9, 8), (8, 5), (12, 9), (9, 12), (13, 4)])
+def test_recentring_is_the_reference(sizes):
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    assert distance(recentre(x, *sizes), reference.recentre(x, *sizes)) <= 1e-15
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(9, 17),
+    stride=st.integers(1, 4),
+    padding=st.integers(0, 3),
+    dilation=st.integers(1, 2),
+)
+def test_a_centred_stride_is_the_reference_and_has_torchs_size(size, stride, padding, dilation):
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "dtype": torch.float64}
+    layer = GroupConv2d(1, 2, "p4", centred=True, bias=True, **options)
+    nn.init.normal_(layer.bias)
+    x = torch.randn(1, 4, size, size + 1, dtype=torch.float64)
+    torchs = GroupConv2d(1, 2, "p4", **options)(x)
+    counts = [stride * (n - 1) + layer.extent - 2 * padding for n in torchs.shape[2:]]
+    filters, bias = layer.filters(), layer.bias.repeat_interleave(4)
+    centred = reference.recentre(x, *counts)
+    wanted = reference.convolve(centred, filters, bias, stride, padding, dilation)
+    found = layer(x)
+    assert found.shape == torchs.shape
+    assert distance(found, wanted) <= 1e-12
+    assert_equivariant(layer, x)
+
+
+def test_a_stride_that_is_symmetric_already_is_torchs():
+    layer = GroupConv2d(1, 2, "p4", stride=2, centred=True)
+    plain = GroupConv2d(1, 2, "p4", stride=2)
+    plain.load_state_dict(layer.state_dict())
+    odd, even = torch.randn(1, 4, 9, 9), torch.randn(1, 4, 10, 10)
+    assert torch.equal(layer(odd), plain(odd))
+    assert distance(layer(even), plain(even)) > 0.1
+
+
+@pytest.mark.parametrize("size", range(8, 13))
+@pytest.mark.parametrize(("extent", "padding", "stride"), [(2, 0, 2), (4, 0, 4), (4, 2, 2)])
+def test_windows_are_counted_as_those_of_an_even_kernel(size, extent, padding, stride):
+    layer = LiftConv2d(
+        *(3, 2, "p4"), operators="order<=2", stride=stride, centred=(extent, padding), padding=1
+    ).double()
+    x = torch.randn(1, 3, size, size, dtype=torch.float64)
+    even = nn.Conv2d(3, 1, extent, stride, padding // 2).double()
+    assert layer(x).shape[2:] == even(x).shape[2:]
+    assert_equivariant(layer, x)
+
+
+POOLS = [(1, 2, 0), (2, 2, 0), (3, 2, 1), (3, 2, 0), (3, 3, 1), (2, 3, 0), (4, 4, 2), (5, 1, 2)]
+
+
+@pytest.mark.parametrize("size", range(7, 14))
+@pytest.mark.parametrize("ceil", [False, True])
+@pytest.mark.parametrize("pool", POOLS)
+def test_centred_pools_have_torchs_size_and_turn(pool, ceil, size):
+    x = torch.randn(1, 2, size, size, dtype=torch.float64)
+    kernel, stride, padding = pool
+    symmetric = (size + 2 * padding - kernel) % stride == 0
+    pairs = [(CentredMaxPool2d(*pool, ceil), nn.MaxPool2d(*pool, ceil_mode=ceil))]
+    for counted in (True, False):
+        theirs = nn.AvgPool2d(*pool, ceil_mode=ceil, count_include_pad=counted)
+        pairs.append((CentredAvgPool2d(*pool, ceil, counted), theirs))
+    for ours, theirs in pairs:
+        found, wanted = ours(x), theirs(x)
+        assert found.shape == wanted.shape
+        assert not symmetric or distance(found, wanted) <= 1e-14
+        assert_equivariant(ours, x, "p4m")
+
+
+def test_torchs_pool_turns_only_where_its_windows_are_symmetric():
+    x = torch.randn(1, 2, 10, 10, dtype=torch.float64)
+    plain, centred = nn.MaxPool2d(3, 2, 1), CentredMaxPool2d(3, 2, 1)
+    assert equivariance_error(plain, x, 1, "p4", output_kind="scalar") > 0.1
+    assert equivariance_error(centred, x, 1, "p4") <= 1e-14
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "output_padding"),
+    [(2, 2, 0, 0), (3, 2, 1, 1), (4, 2, 1, 0), (3, 2, 1, 0), (5, 3, 1, 0), (3, 1, 1, 0)],
+)
+@pytest.mark.parametrize("size", [7, 8])
+def test_upsampling_convolutions_have_the_size_of_transposed_ones(
+    kernel, stride, padding, output_padding, size
+):
+    theirs = nn.ConvTranspose2d(4, 1, kernel, stride, padding, output_padding).double()
+    excess = kernel - stride - 2 * padding + output_padding
+    ours = GroupUpsampleConv2d(1, 1, "p4", factor=stride, excess=excess).double()
+    x = torch.randn(1, 4, size, size, dtype=torch.float64)
+    assert ours(x).shape[2:] == theirs(x).shape[2:]
+    assert_equivariant(ours, x)
+
+
+# Norms, slopes and scales per field
+
+
+def test_group_norm_by_hand():
+    norm = GroupGroupNorm2d(2, 4, "p4").double()
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x = torch.randn(3, 16, 5, 6, dtype=torch.float64)
+    blocks = x.reshape(3, 2, 8, 5, 6)
+    mean = blocks.mean((2, 3, 4), keepdim=True)
+    variance = blocks.var((2, 3, 4), unbiased=False, keepdim=True)
+    normed = ((blocks - mean) / (variance + norm.eps).sqrt()).reshape(3, 4, 4, 5, 6)
+    wanted = normed * norm.weight[:, None, None, None] + norm.bias[:, None, None, None]
+    assert distance(norm(x), wanted.reshape(x.shape)) <= 1e-12
+    assert_equivariant(norm, x[..., :5])
+    assert GroupGroupNorm2d(2, 4, "p4", affine=False).weight is None
+
+
+def test_a_slope_for_every_field_by_hand():
+    prelu = GroupPReLU2d(2, "p4").double()
+    prelu.weight.data.copy_(torch.tensor([0.1, 3.0], dtype=torch.float64))
+    x = torch.randn(2, 8, 5, 5, dtype=torch.float64)
+    slopes = torch.tensor([0.1] * 4 + [3.0] * 4, dtype=torch.float64)[:, None, None]
+    assert distance(prelu(x), torch.where(x > 0, x, slopes * x)) == 0
+    assert_equivariant(prelu, x)
+
+
+@pytest.mark.parametrize("pixels", [True, False])
+def test_a_number_for_every_field_by_hand(pixels):
+    scale = FieldParameter(2, "p4", initial=0.5, pixels=pixels)
+    assert scale.weight.tolist() == [0.5, 0.5]
+    scale.weight.data.copy_(torch.tensor([1.0, 2.0]))
+    assert scale().flatten().tolist() == [1.0] * 4 + [2.0] * 4
+    assert scale().shape == ((8, 1, 1) if pixels else (8,))
+
+
+def test_spreading_is_what_pooling_undoes():
+    x = torch.randn(2, 3, 4, 4)
+    spread = Spread2d("p8m")(x)
+    assert torch.equal(GroupPool2d("p8m")(spread), x)
+    assert Spread2d("p8")(x[:, :, 0, 0]).shape == (2, 24)
+    assert_equivariant(Spread2d("p8m"), x)
+
+
+def test_a_linear_map_of_features_is_the_pointwise_convolution():
+    linear = GroupLinear(2, 3, "p8")
+    x = torch.randn(4, 16)
+    conv = GroupConv2d(2, 3, "p8", operators="order<=0", bias=True)
+    conv.load_state_dict(linear.state_dict())
+    assert torch.equal(linear(x), conv(x[:, :, None, None]).flatten(1))
+    with pytest.raises(ValueError, match=r"expected \[batch, channels\]"):
+        linear(x[:, :, None, None])
+
+
 # Export
 
 
@@ -764,6 +945,13 @@ class EveryLayer(nn.Module):
         self.norm = GroupBatchNorm2d(2, "p4")
         self.halve = Downsample2d()
         self.highest = Downsample2d("max")
+        self.third = CentredMaxPool2d(3, 3, 1)
+        self.rounded = CentredAvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False)
+        self.strided = GroupConv2d(2, 2, "p4", stride=3, centred=True)
+        self.even = GroupConv2d(
+            *(2, 2, "p4"), operators="order<=2", stride=2, padding=1, centred=(2, 0)
+        )
+        self.tripled = GroupUpsampleConv2d(2, 2, "p4", factor=3, excess=-1)
         self.conv = GroupConv2d(2, 2, "p4", bias=True, padding_mode="circular")
         self.instance = GroupInstanceNorm2d(2, "p4", affine=True)
         self.layer = GroupLayerNorm2d(2, "p4")
@@ -780,7 +968,8 @@ class EveryLayer(nn.Module):
         half = half + self.up_conv(self.highest(half), size=half.shape[2:])
         full = full + self.up(half, size=x.shape[2:])
         images = self.pool(self.restrict(self.dropout(full)))
-        return images, self.vector(full), self.up(half)
+        sampled = self.third(full), self.rounded(full), self.strided(full), self.even(full)
+        return images, self.vector(full), self.up(half), *sampled, self.tripled(full)
 
 
 def test_export_keeps_height_and_width_dynamic():

@@ -253,3 +253,77 @@ def test_an_ordinary_network_has_no_orientations(options):
 def test_images_that_vanish_are_an_error():
     with pytest.raises(ValueError, match=r"larger images.*12 pixels"):
         create_model("convnet6_p8", image_size=12)
+
+
+# What networks answer
+
+
+def named(name, **options):
+    fields = (1, 1, 2) if name.startswith("convnet") else (1, 2, 2)
+    depth = {} if name.startswith("convnet") else {"depth": 8}
+    return create_model(name, fields=fields, **depth, **options)
+
+
+@pytest.mark.parametrize("name", ["resnet26_p8", "convnet6_p8", "convnet7_p8"])
+def test_a_network_is_its_features_and_its_head(name):
+    model = named(name, in_channels=2).eval()
+    x = torch.randn(2, 2, 28, 28)
+    features = model.forward_features(x)
+    assert features.ndim == 4
+    assert torch.equal(model.forward_head(features), model(x))
+    before = model.forward_head(features, pre_logits=True)
+    if name != "convnet6_p8":  # whose classifier reads the whole map
+        assert before.shape == (2, model.num_features)
+    assert model.get_classifier() is model.classifier
+    model.reset_classifier(5)
+    assert model(x).shape == (2, 5)
+    assert model.num_classes == model.config["num_classes"] == 5
+    model.double().reset_classifier(3)
+    assert model(x.double()).dtype == torch.float64
+    model.float().reset_classifier(0)
+    assert torch.equal(model(x), before)
+    headless = named(name, num_classes=0)
+    assert "classifier.weight" not in headless.state_dict()
+
+
+@pytest.mark.parametrize("name", ["resnet26_p8", "convnet6_p8", "convnet7_p8"])
+def test_checkpointed_training_computes_the_same_gradients_and_keeps_less(name):
+    model = named(name).double()
+    x = torch.randn(2, model.config["in_channels"], 28, 28, dtype=torch.float64)
+    found, kept = [], []
+    for enabled in (False, True):
+        model.set_grad_checkpointing(enabled)
+        torch.manual_seed(0)
+        model.zero_grad()
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, sizes=sizes: (sizes.append(t.numel()), t)[1], lambda t: t
+        ):
+            out = model(x)
+        out.sin().sum().backward()
+        kept.append(sum(sizes))
+        found.append([out.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert kept[1] < 0.7 * kept[0]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, True, None])
+def test_bad_numbers_of_classes_are_refused(bad):
+    with pytest.raises(ValueError, match="num_classes of 0 or more"):
+        create_model("convnet6_p4", num_classes=bad)
+
+
+def test_a_head_keeps_its_own_pooling():
+    with pytest.raises(ValueError, match="no global_pool"):
+        named("resnet26_p8").reset_classifier(3, global_pool="avg")
+
+
+def test_importing_econv_imports_none_of_its_friends():
+    code = (
+        "import sys, econv; friends = {'timm', 'huggingface_hub', 'safetensors', 'onnx', "
+        "'torchao', 'econv.timm', 'econv.plain'}; "
+        "print(sorted(friends & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

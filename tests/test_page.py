@@ -7,13 +7,13 @@ import html
 import io
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import browsing
 from econv import (
     Downsample2d,
     GroupBatchNorm2d,
@@ -26,10 +26,6 @@ from econv import (
 from econv.page import LARGEST, page, png, write_page
 from econv.testing import smooth_field
 
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
 HOSTILE = '</script><script>alert(1)</script>&"{{data}}'
 
 
@@ -217,6 +213,32 @@ def test_a_twin_with_other_names_is_refused():
         page(classifier(), images(), twin=twin)
 
 
+def test_a_twin_of_other_widths_shows_a_channel_of_its_own():
+    model = classifier()
+    twin = lab.plain_twin(model)
+    twin[0] = nn.Conv2d(1, 5, 3, padding=1)
+    twin[1] = nn.BatchNorm2d(5)
+    twin[4] = nn.Conv2d(5, 32, 3, padding=1)
+    text = page(model, images()[:1], twin=twin, layer="2")
+    assert "Map after layer <code>2</code>" in text
+    assert "of one field, of the twin one channel" in text
+    counts = [sum(p.numel() for p in network.parameters()) for network in (model, twin)]
+    assert (
+        f"has {counts[0]:,} parameters, its twin with ordinary convolutions {counts[1]:,}" in text
+    )
+    assert "untrained" not in text
+
+
+def test_the_untrained_twin_is_said_to_be_one(text):
+    assert "it is untrained" in text
+    assert "of the twin one channel" not in text
+
+
+def test_a_layer_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="the table has no layer '77'"):
+        page(classifier(), images()[:1], layer="77")
+
+
 def test_features_are_no_picture():
     with pytest.raises(ValueError, match="reads regular features"):
         page(GroupConv2d(2, 2, "p4"), smooth_field(17, 8, dtype=torch.float32))
@@ -247,26 +269,14 @@ def test_the_model_is_left_as_it_was():
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    binary = shutil.which("chromium") or shutil.which("chromium-browser")
-    driver = shutil.which("chromedriver")
-    if binary is None or driver is None:
-        pytest.skip("no Chromium with chromedriver found: the page was not opened in a browser")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield found
-    found.quit()
+    yield from browsing.started(tmp_path_factory.mktemp("profile"))
 
 
 @pytest.fixture
 def opened(browser, tmp_path, text):
     path = tmp_path / "page.html"
     path.write_text(text, encoding="utf-8")
-    resize(browser, 1200)
+    browsing.resize(browser, 1200)
     browser.get(path.as_uri())
     wait(browser, "return document.documentElement.dataset.ready === 'yes'")
     return browser
@@ -276,11 +286,6 @@ def wait(browser, script: str) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
     WebDriverWait(browser, 10).until(lambda b: b.execute_script(script))
-
-
-def resize(browser, width: int) -> None:
-    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def seen(browser) -> dict[str, str]:
@@ -350,41 +355,16 @@ def test_focus_is_visible_and_changes_are_announced(opened):
 
 @pytest.mark.parametrize("width", [320, 375, 768, 1200])
 def test_nothing_overflows(opened, width):
-    resize(opened, width)
-    assert opened.execute_script("return window.innerWidth") == width
-    assert opened.execute_script("return document.documentElement.scrollWidth") <= width
-    # Only the table may be wider than the page, inside its own scroll box.
-    beyond = opened.execute_script(
-        "return [...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll') &&"
-        " e.getBoundingClientRect().right > window.innerWidth + 1).map(e => e.outerHTML)"
-    )
-    assert beyond == []
+    browsing.assert_nothing_overflows(opened, width)
 
 
 @pytest.mark.parametrize("width", [375, 480, 768, 1200])
 def test_the_text_of_the_chart_is_legible_and_inside(opened, width):
-    resize(opened, width)
-    sizes, inside = opened.execute_script(
-        "const chart = document.querySelector('.chart'), box = chart.getBoundingClientRect();"
-        "const scale = box.width / chart.viewBox.baseVal.width;"
-        "const texts = [...chart.querySelectorAll('text')].filter("
-        " e => getComputedStyle(e).display !== 'none');"
-        "return [texts.map(e => scale * parseFloat(getComputedStyle(e).fontSize)),"
-        " texts.every(e => { const r = e.getBoundingClientRect();"
-        " return r.left >= box.left - 1 && r.right <= box.right + 1 && r.bottom <= box.bottom + 1"
-        " })]"
-    )
-    assert min(sizes) >= 11
-    assert inside
+    browsing.assert_charts_are_legible(opened, width)
 
 
 def test_dark_mode_changes_the_colours(opened):
-    def background(scheme: str) -> str:
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-        return opened.find_element("tag name", "body").value_of_css_property("background-color")
-
-    assert background("dark") != background("light")
+    browsing.assert_dark_mode_has_other_colours(opened)
 
 
 def requested(browser) -> list[str]:

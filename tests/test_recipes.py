@@ -59,6 +59,16 @@ def test_parameters_stay_within_the_papers(name: str) -> None:
     assert parameters(RECIPES[name]) <= LIMITS[name]
 
 
+def test_the_twin_of_the_digits_has_as_many_parameters_and_the_same_recipe() -> None:
+    ours, twin = RECIPES["digits_p8"], RECIPES["digits_cnn"]
+    assert 0.95 * parameters(twin) < parameters(ours) <= parameters(twin)
+    own = ("name", "model", "model_options")
+    for name, value in ours.settings().items():
+        assert name in own or twin.settings()[name] == value
+    for name, value in dict(ours.model_options).items():
+        assert name in ("fields", "pool") or dict(twin.model_options)[name] == value
+
+
 def test_the_papers_p8_network_has_its_number_of_parameters() -> None:
     assert parameters(RECIPES["mnist_rot_p8_paper"]) == 26_747
 
@@ -68,7 +78,8 @@ def test_table_1_is_trained_without_augmentation_and_table_2_with_rotations() ->
         if found.table == 1:
             assert not found.augmentation
         if found.table == 2:
-            assert dict(found.augmentation) == {"rotate": True}
+            assert dict(found.augmentation)["rotate"] is True
+            assert len(found.augmentation) == 1 or not found.name.endswith("_paper")
 
 
 def test_steps_divide_by_ten_at_the_milestones() -> None:
@@ -108,7 +119,7 @@ def test_settings_tell_recipes_apart_but_not_their_labels() -> None:
 
 
 def test_changes_are_read_by_the_type_of_the_setting() -> None:
-    changed = RECIPES["mnist_rot_p8_large"].with_changes(
+    changed = RECIPES["mnist_rot_p8_large_paper"].with_changes(
         {
             "epochs": "3",
             "learning_rate": "1e-2",
@@ -123,7 +134,7 @@ def test_changes_are_read_by_the_type_of_the_setting() -> None:
     assert (changed.epochs, changed.learning_rate, changed.retrain_on_all) == (3, 0.01, True)
     assert (changed.schedule, changed.milestones) == ("steps", (0.5, 0.75))
     assert dict(changed.augmentation) == {"rotate": True, "shift": 2}
-    assert dict(changed.model_options) == {"dropout": 0.1, "fields": (4,) * 7}
+    assert changed.model_options[-2:] == (("dropout", 0.1), ("fields", (4,) * 7))
 
 
 def test_a_changed_recipe_has_another_name() -> None:

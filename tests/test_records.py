@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -131,22 +132,62 @@ def test_records_are_values() -> None:
         record().seed = 4  # type: ignore[misc]
 
 
-def test_the_revision_is_the_commit_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    records.revision.cache_clear()
+@pytest.fixture
+def git(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """What git answers to each verb; a verb without an answer fails, as outside a repository."""
     answers = {"ls-files": "__init__.py", "rev-parse": "abc", "status": ""}
-    monkeypatch.setattr(records, "_git", lambda folder, verb, *rest: answers[verb])
+
+    def answer(folder: Path, verb: str, *_: str) -> str:
+        if verb not in answers:
+            raise subprocess.CalledProcessError(128, "git")
+        return answers[verb]
+
+    monkeypatch.setattr(records, "_git", answer)
+    monkeypatch.delenv("ECONV_REVISION", raising=False)
+    records.revision.cache_clear()
+    yield answers
+    records.revision.cache_clear()
+
+
+def test_the_revision_is_the_commit(git: dict[str, str]) -> None:
     assert records.revision() == "abc"
     records.revision.cache_clear()
-    answers["status"] = " M file.py"
+    git["status"] = " M file.py"
     assert records.revision() == "abc+changes"
-    records.revision.cache_clear()
 
-    def fail(*_: object) -> str:
-        raise subprocess.CalledProcessError(128, "git")
 
-    monkeypatch.setattr(records, "_git", fail)
+def test_without_git_the_revision_is_unknown_or_told(
+    git: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git.clear()
     assert records.revision() == "unknown"
+    for told in ("0123abc", "f" * 40, "0123abc+changes"):
+        records.revision.cache_clear()
+        monkeypatch.setenv("ECONV_REVISION", told)
+        assert records.revision() == told
     records.revision.cache_clear()
+    monkeypatch.setenv("ECONV_REVISION", "")
+    assert records.revision() == "unknown"
+
+
+@pytest.mark.parametrize(
+    "told",
+    ["main", "0123ab", "f" * 41, "0123ABC", "0123abc+change", "0123abc+changes\n", "unknown"],
+)
+def test_what_is_no_revision_is_refused(
+    git: dict[str, str], monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    git.clear()
+    monkeypatch.setenv("ECONV_REVISION", told)
+    with pytest.raises(ValueError, match="expected ECONV_REVISION as a commit"):
+        records.revision()
+
+
+def test_what_is_told_counts_before_git(
+    git: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECONV_REVISION", "0123abc")
+    assert records.revision() == "0123abc"
 
 
 def test_the_source_hash_and_versions_say_what_ran() -> None:

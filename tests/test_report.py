@@ -2,11 +2,14 @@
 
 import argparse
 import dataclasses
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import browsing
 from econv import records, report
 from econv.recipes import RECIPES
 from econv.records import Record
@@ -91,7 +94,7 @@ def test_every_demanded_row_is_there_without_any_record() -> None:
     text = report.as_text(report.rows([]))
     for title in ("Table 1", "Table 2", "Table 3"):
         assert title in text
-    for error in ("5.03", "2.28", "1.87", "0.709", "11.5", "5.65", "5.38", "3.68", "20.01"):
+    for error in ("5.03", "2.28", "1.87", "0.709", "11.50", "5.65", "5.38", "3.50", "27.00"):
         assert error in text
 
 
@@ -133,7 +136,7 @@ def test_a_readme_without_its_markers_is_left_alone(tmp_path: Path, text: str) -
 def test_markdown_tables_have_as_many_cells_as_heads() -> None:
     lines = report.as_markdown(report.rows([made()])).splitlines()
     bars = {line.count("|") for line in lines if line.startswith("|")}
-    assert bars == {9}
+    assert bars == {9, 7}  # the digits, which the paper has not, lack its two columns
 
 
 class _Page(HTMLParser):
@@ -162,26 +165,69 @@ def test_the_page_is_well_formed_needs_nothing_else_and_draws_every_seed() -> No
     page.feed(report.as_html(report.rows(found)))
     assert page.open == []
     assert page.addresses == []
-    assert page.seen.count("polyline") == page.seen.count("circle") == 3
+    panels = page.seen.count("svg")
+    assert panels == 2  # validation error and training loss
+    assert page.seen.count("polyline") == page.seen.count("circle") == 3 * panels
 
 
 def test_the_page_escapes_what_records_say() -> None:
     name = "mnist_rot_p8+note=<script>"
-    found = [made(name)]
+    found = [made(name, device="<script>", dataset="<script>")]
     page = report.as_html(report.rows(found), report.variants(found))
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
 
 
+def lines_of(drawn: str) -> list[list[tuple[float, float]]]:
+    """The points of every line, downwards positive."""
+    texts = [part.split("'")[0] for part in drawn.split("points='")[1:]]
+    return [[tuple(map(float, point.split(","))) for point in text.split()] for text in texts]
+
+
 def test_a_curve_falls_where_the_error_does_and_takes_a_perfect_score() -> None:
-    drawn = report.curve([made()])
-    points = drawn.split("points='")[1].split("'")[0].split()
-    heights = [float(point.split(",")[1]) for point in points]
-    assert heights == sorted(heights)
-    assert heights[0] < heights[-1]
-    perfect = [{"epoch": e, "validation_error": 0.0} for e in (1, 2)]
-    assert "nan" not in report.curve([made(epochs=perfect, validation_error=0.0)])
-    assert "nan" not in report.curve([made(epochs=[], validation_error=0.0)])
+    errors, losses = lines_of(report.curves([("p8", [made()])]))
+    for line in (errors, losses):
+        heights = [y for _, y in line]
+        assert heights == sorted(heights)
+        assert heights[0] < heights[-1]
+    for epochs in ([{"epoch": e, "validation_error": 0.0} for e in (1, 2)], []):
+        drawn = report.curves([("p8", [made(epochs=epochs, validation_error=0.0)])])
+        assert "nan" not in drawn
+
+
+def test_curves_of_one_table_share_their_scale_and_keep_their_colour() -> None:
+    worse = [{"phase": "select", "epoch": e, "validation_error": 80 / e} for e in (1, 2, 4)]
+    cnn = [made("mnist_rot_cnn", seed=s, epochs=worse) for s in range(2)]
+    drawn = report.curves([("CNN", cnn), ("p8", [made()])])
+    validation = drawn.split("</svg>")[0]
+    first, second, ours = lines_of(validation)
+    assert first == second
+    assert all(y < lower for (_, y), (_, lower) in zip(first, ours, strict=True))
+    assert validation.count("<g class='series-0'>") == 2
+    assert validation.count("<g class='series-1'>") == 1
+    assert "seeds 0, 1" in drawn
+
+
+def test_retraining_does_not_run_back_over_the_curve() -> None:
+    again = [{"phase": "retrain", "epoch": e, "loss": 0.1} for e in (1, 2, 4)]
+    drawn = report.curves([("p8", [made(epochs=[*made().epochs, *again], retrained=True)])])
+    assert [len(line) for line in lines_of(drawn)] == [3, 3]
+
+
+def test_every_run_is_listed_with_what_it_ran_on() -> None:
+    found = [made(seed=s, test_error=1.25, setup_seconds=7.75) for s in range(2)]
+    page = report.as_html(report.rows(found))
+    runs = page.split("<details>")[1].split("</details>")[0]
+    assert runs.count("<tr>") == 3
+    for text in ("1.25", "7.8", found[0].device, found[0].versions["torch"]):
+        assert text in runs
+    assert "<details>" not in report.as_html(report.rows([]))
+
+
+def test_data_are_explained_as_re_created_where_there_are_some() -> None:
+    assert report.RECREATED not in report.as_markdown(report.rows([made()]))
+    again = report.as_markdown(report.rows([made(recreated=True)]))
+    assert report.RECREATED in again
 
 
 def options(**changes: object) -> argparse.Namespace:
@@ -212,3 +258,63 @@ def test_the_command_names_a_broken_record(
     (tmp_path / "x" / "0.json").write_text("{}")
     assert report.main(options(records=tmp_path)) == 1
     assert "0.json is no record" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("last", [2, 3, 7, 12, 30, 99, 200, 300, 4000])
+def test_epochs_on_the_axis_are_few_and_hold_both_ends(last: int) -> None:
+    found = report._epochs(last)
+    assert (found[0], found[-1]) == (1, last)
+    assert 2 <= len(found) <= 6
+
+
+# In a real browser
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("report")
+    found = [made(name, seed=s) for name in ("mnist_rot_cnn", "mnist_rot_p8") for s in range(3)]
+    found += [made("mnist_rot_p8+epochs=3"), made("cifar10_resnet26_p6m", dataset="cifar10")]
+    page = report.as_html(report.rows(found), report.variants(found))
+    (folder / "report.html").write_text(page, encoding="utf-8")
+    for browser in browsing.started(folder / "profile"):
+        browser.get((folder / "report.html").as_uri())
+        browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
+        yield browser
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1200])
+def test_the_page_fits_every_screen(opened: Any, width: int) -> None:
+    browsing.assert_nothing_overflows(opened, width)
+
+
+@pytest.mark.parametrize("width", [320, 390, 480, 768, 1000, 1200])
+def test_learning_curves_are_legible_on_every_screen(opened: Any, width: int) -> None:
+    browsing.assert_charts_are_legible(opened, width)
+
+
+def test_the_page_has_a_dark_mode_and_no_errors(opened: Any) -> None:
+    browsing.assert_dark_mode_has_other_colours(opened)
+    assert opened.get_log("browser") == []
+
+
+@pytest.mark.parametrize(
+    ("style", "check"),
+    [
+        (".chart text { font-size: 5px !important; }", browsing.assert_charts_are_legible),
+        (".chart text { translate: 400px; }", browsing.assert_charts_are_legible),
+        ("h1 { width: 2000px; }", browsing.assert_nothing_overflows),
+    ],
+)
+def test_the_checks_in_the_browser_can_say_no(opened: Any, style: str, check: Any) -> None:
+    check(opened, 768)
+    opened.execute_script(
+        "const style = document.createElement('style'); style.id = 'worse';"
+        "style.textContent = arguments[0]; document.head.append(style)",
+        style,
+    )
+    try:
+        with pytest.raises(AssertionError):
+            check(opened, 768)
+    finally:
+        opened.execute_script("document.getElementById('worse').remove()")

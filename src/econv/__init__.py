@@ -4,57 +4,96 @@ Filters are partial differential operators (PDO-eConvs, ICML 2020): turned exact
 ``pn`` or ``pnm``, and brought to the pixel grid by finite-difference stencils.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from econv import models, testing
 from econv.basis import FilterBasis, filter_basis
+from econv.conversion import ConversionError, convert
 from econv.engines import engine
 from econv.groups import Group
 from econv.layers import (
+    CentredAvgPool2d,
+    CentredMaxPool2d,
     Downsample2d,
+    Enlarge2d,
+    FieldParameter,
     GroupBatchNorm2d,
     GroupConv2d,
     GroupDropout2d,
+    GroupGroupNorm2d,
     GroupInstanceNorm2d,
     GroupLayerNorm2d,
+    GroupLinear,
     GroupPool2d,
+    GroupPReLU2d,
     GroupUpsampleConv2d,
     LiftConv2d,
     Restrict2d,
+    Spread2d,
     Upsample2d,
     VectorConv2d,
+    convert_sync_batchnorm,
     restrict,
 )
 from econv.models import create_model
 from econv.operators import OperatorSet, Polynomial, operator_set
+from econv.parameters import parameter_groups
+from econv.pretrained import from_pretrained
 from econv.stencils import Central, Stencil, central, stencil_set
+
+if TYPE_CHECKING:
+    from econv.plain import export
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Central",
+    "CentredAvgPool2d",
+    "CentredMaxPool2d",
+    "ConversionError",
     "Downsample2d",
+    "Enlarge2d",
+    "FieldParameter",
     "FilterBasis",
     "Group",
     "GroupBatchNorm2d",
     "GroupConv2d",
     "GroupDropout2d",
+    "GroupGroupNorm2d",
     "GroupInstanceNorm2d",
     "GroupLayerNorm2d",
+    "GroupLinear",
+    "GroupPReLU2d",
     "GroupPool2d",
     "GroupUpsampleConv2d",
     "LiftConv2d",
     "OperatorSet",
     "Polynomial",
     "Restrict2d",
+    "Spread2d",
     "Stencil",
     "Upsample2d",
     "VectorConv2d",
     "central",
+    "convert",
+    "convert_sync_batchnorm",
     "create_model",
     "engine",
+    "export",
     "filter_basis",
+    "from_pretrained",
     "models",
     "operator_set",
+    "parameter_groups",
     "restrict",
     "stencil_set",
     "testing",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "export":  # torch.fx would triple the time of an import that few networks need
+        from econv.plain import export
+
+        return export
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

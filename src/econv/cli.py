@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import econv
-from econv import lab, report, train
+from econv import demo, lab, report, train
 from econv.files import atomic
 from econv.groups import Group
 from econv.layers import (
@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code, 0 if all went well."""
     parser = _parser()
     args = parser.parse_args(arguments)
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")  # a terminal without ‖ shows something else
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -62,9 +65,6 @@ def _run_check(args: argparse.Namespace) -> int:
 
     With a line on stderr for the last two.
     """
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")  # a terminal without ‖ shows something else
     try:
         too_large = _check(args)
         sys.stdout.flush()
@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(run=_run_check)
     for name, room, text in (
+        ("demo", demo, "the first thing to run: a network and its CNN twin on turned digits"),
         ("train", train, "train a network of the paper's tables, or your change of one"),
         ("report", report, "the paper's tables with the records of your runs beside its figures"),
     ):

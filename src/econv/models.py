@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 from econv.groups import Group, GroupLike
 from econv.layers import (
@@ -22,11 +23,73 @@ from econv.layers import (
     GroupPool2d,
     LiftConv2d,
 )
+from econv.parameters import no_weight_decay
+from econv.pretrained import Pretrained
 
 __all__ = ["MODELS", "ConvNet", "ResNet", "create_model"]
 
 
-class ResNet(nn.Module):
+class _Classifier(Pretrained):
+    """What the networks share: features, a head, and the names that timm gives to both."""
+
+    group: Group | None
+    input_kind = "scalar"
+    grad_checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores of a batch of images."""
+        return self.forward_head(self.forward_features(x))
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """The last feature map, ``[batch, fields * order, height, width]``."""
+        raise NotImplementedError
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Class scores of a feature map; what the classifier reads, if ``pre_logits``."""
+        raise NotImplementedError
+
+    def _new_classifier(self, num_classes: int) -> nn.Module:
+        """The last layer, for one class or more."""
+        raise NotImplementedError
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes, 0 for a network without a classifier."""
+        return int(self.config["num_classes"])
+
+    def get_classifier(self) -> nn.Module:
+        """The last layer; the identity if there is none."""
+        return self.classifier
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Put a new last layer in, for other classes, or none for 0: the features come out."""
+        if global_pool is not None:
+            raise ValueError(f"expected no global_pool: the head keeps its own; got {global_pool}")
+        whole = hasattr(num_classes, "__index__") and not isinstance(num_classes, bool)
+        if not whole or num_classes < 0:
+            raise ValueError(f"expected num_classes of 0 or more; got {num_classes!r}")
+        like = next(self.parameters())
+        made = self._new_classifier(num_classes) if num_classes else nn.Identity()
+        self.classifier = made.to(like.device, like.dtype)
+        self.config["num_classes"] = num_classes
+
+    def no_weight_decay(self) -> set[str]:
+        """The parameters that weight decay should leave alone."""
+        return no_weight_decay(self)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Whether training keeps the features of each block only, and computes the rest twice."""
+        self.grad_checkpointing = enable
+
+    def _through(self, blocks: nn.Sequential, segments: int, x: Tensor) -> Tensor:
+        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
+            kept: Tensor = checkpoint_sequential(blocks, segments, x, use_reentrant=False)
+            return kept
+        through: Tensor = blocks(x)
+        return through
+
+
+class ResNet(_Classifier):
     """A pre-activation ResNet of 6n + 2 layers (He et al. 2016) with PDO-eConvs, as in Table 3.
 
     A lifting layer, three stages of n blocks with two convolutions each, group batch norm, ReLU,
@@ -38,7 +101,7 @@ class ResNet(nn.Module):
         depth: 6n + 2, such as 26 or 44.
         fields: the number of fields of each stage.
         in_channels: channels of the image.
-        num_classes: number of classes.
+        num_classes: number of classes; 0 for no classifier: features come out.
         pool: how orientations are pooled before the classifier: ``"max"``, ``"mean"``, or
             ``None``, the paper's way, for a classifier on all of them.
         exact: halve the image with :class:`~econv.Downsample2d`, which commutes with quarter turns
@@ -50,8 +113,6 @@ class ResNet(nn.Module):
     >>> network(torch.randn(2, 3, 32, 32)).shape
     torch.Size([2, 10])
     """
-
-    input_kind = "scalar"
 
     def __init__(
         self,
@@ -72,6 +133,17 @@ class ResNet(nn.Module):
             raise ValueError(f"expected the fields of three stages; got {fields!r}")
         kit = _Kit(group, pool, options)
         self.group = kit.group
+        self.config = {
+            "group": kit.group,
+            "depth": depth,
+            "fields": list(fields),
+            "in_channels": in_channels,
+            "num_classes": num_classes,
+            "pool": pool,
+            "exact": exact,
+            "options": options,
+            "stem": stem,
+        }
         width = fields[0] if stem is None else stem
         self.lift = kit.lift(in_channels, width)
         blocks: list[nn.Module] = []
@@ -83,19 +155,26 @@ class ResNet(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.norm = kit.norm(width)
         self.pool = kit.pool()
-        self.classifier = nn.Linear(width * kit.orientations, num_classes)
-        nn.init.xavier_normal_(self.classifier.weight)
-        nn.init.zeros_(self.classifier.bias)
+        self.num_features = width * kit.orientations
+        self.reset_classifier(num_classes)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Class scores of a batch of images."""
-        x = self.blocks(self.lift(x))
-        x = self.pool(torch.relu(self.norm(x)))
-        scores: Tensor = self.classifier(x.mean(dim=(2, 3)))
+    def forward_features(self, x: Tensor) -> Tensor:
+        x = self._through(self.blocks, len(self.blocks), self.lift(x))
+        return torch.relu(self.norm(x))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        features: Tensor = self.pool(x).mean(dim=(2, 3))
+        scores: Tensor = features if pre_logits else self.classifier(features)
         return scores
 
+    def _new_classifier(self, num_classes: int) -> nn.Module:
+        classifier = nn.Linear(self.num_features, num_classes)
+        nn.init.xavier_normal_(classifier.weight)
+        nn.init.zeros_(classifier.bias)
+        return classifier
 
-class ConvNet(nn.Module):
+
+class ConvNet(_Classifier):
     """A stack of convolutions, batch norms and ReLUs: the paper's networks for MNIST-rot.
 
     Table 1: six layers without padding's help (each takes two pixels off), a 2×2 max-pooling after
@@ -107,7 +186,7 @@ class ConvNet(nn.Module):
         group: a group or its name; ``None`` for the ordinary CNN.
         fields: the number of fields of each layer.
         in_channels: channels of the image.
-        num_classes: number of classes.
+        num_classes: number of classes; 0 for no classifier: features come out.
         image_size: pixels along each side of the image; the classifier that reads the last map
             whole needs to know.
         pooled_after: the layers, counted from 1, that a 2×2 max-pooling follows.
@@ -122,8 +201,6 @@ class ConvNet(nn.Module):
     >>> sum(p.numel() for p in network.parameters())
     26747
     """
-
-    input_kind = "scalar"
 
     def __init__(
         self,
@@ -144,6 +221,19 @@ class ConvNet(nn.Module):
             raise ValueError(f"expected readout 'map' or 'mean'; got {readout!r}")
         kit = _Kit(group, pool, options)
         self.group = kit.group
+        self.config = {
+            "group": kit.group,
+            "fields": list(fields),
+            "in_channels": in_channels,
+            "num_classes": num_classes,
+            "image_size": image_size,
+            "pooled_after": list(pooled_after),
+            "shrink": shrink,
+            "readout": readout,
+            "pool": pool,
+            "dropout": dropout,
+            "options": options,
+        }
         layers: list[nn.Module] = []
         width, size = in_channels, image_size
         for number, layer_fields in enumerate(fields, start=1):
@@ -160,22 +250,30 @@ class ConvNet(nn.Module):
         self.layers = nn.Sequential(*layers)
         self.pool = kit.pool()
         self.readout = readout
-        features = width * kit.orientations
-        whole = readout == "map"
-        self.classifier = nn.Conv2d(features, num_classes, size if whole else 1, bias=not whole)
-        nn.init.xavier_normal_(self.classifier.weight)
+        self.num_features = width * kit.orientations
+        self.last_size = size
+        self.reset_classifier(num_classes)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Class scores of a batch of images."""
-        x = self.pool(self.layers(x))
+    def forward_features(self, x: Tensor) -> Tensor:
+        return self._through(self.layers, len(self.config["fields"]), x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        x = self.pool(x)
         if self.readout == "mean":
             x = x.mean(dim=(2, 3), keepdim=True)
-        scores: Tensor = self.classifier(x)
+        scores: Tensor = x if pre_logits else self.classifier(x)
         return scores.flatten(1)
+
+    def _new_classifier(self, num_classes: int) -> nn.Module:
+        whole = self.readout == "map"
+        size = self.last_size if whole else 1
+        classifier = nn.Conv2d(self.num_features, num_classes, size, bias=not whole)
+        nn.init.xavier_normal_(classifier.weight)
+        return classifier
 
 
 # The rows of the paper's tables, by the names of their networks.
-MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+MODELS: dict[str, tuple[type[ResNet | ConvNet], dict[str, Any]]] = {
     "convnet6": (ConvNet, {"group": None, "fields": (20,) * 6}),
     "convnet6_p4": (ConvNet, {"group": "p4", "fields": (10,) * 6}),
     "convnet6_p8": (ConvNet, {"group": "p8", "fields": (7,) * 6}),
@@ -204,7 +302,7 @@ MODELS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 }
 
 
-def create_model(name: str, **options: Any) -> nn.Module:
+def create_model(name: str, **options: Any) -> ResNet | ConvNet:
     """Build a network by name, such as ``"resnet26_p8"``; options override its arguments.
 
     The names are those of :data:`MODELS`, and ``resnet<depth>_<group>`` and

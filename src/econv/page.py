@@ -14,7 +14,7 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from econv.files import atomic
 from econv.groups import Group, GroupLike
 from econv.lab import (
     ErrorSources,
+    LayerError,
     LayerErrors,
     calibrate,
     error_sources,
@@ -41,7 +42,7 @@ from econv.lab.flow import input_kind_of
 from econv.lab.measure import MARGIN, disc_mask, relative_error
 from econv.testing import _undisturbed, rotate
 
-__all__ = ["page", "png", "write_page"]
+__all__ = ["address", "filled", "page", "png", "write_page"]
 
 STEPS = 72
 COLUMNS = 9
@@ -76,6 +77,7 @@ def page(
     classes: Sequence[str] | None = None,
     table: LayerErrors | None = None,
     sources: ErrorSources | None = None,
+    layer: str | None = None,
 ) -> str:
     """The page for a model and the first of the images, as HTML text of less than 3 MB.
 
@@ -90,6 +92,7 @@ def page(
         classes: names of the classes, for scores.
         table: what `layer_errors` gave, where that is at hand.
         sources: what `error_sources` gave, likewise.
+        layer: the one whose maps are shown, by default the last whose maps have pixels.
     """
     found = find_group(model, group)
     if images.ndim != 4 or images.shape[-1] != images.shape[-2]:
@@ -101,7 +104,6 @@ def page(
             f"expected a model that reads images; got one that reads {input_kind_of(model, None)} "
             "features, which are not turned as pictures are"
         )
-    untrained = twin is None
     ours = copy.deepcopy(model).eval()
     other = calibrate(plain_twin(model), images) if twin is None else copy.deepcopy(twin).eval()
     seen = windowed(images[:1])
@@ -110,10 +112,11 @@ def page(
         off_grid = [e for e in range(found.order) if e not in found.grid_symmetries]
         element = (off_grid or [e for e in found.grid_symmetries if e] or [0])[0]
         sources = error_sources(ours, images, element, found)
-    shown = next((layer for layer in table.layers if layer.name == sources.layer), None)
+    wanted = layer or sources.layer
+    shown = next((entry for entry in table.layers if entry.name == wanted), None)
     if shown is None:
-        raise ValueError(f"the table has no layer {sources.layer!r}")
-    called = sources.layer.partition(" (call")[0]
+        raise ValueError(f"the table has no layer {wanted!r}")
+    called = shown.name.partition(" (call")[0]
     if called in dict(ours.named_modules()) and called not in dict(other.named_modules()):
         raise ValueError(
             "expected a twin with modules of the same names; it has no layer "
@@ -123,14 +126,25 @@ def page(
     multiple = shown.order
     results = {}
     for name, network in (("ours", ours), ("twin", other)):
-        maps, scores = _turned_maps(network, seen, sources.layer, angles)
-        results[name] = _Result(_as_images(maps, shown.kind, multiple), scores, angles)
+        maps, scores = _turned_maps(network, seen, shown.name, angles)
+        # A twin of other widths has channels that no field puts together.
+        kind = shown.kind if maps.shape[1] == shown.shape[0] else "scalar"
+        results[name] = _Result(_as_images(maps, kind, multiple), scores, angles)
     scores = results["ours"].scores
     with_classes = table.output_kind == "invariant" and scores.ndim == 2 and scores.shape[1] > 1
+    counts = [sum(p.numel() for p in network.parameters()) for network in (ours, other)]
+    about_twin = (
+        "The twin has ordinary convolutions of the same size and number of channels; it is "
+        "untrained."
+        if twin is None
+        else f"The network has {counts[0]:,} parameters, its twin with ordinary convolutions "
+        f"{counts[1]:,}."
+    )
     for size in (96, 80, 64, 48, 32):
         text = _fill(
             table,
             sources,
+            shown,
             results,
             seen,
             angles,
@@ -138,7 +152,7 @@ def page(
             size,
             title,
             classes,
-            untrained,
+            about_twin,
             with_classes,
         )
         if len(text.encode()) < LARGEST:
@@ -197,6 +211,7 @@ def _as_images(maps: Tensor, kind: str, multiple: int) -> Tensor:
 def _fill(
     table: LayerErrors,
     sources: ErrorSources,
+    shown: LayerError,
     results: dict[str, _Result],
     image: Tensor,
     angles: Sequence[float],
@@ -204,7 +219,7 @@ def _fill(
     size: int,
     title: str,
     classes: Sequence[str] | None,
-    untrained: bool,
+    about_twin: str,
     with_classes: bool,
 ) -> str:
     turned = torch.cat([rotate(image, angle) for angle in angles]).double().cpu()
@@ -230,12 +245,14 @@ def _fill(
     }
     probabilities = ""
     if with_classes:
-        probabilities = _probabilities(data, results, classes, untrained)
+        probabilities = _probabilities(data, results, classes)
     pooled = {
         "regular": "maximum over the orientations of one field",
         "vector": "length of one vector",
         "scalar": "one channel",
-    }[next(layer.kind for layer in table.layers if layer.name == sources.layer)]
+    }[shown.kind]
+    if shown.kind != "scalar" and results["twin"].maps.shape[1] != results["ours"].maps.shape[1]:
+        pooled += ", of the twin one channel"
     parts = {
         "title": html.escape(title),
         "pixels": "×".join(str(n) for n in image.shape[-2:]),
@@ -243,22 +260,31 @@ def _fill(
         "last": str(len(angles) - 1),
         "step": f"{360 / len(angles):g}",
         "pooled": pooled,
-        "untrained": "; it is untrained" if untrained else "",
+        "twin": about_twin,
         "group": group.name,
         "gain": str(GAIN),
         "probabilities": probabilities,
         "chart": _chart(results, data["own"]),
         "table": _table(table),
         "verdict": _verdict(table),
-        "layer": html.escape(sources.layer),
+        "layer": html.escape(shown.name),
         "angle": html.escape(sources.angle),
         "sources": _sources(sources, group),
         # `<` cannot end the script element, and U+2028 and U+2029 are written as escapes.
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    template = files("econv").joinpath("page.html").read_text(encoding="utf-8")
+    return filled("page.html", parts)
+
+
+def filled(template: str, parts: Mapping[str, str]) -> str:
+    """A template of this package with the style that all pages share, and its parts filled in."""
+    given = {
+        name: files("econv").joinpath(name).read_text(encoding="utf-8").rstrip("\n")
+        for name in (template, "base.css")
+    }
+    whole = {**parts, "style": given["base.css"]}
     # One pass: what is filled in is never read as a template.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: whole[match[1]], given[template] + "\n")
 
 
 def _finite(value: float) -> float | None:
@@ -269,7 +295,6 @@ def _probabilities(
     data: dict[str, Any],
     results: dict[str, _Result],
     classes: Sequence[str] | None,
-    untrained: bool,
 ) -> str:
     found = {name: result.scores.softmax(dim=1) for name, result in results.items()}
     count = found["ours"].shape[1]
@@ -545,7 +570,7 @@ def _sheet(
     indices = levels.nan_to_num(0.0).clamp(0, 254).round().to(torch.uint8)
     indices[:, ~_inside(indices.shape[-1])] = 255
     pixels = png(_tiled(indices[:, None])[..., 0], _palette(colours), transparent=255)
-    return _address(pixels), int(indices.shape[-1])
+    return address(pixels), int(indices.shape[-1])
 
 
 def _input_sheet(frames: Tensor, size: int) -> tuple[str, int]:
@@ -557,7 +582,7 @@ def _input_sheet(frames: Tensor, size: int) -> tuple[str, int]:
     low, high = float(small.min()), float(small.max())
     levels = ((small - low) / ((high - low) or 1.0) * 255).clamp(0, 255).round().to(torch.uint8)
     alpha = (_inside(small.shape[-1]) * 255).to(torch.uint8).expand(len(small), 1, -1, -1)
-    return _address(png(_tiled(torch.cat([levels, alpha], dim=1)))), int(small.shape[-1])
+    return address(png(_tiled(torch.cat([levels, alpha], dim=1)))), int(small.shape[-1])
 
 
 def _shrunk(frames: Tensor, size: int) -> Tensor:
@@ -589,5 +614,6 @@ def _palette(colours: Sequence[str]) -> Bytes:
     return np.concatenate([np.stack(mixed, axis=1).round(), np.zeros((1, 3))]).astype(np.uint8)
 
 
-def _address(content: bytes) -> str:
+def address(content: bytes) -> str:
+    """A PNG file as an address that holds it."""
     return "data:image/png;base64," + base64.b64encode(content).decode("ascii")

@@ -33,7 +33,11 @@ from econv.groups import FloatArray, IntArray, frozen
 from econv.operators import Polynomial, action, monomials
 from econv.stencils import harmonic
 
-__all__ = ["Block", "SpectralPlan", "plan_named", "spectral_plan"]
+__all__ = ["Block", "ParityError", "SpectralPlan", "plan_named", "spectral_plan"]
+
+
+class ParityError(ValueError):
+    """A stencil is neither even nor odd."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,7 +302,10 @@ def _irreducible_stencils(
     parity = np.concatenate([np.full(len(w), (-1.0) ** degree) for _, degree, w in pieces])
     mirrored = stencils[:, ::-1, ::-1] * parity[:, None, None]
     if not np.abs(mirrored - stencils).max() <= 1e-12 * np.abs(stencils).max():
-        raise ArithmeticError(f"a stencil of {basis!r} has no definite parity")
+        raise ParityError(
+            f"expected stencils that are even or odd, as the spectral engine needs them; {basis!r} "
+            "has others: use engine='dense'"
+        )
     return tuple(copies), frozen(stencils), frozen(parity)
 
 

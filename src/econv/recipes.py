@@ -212,14 +212,15 @@ _PAPER_MNIST: dict[str, Any] = {
 }
 _OUR_MNIST: dict[str, Any] = {
     "dataset": "mnist_rot",
-    "epochs": 200,
+    "epochs": 150,
     "optimizer": "adamw",
     "learning_rate": 5e-3,
     "schedule": "cosine",
     "warmup_epochs": 5.0,
-    "weight_decay": 0.02,
+    "weight_decay": 0.1,
     "label_smoothing": 0.05,
     "ema_decay": 0.999,
+    "retrain_on_all": True,
 }
 _PAPER_CIFAR: dict[str, Any] = {
     "epochs": 300,
@@ -231,21 +232,32 @@ _PAPER_CIFAR: dict[str, Any] = {
     "augmentation": (("shift", 4), ("flip", True)),
 }
 _OUR_CIFAR: dict[str, Any] = {
-    "epochs": 200,
+    "epochs": 80,
+    "batch_size": 256,
     "optimizer": "sgd",
-    "learning_rate": 0.1,
+    "learning_rate": 0.2,
     "schedule": "cosine",
-    "warmup_epochs": 5.0,
+    "warmup_epochs": 3.0,
     "weight_decay": 1e-3,
     "label_smoothing": 0.05,
     "ema_decay": 0.999,
     "augmentation": (("shift", 4), ("flip", True)),
 }
+# Operators of second order on 3×3 pixels have six coefficients, not nine, and cost 9 products, not
+# 25: the same parameters pay for wider layers, which learn more in a third of the time.
+_SECOND_ORDER = ("options", {"operators": "order<=2", "size": 3})
+_OUR_NETWORKS: dict[str, dict[str, Any]] = {
+    "resnet26_p6": {
+        "epochs": 100,
+        "model_options": (("fields", (8, 15, 32)), _SECOND_ORDER),
+    },
+    "resnet26_p6m": {"model_options": (("fields", (6, 12, 22)), _SECOND_ORDER)},
+}
 
 
 def _mnist_rows() -> list[Recipe]:
     # Orientation pooling leaves parameters for wider layers within the paper's 26.8k.
-    wider = (("pool", "max"), ("fields", (8, 8, 8, 8, 8, 10)))
+    wider = (("pool", "max"), ("fields", (8, 8, 8, 8, 8, 10)), ("dropout", 0.1))
     rows: list[tuple[str, str, str, Items, float, str]] = [
         ("mnist_rot_cnn", "CNN", "convnet6", (), 5.03, "22k"),
         ("mnist_rot_p4", "G-CNN, p4", "convnet6_p4", (), 2.28, "25k"),
@@ -277,6 +289,14 @@ def _large_rows() -> list[Recipe]:
         "paper_parameters": "0.65M",
         "augmentation": (("rotate", True),),
     }
+    ours: dict[str, Any] = {
+        "epochs": 90,
+        "note": "turned, scaled and stretched",
+        "learning_rate": 3e-3,
+        "weight_decay": 0.3,
+        "model_options": (("dropout", 0.1),),
+        "augmentation": (("rotate", True), ("scale", 0.15), ("stretch", 0.25)),
+    }
     paper: dict[str, Any] = {
         "dataset": "mnist_rot",
         "epochs": 300,
@@ -288,7 +308,7 @@ def _large_rows() -> list[Recipe]:
         "note": "the paper's schedule",
     }
     return [
-        Recipe("mnist_rot_p8_large", **{**common, **_OUR_MNIST, "learning_rate": 3e-3}),
+        Recipe("mnist_rot_p8_large", **{**common, **_OUR_MNIST, **ours}),
         Recipe("mnist_rot_p8_large_paper", **common, **paper),
     ]
 
@@ -313,9 +333,12 @@ def _cifar_rows() -> list[Recipe]:
                 "paper_error": values[column],
                 "paper_parameters": values[4],
             }
-            ours: Items = (("num_classes", classes),)
-            found.append(Recipe(f"{dataset}_{model}", model_options=ours, **common, **_OUR_CIFAR))
-            paper: dict[str, Any] = dict(ours)
+            plain: Items = (("num_classes", classes),)
+            changed = _OUR_NETWORKS.get(model, {})
+            ours: dict[str, Any] = {**_OUR_CIFAR, **changed}
+            ours["model_options"] = plain + changed.get("model_options", ())
+            found.append(Recipe(f"{dataset}_{model}", **common, **ours))
+            paper: dict[str, Any] = dict(plain)
             if "_p" in model:
                 paper["options"] = {"stencils": "central"}
             found.append(
@@ -335,19 +358,21 @@ def _digit_rows() -> list[Recipe]:
         **_OUR_MNIST,
         "table": 0,
         "dataset": "digits",
-        "epochs": 16,
-        "batch_size": 64,
+        "epochs": 12,
+        "batch_size": 32,
         "warmup_epochs": 1.0,
-        "learning_rate": 1e-2,
+        "learning_rate": 2e-2,
+        "weight_decay": 0.02,
         "ema_decay": 0.98,
+        "retrain_on_all": False,
         "minimum_seeds": 1,
     }
-    narrow = (("fields", (4,) * 6), ("pool", "max"), ("dropout", 0.1))
-    twin = (("fields", (10,) * 6), ("dropout", 0.1))
+    # The mean over the image keeps the answer where the digit turns; the early pooling, time.
+    shared = (("pooled_after", (1,)), ("readout", "mean"), ("dropout", 0.1))
+    ours = (*shared, ("fields", (4, 6, 6, 8, 8, 10)), ("pool", "max"))
+    twin = (*shared, ("fields", (20,) * 6))
     return [
-        Recipe(
-            "digits_p8", row="PDO-eConv, p8", model="convnet6_p8", model_options=narrow, **common
-        ),
+        Recipe("digits_p8", row="PDO-eConv, p8", model="convnet6_p8", model_options=ours, **common),
         Recipe("digits_cnn", row="CNN", model="convnet6", model_options=twin, **common),
     ]
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import platform
+import re
 import subprocess
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -73,7 +75,8 @@ class Record:
     engine: str
     precision: str
     revision: str
-    """Of the code: the commit, with ``+changes`` if files differ; ``unknown`` outside git."""
+    """Of the code: the commit, with ``+changes`` if files differ; where there is no git, what
+    ``ECONV_REVISION`` says, or ``unknown``."""
     source_sha256: str
     """Of the package's Python files."""
     versions: dict[str, str]
@@ -146,7 +149,15 @@ def load_all(folder: Path) -> list[Record]:
 
 @lru_cache
 def revision() -> str:
-    """The commit that the package's files come from."""
+    """The commit that the package's files come from, with ``+changes`` if they differ from it.
+
+    A copied tree may have no repository, or another one around it: what the environment variable
+    ``ECONV_REVISION`` says counts before git's answer. It is a commit of 7 to 40 hexadecimal
+    digits with or without ``+changes`` (``ECONV_REVISION=$(git rev-parse HEAD)`` at the source).
+    """
+    told = os.environ.get("ECONV_REVISION")
+    if told:
+        return _checked(told)
     here = Path(__file__).parent
     try:
         # The files' own repository, and not one that happens to lie around an installed package.
@@ -156,6 +167,15 @@ def revision() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return commit + ("+changes" if changed else "")
+
+
+def _checked(told: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{7,40}(\+changes)?", told):
+        raise ValueError(
+            "expected ECONV_REVISION as a commit of 7 to 40 hexadecimal digits, with or without "
+            f"'+changes'; got {told!r}"
+        )
+    return told
 
 
 @lru_cache

@@ -14,7 +14,7 @@ from econv.groups import Group, GroupLike
 from econv.operators import OperatorsLike, operator_set
 from econv.stencils import StencilsLike, stencil_set
 
-__all__ = ["convolve", "group_filters", "lift_filters", "vector_filters"]
+__all__ = ["convolve", "group_filters", "lift_filters", "recentre", "vector_filters"]
 
 
 def lift_filters(
@@ -153,3 +153,27 @@ def convolve(
                 tap = torch.einsum("oc,bcyx->boyx", filters[o, :, r, s], padded[:, c, down, right])
                 out[:, o] += tap
     return out if bias is None else out + bias.double()[:, None, None]
+
+
+def recentre(x: Tensor, height: int, width: int) -> Tensor:
+    """The points, a pixel apart, about the centre of the image: the mean of the pixels around each.
+
+    A point on a pixel has one around it along that axis, a point between two pixels both; points
+    outside of the image are zero.
+    """
+    batch, channels, rows, columns = x.shape
+    out = torch.zeros(batch, channels, height, width, dtype=torch.float64)
+    for i in range(height):
+        for j in range(width):
+            # In half pixels, so that positions are whole numbers.
+            twice_row = rows - height + 2 * i
+            twice_column = columns - width + 2 * j
+            around = [
+                (r, c)
+                for r in {twice_row // 2, (twice_row + 1) // 2}
+                for c in {twice_column // 2, (twice_column + 1) // 2}
+            ]
+            if all(0 <= r < rows and 0 <= c < columns for r, c in around):
+                for r, c in around:
+                    out[:, :, i, j] += x[:, :, r, c].double() / len(around)
+    return out

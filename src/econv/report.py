@@ -16,15 +16,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from econv.files import write_atomically
+from econv.page import filled
 from econv.recipes import RECIPES, Recipe
 from econv.records import Record, load_all
 
-__all__ = ["Row", "add_arguments", "as_html", "as_markdown", "as_text", "main", "rows", "update"]
+__all__ = [
+    "Row",
+    "add_arguments",
+    "aligned",
+    "as_html",
+    "as_markdown",
+    "as_table",
+    "as_text",
+    "curves",
+    "main",
+    "rows",
+    "section",
+    "update",
+    "updated",
+    "variants",
+]
 
 BEGIN, END = "<!-- econv report: begin -->", "<!-- econv report: end -->"
 
 TITLES = {
-    0: "The embedded digits",
+    0: "The embedded digits: 5,000 of MNIST, turned",
     1: "Table 1. MNIST-rot, no augmentation",
     2: "Table 2. MNIST-rot, augmented by rotations",
     3: "Table 3. CIFAR-10 and CIFAR-100",
@@ -39,6 +55,37 @@ _HEADS = (
     "seconds",
     "data",
 )
+_RUN_HEADS = (
+    "run",
+    "data",
+    "seed",
+    "validation, %",
+    "epoch",
+    "test, %",
+    "seconds",
+    "set-up",
+    "device",
+    "engine",
+    "torch",
+    "revision",
+    "finished",
+)
+_WORDS = ("data", "device", "engine", "torch", "revision", "finished")
+NOTE = (
+    "Test errors are the mean ± standard deviation over seeds, of the epoch with the lowest "
+    "validation error; the test split is read once. Seconds are those of training with its "
+    "evaluations; compiling and reading the data come before and are in the records."
+)
+RECREATED = (
+    " Re-created data are made from MNIST as MNIST-rot was; they are not its official images."
+)
+INCOMPLETE = "incomplete"
+COLOURS = 6
+"""Of learning curves; the page's style names them."""
+_VARIANTS = "With changed settings"
+
+_Series = tuple[str, Sequence[Record]]
+"""A name and the runs of it."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +106,13 @@ class Row:
     def error(self) -> str:
         """Mean and standard deviation of the test error, or how many seeds are missing."""
         if not self.complete:
-            return f"incomplete ({len(self.records)} of {self.recipe.minimum_seeds} seeds)"
+            return f"{INCOMPLETE} ({len(self.records)} of {self.recipe.minimum_seeds} seeds)"
         return spread([record.test_error for record in self.records])
 
     def cells(self) -> tuple[str, ...]:
         recipe, found = self.recipe, self.records
         name = recipe.row + (f" ({recipe.note})" if recipe.note else "")
-        paper = "–" if recipe.paper_error is None else f"{recipe.paper_error:.4g}"
+        paper = "–" if recipe.paper_error is None else _percent(recipe.paper_error)
         parameters = sorted({record.parameters for record in found})
         seconds = statistics.fmean(record.seconds for record in found) if found else math.nan
         where = sorted({record.device for record in found})
@@ -83,6 +130,15 @@ class Row:
             f"{seconds:.1f} ({', '.join(where)})" if found else "–",
             ", ".join(labels) or "–",
         )
+
+
+def _percent(value: float) -> str:
+    """With two digits after the point, and a third where there is one.
+
+    >>> _percent(3.5), _percent(0.709)
+    ('3.50', '0.709')
+    """
+    return f"{value:.3f}".removesuffix("0")
 
 
 def spread(values: Sequence[float]) -> str:
@@ -132,15 +188,25 @@ def variants(
 
 def as_text(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None = None) -> str:
     """The tables for a terminal."""
-    lines = []
-    for title, heads, cells in _tables(found, others):
-        widths = [max(len(line[i]) for line in [heads, *cells]) for i in range(len(heads))]
-        lines.append(title)
-        for line in [heads, *cells]:
-            padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-            lines.append("  ".join(padded).rstrip())
-        lines.append("")
-    return "\n".join(lines)
+    tables = [
+        f"{title}\n{aligned(heads, lines)}\n" for title, heads, lines in _tables(found, others)
+    ]
+    return "\n".join(tables)
+
+
+def aligned(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table of texts in columns of equal width.
+
+    >>> print(aligned(["a", "b"], [["long", "1"]]))
+    a     b
+    long  1
+    """
+    whole = [heads, *lines]
+    widths = [max(len(cell) for cell in column) for column in zip(*whole, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in whole
+    )
 
 
 def as_markdown(found: Sequence[Row]) -> str:
@@ -151,7 +217,11 @@ def as_markdown(found: Sequence[Row]) -> str:
         for line in cells:
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, _note(found), ""])
+
+
+def _note(found: Sequence[Row]) -> str:
+    return NOTE + RECREATED * any(row.recreated for row in found)
 
 
 def updated(text: str, found: Sequence[Row]) -> str:
@@ -178,70 +248,192 @@ def as_html(
     found: Sequence[Row],
     others: Mapping[str, Sequence[Record]] | None = None,
     title: str = "econv: what was trained",
+    further: str = "",
 ) -> str:
-    """One page that needs nothing else: the tables, and a learning curve for every recipe."""
-    parts = [f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>{_STYLE}"]
-    parts.append(f"<title>{html.escape(title)}</title></head><body><h1>{html.escape(title)}</h1>")
-    for caption, heads, cells in _tables(found, others):
-        parts.append(f"<h2>{html.escape(caption)}</h2><div class='wide'><table><tr>")
-        parts += [f"<th>{html.escape(head)}</th>" for head in heads]
-        parts.append("</tr>")
-        for line in cells:
-            parts.append("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in line) + "</tr>")
-        parts.append("</table></div>")
-    curves = [(_name(row), row.records) for row in found if row.records]
-    curves += [(name, tuple(records)) for name, records in (others or {}).items()]
-    if curves:
+    """One page that needs nothing else: every table with its learning curves and its runs.
+
+    Args:
+        found: the rows of the tables.
+        others: records with changed settings, by name.
+        title: the heading.
+        further: HTML that follows the tables, as :func:`section` makes it.
+    """
+    parts = []
+    for number, (caption, heads, lines) in enumerate(_tables(found, others)):
+        series = _series(found, others, caption)
         parts.append(
-            "<h2>Learning curves</h2><p>Validation error in percent over epochs, one line for each "
-            "seed; the dot is the selected epoch.</p><div class='curves'>"
+            section(
+                f"table-{number}",
+                caption,
+                as_table(heads, lines) + _all_curves(series) + _runs(series),
+            )
         )
-        for name, records in curves:
-            parts.append(f"<figure><figcaption>{html.escape(name)}</figcaption>{curve(records)}")
-            parts.append("</figure>")
-        parts.append("</div>")
-    parts.append("</body></html>\n")
-    return "".join(parts)
+    return filled(
+        "report.html",
+        {
+            "title": html.escape(title),
+            "note": html.escape(_note(found)),
+            "tables": "".join(parts),
+            "further": further,
+        },
+    )
 
 
-def curve(records: Sequence[Record]) -> str:
-    """The validation errors of some runs as an SVG, on a logarithmic scale."""
-    lines = []
-    for record in records:
-        points = [
-            (e["epoch"], e["validation_error"]) for e in record.epochs if "validation_error" in e
-        ]
-        lines.append((record, points))
+def section(name: str, title: str, content: str) -> str:
+    """A part of the page under a heading; the content is HTML."""
+    return (
+        f"<section aria-labelledby='{name}'><h2 id='{name}'>{html.escape(title)}</h2>"
+        f"{content}</section>"
+    )
+
+
+def as_table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """An HTML table of texts, the first of each line as its head."""
+    kinds = [" class='word'" if head in _WORDS else "" for head in heads]
+    parts = ["<div class='scroll' tabindex='0'><table><thead><tr>"]
+    for head, kind in zip(heads, kinds, strict=True):
+        unbroken = html.escape(head).replace(" %", "&nbsp;%")
+        parts.append(f"<th scope='col'{kind}>{unbroken}</th>")
+    parts.append("</tr></thead><tbody>")
+    for first, *rest in lines:
+        parts.append(f"<tr><th scope='row'>{html.escape(first)}</th>")
+        for cell, kind in zip(rest, kinds[1:], strict=True):
+            kind = " class='soft'" if cell.startswith(INCOMPLETE) else kind
+            parts.append(f"<td{kind}>{html.escape(cell)}</td>")
+        parts.append("</tr>")
+    return "".join([*parts, "</tbody></table></div>"])
+
+
+def _series(
+    found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None, caption: str
+) -> list[_Series]:
+    """What was run for one table."""
+    if caption == _VARIANTS:
+        return [(name, tuple(records)) for name, records in (others or {}).items()]
+    return [
+        (row.cells()[0], row.records)
+        for row in found
+        if row.records and TITLES[row.recipe.table] == caption
+    ]
+
+
+def _data(record: Record) -> str:
+    return record.dataset + (", re-created" if record.recreated else "")
+
+
+def _all_curves(series: Sequence[_Series]) -> str:
+    """The learning curves of one table: one figure for each data set."""
+    by_data: dict[str, list[_Series]] = {}
+    for name, records in series:
+        by_data.setdefault(_data(records[0]), []).append((name, records))
+    return "".join(
+        f"<h3>Learning curves: {html.escape(data)}</h3>{curves(mine)}"
+        for data, mine in by_data.items()
+    )
+
+
+def curves(series: Sequence[_Series]) -> str:
+    """Validation error and training loss over the epochs, a colour for each name, as HTML.
+
+    Every run has its own line; the dot is the epoch that was selected.
+    """
+    legend = "".join(
+        f"<li class='series-{number % COLOURS}'><i></i>{html.escape(name)}"
+        f" <span class='soft'>{_seeds(records)}</span></li>"
+        for number, (name, records) in enumerate(series)
+    )
+    panels = "".join(
+        f"<figure><figcaption>{caption}</figcaption>{_panel(series, key, caption)}</figure>"
+        for key, caption in (
+            ("validation_error", "validation error, %"),
+            ("loss", "training loss"),
+        )
+    )
+    return f"<ul class='legend'>{legend}</ul><div class='curves'>{panels}</div>"
+
+
+def _seeds(records: Sequence[Record]) -> str:
+    seeds = ", ".join(str(record.seed) for record in records)
+    return f"{'seed' if len(records) == 1 else 'seeds'} {seeds}"
+
+
+def _panel(series: Sequence[_Series], key: str, caption: str) -> str:
+    """One chart with a logarithmic scale."""
+    lines = [
+        (number, name, record, _points(record, key))
+        for number, (name, records) in enumerate(series)
+        for record in records
+    ]
     # A perfect score has no logarithm: it is drawn at the bottom.
-    positive = [y for _, points in lines for _, y in points if y > 0] or [1.0]
+    positive = [y for *_, points in lines for _, y in points if y > 0] or [1.0]
     low, high = math.log10(min(positive)), math.log10(max(positive))
     low, high = low - 0.05, max(high + 0.05, low + 0.2)
-    last = max([x for _, points in lines for x, _ in points] + [2])
-    left, right, top, bottom = 44, 470, 12, 220
+    last = max([x for *_, points in lines for x, _ in points] + [2])
+    left, right, top, bottom = 70, 452, 12, 232
 
-    def place(epoch: float, error: float) -> tuple[float, float]:
+    def place(epoch: float, value: float) -> tuple[float, float]:
         x = left + (right - left) * (epoch - 1) / (last - 1)
-        level = math.log10(error) if error > 0 else low
+        level = math.log10(value) if value > 0 else low
         return x, bottom - (bottom - top) * (level - low) / (high - low)
 
-    parts = ["<svg viewBox='0 0 480 250' role='img' aria-label='validation error over epochs'>"]
+    label = html.escape(f"{caption} over epochs, logarithmic")
+    parts = [f"<svg class='chart' viewBox='0 0 480 290' role='img' aria-label='{label}'>"]
     for tick in _ticks(10**low, 10**high):
         y = place(1, tick)[1]
         parts.append(f"<line class='grid' x1='{left}' x2='{right}' y1='{y:.1f}' y2='{y:.1f}'/>")
-        parts.append(f"<text x='{left - 6}' y='{y + 4:.1f}' text-anchor='end'>{tick:g}</text>")
-    for epoch in sorted({1, (1 + last) // 2, last}):
+        parts.append(f"<text x='{left - 8}' y='{y + 5:.1f}' text-anchor='end'>{tick:g}</text>")
+    for epoch in _epochs(last):
         x = place(epoch, 1)[0]
-        parts.append(f"<text x='{x:.1f}' y='{bottom + 20}' text-anchor='middle'>{epoch}</text>")
-    for number, (record, points) in enumerate(lines):
-        colour = f"hsl({(210 + 67 * number) % 360} 65% 45%)"
+        parts.append(f"<text x='{x:.1f}' y='{bottom + 24}' text-anchor='middle'>{epoch}</text>")
+    middle = (left + right) / 2
+    parts.append(f"<text x='{middle}' y='{bottom + 49}' text-anchor='middle'>epoch</text>")
+    for number, name, record, points in lines:
         path = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in points)
-        hint = html.escape(f"seed {record.seed}: test error {record.test_error:.2f} %")
+        hint = html.escape(f"{name}, seed {record.seed}: test error {record.test_error:.2f} %")
         parts.append(
-            f"<polyline points='{path}' style='stroke:{colour}'><title>{hint}</title></polyline>"
+            f"<g class='series-{number % COLOURS}'><title>{hint}</title><polyline points='{path}'/>"
         )
-        x, y = place(record.selected_epoch, record.validation_error)
-        parts.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' style='fill:{colour}'/>")
-    return "".join(parts) + "</svg>"
+        chosen = dict(points).get(record.selected_epoch)
+        if chosen is not None:
+            x, y = place(record.selected_epoch, chosen)
+            parts.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4'/>")
+        parts.append("</g>")
+    return "".join([*parts, "</svg>"])
+
+
+def _points(record: Record, key: str) -> list[tuple[int, float]]:
+    """The metric over the epochs in which the weights were selected."""
+    return [
+        (entry["epoch"], entry[key])
+        for entry in record.epochs
+        if key in entry and entry.get("phase", "select") == "select"
+    ]
+
+
+def _runs(series: Sequence[_Series]) -> str:
+    """Every run of a table, to be unfolded."""
+    lines = [
+        (
+            name,
+            _data(record),
+            str(record.seed),
+            f"{record.validation_error:.2f}",
+            str(record.selected_epoch),
+            f"{record.test_error:.2f}",
+            f"{record.seconds:.1f}",
+            f"{record.setup_seconds:.1f}",
+            record.device,
+            f"{record.engine}, {record.precision}",
+            record.versions.get("torch", "–"),
+            record.revision[:10] + ("+changes" if record.revision.endswith("+changes") else ""),
+            record.finished,
+        )
+        for name, records in series
+        for record in records
+    ]
+    if not lines:
+        return ""
+    return f"<details><summary>Every run</summary>{as_table(_RUN_HEADS, lines)}</details>"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -283,14 +475,20 @@ _Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 def _tables(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None) -> list[_Table]:
     tables: list[_Table] = []
     for number in (1, 2, 3, 0):
-        lines = [row.cells() for row in found if row.recipe.table == number]
+        mine = [row for row in found if row.recipe.table == number]
+        heads: tuple[str, ...] = _HEADS
+        lines = [row.cells() for row in mine]
+        if number == 0:  # not in the paper
+            shown = [i for i, head in enumerate(_HEADS) if not head.startswith("paper")]
+            heads = tuple(_HEADS[i].replace("ours", "test error") for i in shown)
+            lines = [tuple(line[i] for i in shown) for line in lines]
         if lines:
-            tables.append((TITLES[number], _HEADS, lines))
+            tables.append((TITLES[number], heads, lines))
     if others:
         heads = ("recipe", "validation, %", "test, %", "seeds", "parameters", "seconds", "data")
         lines = []
         for name, records in others.items():
-            kinds = sorted({r.dataset + (", re-created" if r.recreated else "") for r in records})
+            kinds = sorted({_data(record) for record in records})
             lines.append(
                 (
                     name,
@@ -302,12 +500,8 @@ def _tables(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None)
                     "; ".join(kinds),
                 )
             )
-        tables.append(("With changed settings", heads, lines))
+        tables.append((_VARIANTS, heads, lines))
     return tables
-
-
-def _name(row: Row) -> str:
-    return row.recipe.name + (" (re-created)" if row.recreated else "")
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -316,17 +510,14 @@ def _ticks(low: float, high: float) -> list[float]:
     return [tick for tick in found if low <= tick <= high] or [math.sqrt(low * high)]
 
 
-_STYLE = """<meta name='viewport' content='width=device-width'><style>
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .3rem .8rem; border-bottom: 1px solid #8886; }
-.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(22rem, 1fr)); gap: 1rem; }
-figure { margin: 0; } figcaption { font-weight: 600; }
-svg { width: 100%; } svg text { font-size: 12px; fill: currentColor; }
-polyline { fill: none; stroke-width: 1.5; } .grid { stroke: #8884; }
-</style>"""
+def _epochs(last: int) -> list[int]:
+    """The first and the last epoch, and some between them.
+
+    >>> _epochs(200), _epochs(12)
+    ([1, 50, 100, 150, 200], [1, 3, 6, 9, 12])
+    """
+    step = next((last // n for n in (4, 5, 3) if last % n == 0), max(1, round(last / 4)))
+    return sorted({1, last} | {n for n in range(step, last, step) if last - n > step / 2 < n})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from econv.engines import native
 from econv.fourier import butterflies
-from econv.plan import SpectralPlan
+from econv.plan import ParityError, SpectralPlan
 
 __all__ = ["Part", "Workload", "choose", "costs", "terms"]
 
@@ -138,7 +138,10 @@ def costs(work: Workload, device: str = "cpu") -> dict[str, float]:
 
 @lru_cache(maxsize=4096)
 def _faster(work: Workload, device: str) -> str:
-    found = costs(work, device)
+    try:
+        found = costs(work, device)
+    except ParityError:
+        return "dense"
     return min(found, key=lambda engine: found[engine])
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "group_filters",
     "lift_filters",
     "memory_format",
+    "replicate",
     "vector_filters",
 ]
 
@@ -77,18 +78,38 @@ def convolve(
 ) -> Tensor:
     """`conv2d` with the padding modes of `torch.nn.Conv2d`."""
     if padding_mode != "zeros" and padding:
-        padded = functional.pad(x, (padding,) * 4, mode=padding_mode)
+        if padding_mode == "replicate":
+            padded = replicate(x, padding, padding)
+        else:
+            padded = functional.pad(x, (padding,) * 4, mode=padding_mode)
         x = padded.contiguous(memory_format=memory_format(x))
         padding = 0
     return functional.conv2d(x, filters, bias, stride, padding, dilation, groups)
 
 
+def replicate(x: Tensor, before: int, after: int) -> Tensor:
+    """The image with its outermost pixels repeated, so often before and after each axis.
+
+    Unlike that of `torch.nn.functional.pad`, its gradient can be compiled in every memory format.
+    """
+    for dim in (2, 3):
+        first, last = x.narrow(dim, 0, 1), x.narrow(dim, -1, 1)
+        x = torch.cat([*[first] * before, x, *[last] * after], dim)
+    return x
+
+
 def memory_format(x: Tensor) -> torch.memory_format:
     """The layout of a batch of images, to be kept by what is computed from it."""
-    # By the stride: torch.func.vmap cannot be asked for a memory format.
-    if not x.is_contiguous() and x.stride(1) == 1:
-        return torch.channels_last
-    return torch.contiguous_format
+    if x.is_contiguous():
+        return torch.contiguous_format
+    # By the strides: inside `torch.func.vmap` torch does not answer for channels-last.
+    _, channels, height, width = x.shape
+    strides = (channels * height * width, 1, channels * width, channels)
+    last = all(
+        size == 1 or found == wanted
+        for size, found, wanted in zip(x.shape, x.stride(), strides, strict=True)
+    )
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def _orient(weight: Tensor, synthesis: Tensor, places: Tensor) -> Tensor:

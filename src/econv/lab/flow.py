@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from econv.groups import Group, GroupLike
 from econv.layers import (
+    CentredAvgPool2d,
+    CentredMaxPool2d,
     Downsample2d,
     GroupConv2d,
     GroupDropout2d,
@@ -90,10 +92,18 @@ _CHANNELWISE: tuple[type[nn.Module], ...] = (
     nn.Upsample,
     nn.Dropout,
     nn.Dropout2d,
+    CentredAvgPool2d,
+    CentredMaxPool2d,
     Downsample2d,
     Upsample2d,
 )
-_LINEAR: tuple[type[nn.Module], ...] = (nn.AdaptiveAvgPool2d, nn.AvgPool2d, nn.Identity, Upsample2d)
+_LINEAR: tuple[type[nn.Module], ...] = (
+    nn.AdaptiveAvgPool2d,
+    nn.AvgPool2d,
+    nn.Identity,
+    CentredAvgPool2d,
+    Upsample2d,
+)
 
 
 @dataclass(frozen=True)

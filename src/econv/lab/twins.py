@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from econv.layers import (
+    FieldParameter,
     GroupBatchNorm2d,
     GroupDropout2d,
+    GroupGroupNorm2d,
     GroupInstanceNorm2d,
     GroupLayerNorm2d,
+    GroupLinear,
+    GroupPReLU2d,
     PDOConv2d,
     Restrict2d,
 )
@@ -64,7 +68,11 @@ def _twin(module: nn.Module) -> nn.Module:
     if isinstance(weight, Tensor):
         options = {"device": weight.device, "dtype": weight.dtype}
     twin: nn.Module | None = None
-    if isinstance(module, PDOConv2d):
+    if isinstance(module, GroupLinear):
+        bias = module.bias is not None
+        twin = nn.Linear(module.in_channels, module.out_channels, bias, **options)
+        nn.init.kaiming_normal_(twin.weight, nonlinearity="relu")
+    elif isinstance(module, PDOConv2d):
         twin = nn.Conv2d(
             module.in_channels,
             module.out_channels,
@@ -91,6 +99,14 @@ def _twin(module: nn.Module) -> nn.Module:
     elif isinstance(module, GroupLayerNorm2d):
         channels = module.fields * module.group.order
         twin = GroupLayerNorm2d(channels, "p1", module.eps, weight is not None, **options)
+    elif isinstance(module, GroupGroupNorm2d):
+        channels, affine = module.fields * module.group.order, weight is not None
+        twin = nn.GroupNorm(module.num_groups, channels, module.eps, affine, **options)
+    elif isinstance(module, GroupPReLU2d):
+        twin = nn.PReLU(module.fields * module.group.order, module.init, **options)
+    elif isinstance(module, FieldParameter):
+        channels = module.fields * module.group.order
+        twin = FieldParameter(channels, "p1", module.initial, module.pixels, **options)
     elif isinstance(module, GroupDropout2d):
         twin = nn.Dropout2d(module.p)
     elif isinstance(module, Restrict2d):

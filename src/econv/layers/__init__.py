@@ -16,29 +16,69 @@ business of `basis`, how a convolution is run that of `engines`.
 from econv.layers.convolution import (
     ConvOptions,
     GroupConv2d,
+    GroupLinear,
     GroupUpsampleConv2d,
     LiftConv2d,
     PDOConv2d,
     VectorConv2d,
 )
-from econv.layers.normalisation import GroupBatchNorm2d, GroupInstanceNorm2d, GroupLayerNorm2d
-from econv.layers.orientations import GroupDropout2d, GroupPool2d, Restrict2d, restrict
-from econv.layers.sampling import Downsample2d, Upsample2d
+from econv.layers.normalisation import (
+    GroupBatchNorm2d,
+    GroupGroupNorm2d,
+    GroupInstanceNorm2d,
+    GroupLayerNorm2d,
+)
+from econv.layers.orientations import (
+    FieldParameter,
+    GroupDropout2d,
+    GroupPool2d,
+    GroupPReLU2d,
+    Restrict2d,
+    Spread2d,
+    restrict,
+)
+from econv.layers.sampling import (
+    CentredAvgPool2d,
+    CentredMaxPool2d,
+    Downsample2d,
+    Enlarge2d,
+    Upsample2d,
+    recentre,
+    window_count,
+)
+from econv.layers.synchronised import (
+    SyncBatchNorm,
+    SyncGroupBatchNorm2d,
+    convert_sync_batchnorm,
+)
 
 __all__ = [
+    "CentredAvgPool2d",
+    "CentredMaxPool2d",
     "ConvOptions",
     "Downsample2d",
+    "Enlarge2d",
+    "FieldParameter",
     "GroupBatchNorm2d",
     "GroupConv2d",
     "GroupDropout2d",
+    "GroupGroupNorm2d",
     "GroupInstanceNorm2d",
     "GroupLayerNorm2d",
+    "GroupLinear",
+    "GroupPReLU2d",
     "GroupPool2d",
     "GroupUpsampleConv2d",
     "LiftConv2d",
     "PDOConv2d",
     "Restrict2d",
+    "Spread2d",
+    "SyncBatchNorm",
+    "SyncGroupBatchNorm2d",
     "Upsample2d",
     "VectorConv2d",
+    "convert_sync_batchnorm",
+    "recentre",
     "restrict",
+    "window_count",
 ]

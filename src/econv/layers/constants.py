@@ -28,7 +28,10 @@ class WithConstants(nn.Module):
             for name, array in self._constants().items():
                 like = self._constants_like(name)
                 dtype = like.dtype if array.dtype == np.float64 else None
-                constant = torch.tensor(array, device=like.device, dtype=dtype)
+                whole = np.ascontiguousarray(
+                    array
+                )  # a view of other strides would be copied in use
+                constant = torch.tensor(whole, device=like.device, dtype=dtype)
                 self.register_buffer(name, constant, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WithConstants:

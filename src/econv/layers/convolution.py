@@ -15,7 +15,7 @@ from econv.engines import auto, dense, note, resolve, spectral
 from econv.groups import Group, GroupLike
 from econv.layers.checks import check_groups, check_maps, positive
 from econv.layers.constants import WithConstants
-from econv.layers.sampling import Upsample2d
+from econv.layers.sampling import Enlarge2d, Upsample2d, recentre, window_count
 from econv.operators import OperatorsLike
 from econv.plan import SpectralPlan, spectral_plan
 from econv.stencils import StencilsLike, stencil_set
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConvOptions",
     "GroupConv2d",
+    "GroupLinear",
     "GroupUpsampleConv2d",
     "LiftConv2d",
     "PDOConv2d",
@@ -50,6 +51,7 @@ class ConvOptions(TypedDict, total=False):
     groups: int
     dilation: int
     spacing: float
+    centred: bool | tuple[int, int]
     init: str
     engine: str
     device: torch.device | str | None
@@ -95,6 +97,7 @@ class PDOConv2d(WithConstants):
         groups: int = 1,
         dilation: int = 1,
         spacing: float = 1.0,
+        centred: bool | tuple[int, int] = False,
         init: str = "relu",
         engine: str = "auto",
         device: torch.device | str | None = None,
@@ -116,6 +119,7 @@ class PDOConv2d(WithConstants):
         if padding_mode not in _PADDING_MODES:
             raise ValueError(f"expected padding_mode in {_PADDING_MODES}; got {padding_mode!r}")
         self.padding_mode = padding_mode
+        self.centred = _read_centred(centred)
         self.engine = engine
         resolve(engine)
         self.basis.scale(init)  # an unknown name fails here, not at the first reset
@@ -230,6 +234,8 @@ class PDOConv2d(WithConstants):
     def forward(self, x: Tensor) -> Tensor:
         """Convolve ``[batch, in_channels, height, width]``."""
         self._check_input(x)
+        if self.centred:
+            x = recentre(x, self.points(x.shape[2]), self.points(x.shape[3]))
         if self._engine(x) == "spectral":
             return self._run_spectral(x)
         if not torch.compiler.is_compiling():
@@ -244,6 +250,15 @@ class PDOConv2d(WithConstants):
             self.dilation,
             self.groups,
         )
+
+    def points(self, size: int) -> int:
+        """How many points of an axis the windows fill, without the padding."""
+        extent, padding = self.extent, 2 * self.padding
+        as_extent, as_padding = (
+            self.centred if isinstance(self.centred, tuple) else (extent, padding)
+        )
+        windows = window_count(size, as_extent, self.stride, as_padding)
+        return self.stride * (windows - 1) + extent - padding
 
     def _engine(self, x: Tensor) -> str:
         engine = resolve(self.engine)
@@ -344,6 +359,7 @@ class PDOConv2d(WithConstants):
             "groups": (self.groups, 1),
             "dilation": (self.dilation, 1),
             "spacing": (self.spacing, 1.0),
+            "centred": (self.centred, False),
             "init": (self.init, "relu"),
             "engine": (self.engine, "auto"),
         }
@@ -371,7 +387,7 @@ class LiftConv2d(PDOConv2d):
         accuracy: order of the error of central stencils, 2 by default.
         stride: as in `Conv2d`, 1 by default. Exactly symmetric under quarter turns only on sizes n
             with (n + 2·padding − extent) divisible by the stride: with ``padding="same"`` and
-            stride 2, on odd sizes. To have it exact on all, use :class:`Downsample2d`.
+            stride 2, on odd sizes. To have it exact on all, say ``centred=True``.
         padding: ``"same"`` (default: half the support on every side, also with a stride),
             ``"valid"`` or one whole number.
         padding_mode: ``"zeros"`` (default), ``"reflect"``, ``"replicate"`` or ``"circular"``.
@@ -380,6 +396,11 @@ class LiftConv2d(PDOConv2d):
         dilation: pixels from one stencil point to the next, 1 by default.
         spacing: h, the length of a pixel, 1.0 by default: a derivative of order m divides by
             (spacing·dilation)^m.
+        centred: ``False`` (default) puts the windows where torch does; ``True`` puts as many
+            symmetrically about the centre, so that quarter turns and flips are exact on every size
+            (:func:`~econv.layers.recentre` says how). A pair ``(extent, padding)`` does so with as
+            many windows as an ordinary convolution of that extent, and that padding of both sides
+            together, would have: an even 2×2 convolution has none of its own here.
         init: ``"relu"`` (default) keeps the second moment through ReLU layers, ``"paper"`` is
             section 4.4.
         engine: ``"auto"`` (default), ``"dense"`` or ``"spectral"``; see :func:`econv.engine`.
@@ -524,6 +545,43 @@ class GroupConv2d(PDOConv2d):
         return f"{self.in_fields}, {self.out_fields}{super().extra_repr()}"
 
 
+class GroupLinear(GroupConv2d):
+    """The 1×1 group convolution on features without pixels, ``[batch, in_fields * order]``.
+
+    What `Linear` is to `Conv2d`: the gates of squeeze-and-excitation are made of it.
+
+    >>> GroupLinear(4, 6, "p8")(torch.randn(2, 4 * 8)).shape
+    torch.Size([2, 48])
+    """
+
+    def __init__(
+        self,
+        in_fields: int,
+        out_fields: int,
+        group: GroupLike,
+        bias: bool = True,
+        init: str = "relu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_fields,
+            out_fields,
+            group,
+            operators="order<=0",
+            bias=bias,
+            init=init,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, in_fields * order]``."""
+        if not torch.compiler.is_compiling() and getattr(x, "ndim", 2) != 2:
+            raise ValueError(f"expected [batch, channels]; got {tuple(x.shape)}")
+        return super().forward(x[:, :, None, None]).flatten(1)
+
+
 class VectorConv2d(GroupConv2d):
     """Maps group features to vector fields, out(x) = Σ_A A·[s₁(x, A), s₂(x, A)] with s = Φ̃[e].
 
@@ -574,24 +632,35 @@ class VectorConv2d(GroupConv2d):
 
 
 class GroupUpsampleConv2d(nn.Module):
-    """An upsampling convolution: :class:`Upsample2d`, then :class:`GroupConv2d`.
+    """An upsampling convolution: linear interpolation, then :class:`GroupConv2d`.
 
-    The equivariant counterpart of a transposed convolution with stride 2; options are those of
-    `GroupConv2d`.
+    The equivariant counterpart of a transposed convolution with stride ``factor``; options are
+    those of `GroupConv2d`. n pixels become ``factor`` · n + ``excess``: for a transposed layer
+    the excess is extent − stride − 2·padding + output_padding.
 
     >>> up = GroupUpsampleConv2d(4, 2, "p4")
     >>> up(torch.randn(1, 16, 8, 8)).shape, up(torch.randn(1, 16, 8, 8), size=15).shape
     (torch.Size([1, 8, 16, 16]), torch.Size([1, 8, 15, 15]))
+    >>> GroupUpsampleConv2d(4, 2, "p4", factor=3, excess=-1)(torch.randn(1, 16, 8, 8)).shape[-1]
+    23
     """
 
     input_kind = "regular"
     output_kind = "regular"
 
     def __init__(
-        self, in_fields: int, out_fields: int, group: GroupLike, **options: Unpack[ConvOptions]
+        self,
+        in_fields: int,
+        out_fields: int,
+        group: GroupLike,
+        *,
+        factor: int = 2,
+        excess: int = 0,
+        **options: Unpack[ConvOptions],
     ) -> None:
         super().__init__()
-        self.upsample = Upsample2d()
+        enlarge = Enlarge2d(factor, excess)
+        self.upsample = Upsample2d() if (factor, excess) == (2, 0) else enlarge
         self.conv = GroupConv2d(in_fields, out_fields, group, **options)
 
     @property
@@ -600,9 +669,29 @@ class GroupUpsampleConv2d(nn.Module):
         return self.conv.group
 
     def forward(self, x: Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
-        """Upsample to ``size`` (twice the size by default) and convolve."""
-        result: Tensor = self.conv(self.upsample(x, size))
+        """Upsample and convolve; to twice the size, ``size`` may be that or one less."""
+        if size is None:
+            enlarged = self.upsample(x)
+        elif isinstance(self.upsample, Upsample2d):
+            enlarged = self.upsample(x, size)
+        else:
+            raise ValueError(f"expected no size with {self.upsample}; got {size}")
+        result: Tensor = self.conv(enlarged)
         return result
+
+
+def _read_centred(centred: object) -> bool | tuple[int, int]:
+    if isinstance(centred, bool):
+        return centred
+    if isinstance(centred, tuple | list) and len(centred) == 2:
+        extent, padding = centred
+        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in centred)
+        if whole and extent >= 1 and padding >= 0:
+            return extent, padding
+    raise ValueError(
+        "expected centred as True, False or a pair (extent, padding) of whole numbers; "
+        f"got {centred!r}"
+    )
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -10,17 +14,18 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from econv.engines import dense
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_fields, positive
+from econv.layers.checks import check_fields, check_groups, positive
 
-__all__ = ["GroupBatchNorm2d", "GroupInstanceNorm2d", "GroupLayerNorm2d"]
+__all__ = ["GroupBatchNorm2d", "GroupGroupNorm2d", "GroupInstanceNorm2d", "GroupLayerNorm2d"]
 
 
 class GroupBatchNorm2d(_BatchNorm):
     """Batch norm with one mean, variance, scale and bias per *field*, which equivariance needs.
 
     The statistics run over batch, orientations and pixels. Arguments and state are those of
-    `BatchNorm2d` with ``fields`` in place of channels. `SyncBatchNorm.convert_sync_batchnorm` does
-    not know fields: it must not be applied to networks that contain this layer.
+    `BatchNorm2d` with ``fields`` in place of channels. To share the statistics of several
+    processes, use :func:`~econv.convert_sync_batchnorm`; torch's own conversion, which does not
+    know fields, ends with an error that says so.
 
     >>> norm = GroupBatchNorm2d(4, "p8")
     >>> norm(torch.randn(2, 32, 8, 8)).shape, norm.weight.shape
@@ -47,6 +52,17 @@ class GroupBatchNorm2d(_BatchNorm):
         self.fields = fields
         self.group = Group(group)
         self._order = self.group.order
+        # Whoever reads it makes a norm of channels that cannot stand in for this one.
+        del self.num_features
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "num_features":
+            raise AttributeError(
+                f"{type(self).__name__} has no num_features: its statistics are those of `fields`, "
+                "which a norm of channels does not know. To synchronise the norms of several "
+                "processes, call econv.convert_sync_batchnorm(model)"
+            )
+        return super().__getattr__(name)
 
     def _check_input_dim(self, input: Tensor) -> None:
         """The folded tensor is ours; what the user gave is checked in `forward`."""
@@ -55,17 +71,27 @@ class GroupBatchNorm2d(_BatchNorm):
         """Normalise ``[batch, fields * order, height, width]``."""
         own = self.running_mean if self.weight is None else self.weight
         check_fields(x, self.fields, self.group, own)
-        batch, channels, height, width = x.shape
-        if dense.memory_format(x) is torch.channels_last:
-            last = x.permute(0, 2, 3, 1)
-            folded = last.reshape(batch * height * width, self.fields, self._order)
-            normed = super().forward(folded)
-            return normed.view(batch, height, width, channels).permute(0, 3, 1, 2)
-        folded = x.reshape(batch, self.fields, self._order * height * width)
-        return super().forward(folded).view(batch, channels, height, width)
+        return by_field(x, self.fields, self._normalise)
+
+    def _normalise(self, folded: Tensor) -> Tensor:
+        """Normalise ``[n, fields, m]``."""
+        return super().forward(folded)
 
     def extra_repr(self) -> str:
-        return f"{self.group.name}, {super().extra_repr()}"
+        return (
+            f"{self.group.name}, {self.fields}, eps={self.eps}, momentum={self.momentum}, "
+            f"affine={self.affine}, track_running_stats={self.track_running_stats}"
+        )
+
+
+def by_field(x: Tensor, fields: int, normalise: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply what normalises ``[n, fields, m]`` to ``[batch, fields * order, …]``, uncopied."""
+    if x.ndim == 4 and dense.memory_format(x) is torch.channels_last:
+        last = x.permute(0, 2, 3, 1)
+        folded = last.reshape(math.prod(last.shape[:3]), fields, x.shape[1] // fields)
+        return normalise(folded).view(last.shape).permute(0, 3, 1, 2)
+    numbers = x.shape[1] // fields * math.prod(x.shape[2:])  # -1 would not do for empty batches
+    return normalise(x.reshape(x.shape[0], fields, numbers)).view(x.shape)
 
 
 class GroupInstanceNorm2d(_InstanceNorm):
@@ -114,26 +140,22 @@ class GroupInstanceNorm2d(_InstanceNorm):
         return f"{self.group.name}, {super().extra_repr()}"
 
 
-class GroupLayerNorm2d(nn.Module):
-    """Layer norm over all fields and orientations of a pixel; one scale and one bias per *field*.
-
-    What ConvNeXt calls LayerNorm2d, made equivariant.
-
-    >>> GroupLayerNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
-    torch.Size([2, 32, 8, 8])
-    """
+class _FieldAffine(nn.Module):
+    """A scale and a bias per field, or none of them."""
 
     input_kind = "regular"
     output_kind = "regular"
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,
         fields: int,
         group: GroupLike,
-        eps: float = 1e-5,
-        affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        eps: float,
+        affine: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.fields = positive("fields", fields)
@@ -150,21 +172,84 @@ class GroupLayerNorm2d(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set every scale to one and every bias to zero."""
-        if self.weight is not None:
+        if self.weight is not None and self.bias is not None:
             nn.init.ones_(self.weight)
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[batch, fields * order, height, width]``."""
-        check_fields(x, self.fields, self.group, self.weight)
-        last = x.permute(0, 2, 3, 1)
-        weight = bias = None
-        if self.weight is not None:
-            weight = self.weight[:, None].expand(-1, self._order).flatten()
-            bias = self.bias[:, None].expand(-1, self._order).flatten()
-        normed = functional.layer_norm(last, (self.fields * self._order,), weight, bias, self.eps)
-        return normed.permute(0, 3, 1, 2).contiguous(memory_format=dense.memory_format(x))
+    def _by_channel(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.weight is None or self.bias is None:
+            return None, None
+        weight, bias = (
+            p[:, None].expand(-1, self._order).flatten() for p in (self.weight, self.bias)
+        )
+        return weight, bias
 
     def extra_repr(self) -> str:
         affine = self.weight is not None
         return f"{self.group.name}, {self.fields}, eps={self.eps}, affine={affine}"
+
+
+class GroupGroupNorm2d(_FieldAffine):
+    """Group norm over blocks of whole fields, with one scale and one bias per *field*.
+
+    `GroupNorm` on ``fields`` in place of channels: each of ``num_groups`` blocks is normalised over
+    its fields, all their orientations and all pixels.
+
+    >>> GroupGroupNorm2d(2, 4, "p8")(torch.randn(2, 32, 8, 8)).shape
+    torch.Size([2, 32, 8, 8])
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        fields: int,
+        group: GroupLike,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_groups(num_groups, fields=positive("fields", fields))
+        self.num_groups = num_groups
+        super().__init__(fields, group, eps, affine, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[batch, fields * order, height, width]``."""
+        check_fields(x, self.fields, self.group, self.weight)
+        normed = functional.group_norm(x, self.num_groups, *self._by_channel(), self.eps)
+        return normed.contiguous(memory_format=dense.memory_format(x))
+
+    def extra_repr(self) -> str:
+        return f"num_groups={self.num_groups}, {super().extra_repr()}"
+
+
+class GroupLayerNorm2d(_FieldAffine):
+    """Layer norm over all fields and orientations of a pixel; one scale and one bias per *field*.
+
+    What ConvNeXt calls LayerNorm2d, made equivariant.
+
+    >>> GroupLayerNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
+    torch.Size([2, 32, 8, 8])
+    """
+
+    def __init__(
+        self,
+        fields: int,
+        group: GroupLike,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(fields, group, eps, affine, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[batch, fields * order, height, width]``."""
+        check_fields(x, self.fields, self.group, self.weight)
+        batch, channels, height, width = x.shape
+        # A matrix, so that its gradient is one too: of a permuted gradient torch's compiler expects
+        # another layout than layer norm gives.
+        pixels = x.permute(0, 2, 3, 1).reshape(batch * height * width, channels)
+        normed = functional.layer_norm(pixels, (channels,), *self._by_channel(), self.eps)
+        maps = normed.view(batch, height, width, channels).permute(0, 3, 1, 2)
+        return maps.contiguous(memory_format=dense.memory_format(x))

@@ -1,17 +1,26 @@
-"""Layers that act on the orientations of a field as a whole: pooling, dropout, subgroups."""
+"""Layers that act on all orientations of a field alike: pooling, dropout, scales, subgroups."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from econv.engines import dense
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_multiple
+from econv.layers.checks import check_fields, check_multiple, check_rank, positive
 from econv.layers.constants import WithConstants
 
-__all__ = ["GroupDropout2d", "GroupPool2d", "Restrict2d", "restrict"]
+__all__ = [
+    "FieldParameter",
+    "GroupDropout2d",
+    "GroupPReLU2d",
+    "GroupPool2d",
+    "Restrict2d",
+    "Spread2d",
+    "restrict",
+]
 
 
 class GroupPool2d(nn.Module):
@@ -39,8 +48,9 @@ class GroupPool2d(nn.Module):
         """Pool ``[batch, fields * order, height, width]``, or ``[batch, fields * order]``."""
         check_multiple(x, self.group, ranks=(2, 4))
         by_orientation = x.unflatten(1, (-1, self._order))
-        # `amax` shares the gradient among equal maxima, so that it is equivariant too.
-        pooled = by_orientation.amax(2) if self.reduce == "max" else by_orientation.mean(2)
+        # Not `amax`: its gradient compares numbers with their maximum, and a compiled network in
+        # bfloat16 computes them anew without rounding, finds none equal and divides 0 by 0.
+        pooled = by_orientation.max(2).values if self.reduce == "max" else by_orientation.mean(2)
         return pooled if x.ndim == 2 else pooled.contiguous(memory_format=dense.memory_format(x))
 
     def extra_repr(self) -> str:
@@ -74,6 +84,119 @@ class GroupDropout2d(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.group.name}, p={self.p}"
+
+
+class Spread2d(nn.Module):
+    """Reads an image as group features that are the same in every orientation.
+
+    ``[batch, channels, …]`` → ``[batch, channels * order, …]``: what an image needs to be added or
+    concatenated to group features.
+
+    >>> import torch
+    >>> Spread2d("p8")(torch.randn(2, 3, 4, 4)).shape
+    torch.Size([2, 24, 4, 4])
+    """
+
+    input_kind = "scalar"
+    output_kind = "regular"
+
+    def __init__(self, group: GroupLike) -> None:
+        super().__init__()
+        self.group = Group(group)
+        self._order = self.group.order
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Spread ``[batch, channels, height, width]``, or ``[batch, channels]``."""
+        check_rank(x, (2, 4))
+        spread = x.repeat_interleave(self._order, dim=1)
+        return spread if x.ndim == 2 else spread.contiguous(memory_format=dense.memory_format(x))
+
+    def extra_repr(self) -> str:
+        return self.group.name
+
+
+class FieldParameter(nn.Module):
+    """One learned number per field, as a tensor that broadcasts to the channels of group features.
+
+    ``[fields * order, 1, 1]``, or ``[fields * order]`` for features without pixels: the scale that
+    ConvNeXt puts on its branches, made equivariant.
+
+    >>> import torch
+    >>> scale = FieldParameter(4, "p8", initial=1e-6)
+    >>> (scale() * torch.randn(2, 32, 8, 8)).shape
+    torch.Size([2, 32, 8, 8])
+    """
+
+    def __init__(
+        self,
+        fields: int,
+        group: GroupLike,
+        initial: float = 1.0,
+        pixels: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.fields = positive("fields", fields)
+        self.group = Group(group)
+        self.initial = float(initial)
+        self.pixels = pixels
+        self._order = self.group.order
+        self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set every number to the initial one."""
+        nn.init.constant_(self.weight, self.initial)
+
+    def forward(self) -> Tensor:
+        """The numbers by channel."""
+        by_channel = self.weight[:, None].expand(-1, self._order).flatten()
+        return by_channel[:, None, None] if self.pixels else by_channel
+
+    def extra_repr(self) -> str:
+        return f"{self.fields}, {self.group.name}, initial={self.initial}, pixels={self.pixels}"
+
+
+class GroupPReLU2d(nn.Module):
+    """`PReLU` with one slope per *field*.
+
+    >>> import torch
+    >>> GroupPReLU2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
+    torch.Size([2, 32, 8, 8])
+    """
+
+    input_kind = "regular"
+    output_kind = "regular"
+
+    def __init__(
+        self,
+        fields: int,
+        group: GroupLike,
+        init: float = 0.25,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.fields = positive("fields", fields)
+        self.group = Group(group)
+        self.init = float(init)
+        self._order = self.group.order
+        self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set every slope to the initial one."""
+        nn.init.constant_(self.weight, self.init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Bend ``[batch, fields * order, height, width]``."""
+        check_fields(x, self.fields, self.group, self.weight)
+        slopes = self.weight[:, None].expand(-1, self._order).flatten()
+        return functional.prelu(x, slopes)
+
+    def extra_repr(self) -> str:
+        return f"{self.fields}, {self.group.name}, init={self.init}"
 
 
 class Restrict2d(WithConstants):

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from econv.engines import dense
-from econv.layers.checks import check_rank
+from econv.layers.checks import check_rank, positive
 from econv.layers.constants import WithConstants
 
-__all__ = ["Downsample2d", "Upsample2d"]
+__all__ = [
+    "CentredAvgPool2d",
+    "CentredMaxPool2d",
+    "Downsample2d",
+    "Enlarge2d",
+    "Upsample2d",
+    "recentre",
+    "window_count",
+]
 
 
 class Downsample2d(WithConstants):
@@ -48,23 +58,10 @@ class Downsample2d(WithConstants):
         # pixels 0, 2, 4 …, and on the pixels next to these.
         return {"taps": np.array([[1.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 1.0]]) / 4}
 
-    def _kernel(self, x: Tensor, dim: int) -> Tensor:
-        between = (
-            1 - x.shape[dim] % 2
-        ) / 2  # ½ on even sizes, where samples lie between two pixels
-        on_pixels, next_pixels = self.taps.to(x.dtype).unbind()
-        return on_pixels * (1 - between) + next_pixels * between
-
     def forward(self, x: Tensor) -> Tensor:
         """Halve ``[batch, channels, height, width]``."""
         check_rank(x)
-        if self.reduce == "max":
-            x = functional.max_pool2d(x, 3, stride=1, padding=1)
-        kernel = self._kernel(x, 2)[:, None] * self._kernel(x, 3)
-        padded = functional.pad(x, (1, 2, 1, 2), mode="replicate")
-        channels = x.shape[1]
-        kernels = kernel.expand(channels, 1, 4, 4)
-        halved = functional.conv2d(padded, kernels, stride=2, groups=channels)
+        halved = halve(x, self.taps, self.reduce)
         return halved.contiguous(memory_format=dense.memory_format(x))
 
     def extra_repr(self) -> str:
@@ -105,6 +102,22 @@ class Upsample2d(nn.Module):
         return enlarged.contiguous(memory_format=dense.memory_format(x))
 
 
+def halve(x: Tensor, taps: Tensor, reduce: str) -> Tensor:
+    """What :class:`Downsample2d` computes, in operations that any tracer can follow."""
+    if reduce == "max":
+        x = functional.max_pool2d(x, 3, stride=1, padding=1)
+    kernel = _taps(x.shape[2], taps)[:, None] * _taps(x.shape[3], taps)
+    padded = dense.replicate(x, 1, 2)
+    channels = x.shape[1]
+    kernels = kernel.to(x.dtype).expand(channels, 1, 4, 4)
+    return functional.conv2d(padded, kernels, stride=2, groups=channels)
+
+
+def _taps(size: int, taps: Tensor) -> Tensor:
+    between = (1 - size % 2) / 2  # ½ on even sizes, where samples lie between two pixels
+    return taps[0] * (1 - between) + taps[1] * between
+
+
 def _double(x: Tensor, dim: int, size: int) -> Tensor:
     """Linear interpolation of one axis to ``size`` points half a pixel apart, about its centre."""
     # Gathered by index, so that the output has the size that was asked for, symbolic or not.
@@ -117,3 +130,200 @@ def _double(x: Tensor, dim: int, size: int) -> Tensor:
     before = x.index_select(dim, index.clamp(0, last))
     after = x.index_select(dim, (index + 1).clamp(0, last))
     return before * (1 - weight) + after * weight
+
+
+class Enlarge2d(nn.Module):
+    """Linear interpolation to ``factor`` · n + ``excess`` pixels, symmetric about the centre.
+
+    Exact under quarter turns and flips on every size; with a factor of 2 and no excess it is
+    :class:`Upsample2d`.
+
+    >>> Enlarge2d(3, excess=-1)(torch.randn(1, 2, 8, 8)).shape[-1]
+    23
+    """
+
+    input_kind = "scalar"
+    output_kind = "scalar"
+
+    def __init__(self, factor: int, excess: int = 0) -> None:
+        super().__init__()
+        self.factor = positive("factor", factor)
+        if isinstance(excess, bool) or not isinstance(excess, int):
+            raise ValueError(f"expected excess as a whole number of pixels; got {excess!r}")
+        self.excess = excess
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Enlarge ``[batch, channels, height, width]``."""
+        check_rank(x)
+        return self.enlarge(x, recentre)
+
+    def enlarge(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
+        """Interpolate, and take the points that ``recentre`` finds."""
+        height, width = (x.shape[axis] * self.factor + self.excess for axis in (2, 3))
+        enlarged = functional.interpolate(x, scale_factor=float(self.factor), mode="bilinear")
+        return recentre(enlarged, height, width)
+
+    def extra_repr(self) -> str:
+        return f"factor={self.factor}" + (f", excess={self.excess}" if self.excess else "")
+
+
+def window_count(size: int, extent: int, stride: int, padding: int) -> int:
+    """How many windows torch puts on an axis; ``padding`` is that of both its ends together.
+
+    >>> window_count(224, extent=3, stride=2, padding=2)
+    112
+    """
+    return (size + padding - extent) // stride + 1
+
+
+def recentre(x: Tensor, height: int, width: int, fill: float = 0.0) -> Tensor:
+    """The ``height`` × ``width`` points, a pixel apart, about the centre of the image.
+
+    torch puts windows on pixels 0, s, 2s … and leaves what remains at the far end alone: on sizes
+    where something remains, the samples lie off the centre and do not turn onto themselves. On
+    the n − r points about the centre, r what would remain, the same windows lie symmetrically.
+    Where r is even this crops; where it is odd the points lie between two pixels and are their
+    mean. Points outside of the image are ``fill``.
+
+    >>> recentre(torch.arange(5.0).expand(1, 1, 5, 5), 5, 4)[0, 0, 0].tolist()
+    [0.5, 1.5, 2.5, 3.5]
+    """
+    found = points_about_centre(x, height, width, fill)
+    return found.contiguous(memory_format=dense.memory_format(x))
+
+
+def points_about_centre(x: Tensor, height: int, width: int, fill: float = 0.0) -> Tensor:
+    """:func:`recentre` in whatever layout comes out; sizes may be symbolic."""
+    return _recentre_axis(_recentre_axis(x, 2, height, fill), 3, width, fill)
+
+
+def _recentre_axis(x: Tensor, dim: int, size: int, fill: float) -> Tensor:
+    whole = x.shape[dim]
+    if not _symbolic(whole, size):
+        if size == whole:
+            return x
+        if (whole - size) % 2:
+            x = (x.narrow(dim, 0, whole - 1) + x.narrow(dim, 1, whole - 1)) / 2
+        each = (size - x.shape[dim]) // 2
+        return functional.pad(x, [0, 0] * (3 - dim) + [each, each], value=fill) if each else x
+    # A symbolic size: gathered by index, so that no parity is frozen into the graph.
+    # Sums and not differences are halved: of negative numbers ONNX rounds another way.
+    before = torch.arange(size, device=x.device) + ((whole + size) // 2 - size)
+    after = before + (whole + size) % 2
+    inside = ((before >= 0) & (after < whole)).reshape(-1, *[1] * (3 - dim))
+    pairs = [x.index_select(dim, index.clamp(0, whole - 1)) for index in (before, after)]
+    return torch.where(inside, (pairs[0] + pairs[1]) / 2, fill)
+
+
+def _symbolic(*sizes: object) -> bool:
+    return any(not isinstance(size, int) for size in sizes)
+
+
+class _CentredPool2d(nn.Module):
+    """As many windows as torch's pooling has, of the same size, symmetric on every image size."""
+
+    input_kind = "scalar"
+    output_kind = "scalar"
+
+    def __init__(
+        self, kernel_size: int, stride: int | None = None, padding: int = 0, ceil_mode: bool = False
+    ) -> None:
+        super().__init__()
+        self.kernel_size = positive("kernel_size", kernel_size)
+        self.stride = self.kernel_size if stride is None else positive("stride", stride)
+        if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
+            raise ValueError(f"expected padding as one whole number, 0 or more; got {padding!r}")
+        if 2 * padding > self.kernel_size:
+            raise ValueError(
+                f"expected padding of at most half of kernel_size={kernel_size}; got {padding}"
+            )
+        self.padding = padding
+        self.ceil_mode = bool(ceil_mode)
+
+    def points(self, size: int) -> int:
+        """How many points of an axis the windows fill, without the padding."""
+        padded = size + 2 * self.padding
+        if not _symbolic(size) and padded < self.kernel_size:
+            raise ValueError(
+                f"expected an image of at least {self.kernel_size - 2 * self.padding} pixels along "
+                f"each side; got {size}"
+            )
+        windows = window_count(size, self.kernel_size, self.stride, 2 * self.padding)
+        if self.ceil_mode:
+            # As in torch, no window starts in the padding at the far end: only so many more pixels
+            # may be missing from the last window.
+            missing = min(self.stride - 1, self.kernel_size - self.padding - 1)
+            windows = (padded - self.kernel_size + missing) // self.stride + 1
+        return self.stride * (windows - 1) + self.kernel_size - 2 * self.padding
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pool ``[batch, channels, height, width]``."""
+        check_rank(x)
+        return self.pool(x, recentre)
+
+    def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
+        """Pool the points that ``recentre`` finds."""
+        raise NotImplementedError
+
+    def _sizes(self, x: Tensor, border: int = 0) -> tuple[int, int]:
+        return self.points(x.shape[2]) + 2 * border, self.points(x.shape[3]) + 2 * border
+
+    def extra_repr(self) -> str:
+        text = f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
+        return text + (", ceil_mode=True" if self.ceil_mode else "")
+
+
+class CentredMaxPool2d(_CentredPool2d):
+    """`MaxPool2d` that commutes with quarter turns and flips on every size.
+
+    As many windows of the same size, moved to lie symmetrically: see :func:`recentre`. Where
+    torch's windows are symmetric already, the result is torch's.
+
+    >>> pool = CentredMaxPool2d(3, stride=2, padding=1)
+    >>> pool(torch.randn(1, 3, 112, 112)).shape[-1], pool(torch.randn(1, 3, 9, 9)).shape[-1]
+    (56, 5)
+    """
+
+    def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
+        """Pool the points that ``recentre`` finds."""
+        centred = recentre(x, *self._sizes(x), -torch.inf)
+        return functional.max_pool2d(centred, self.kernel_size, self.stride, self.padding)
+
+
+class CentredAvgPool2d(_CentredPool2d):
+    """`AvgPool2d` that commutes with quarter turns and flips on every size.
+
+    As many windows of the same size, moved to lie symmetrically: see :func:`recentre`. With
+    ``kernel_size=1`` it takes every ``stride``-th pixel, or means of pixels where these lie between
+    them.
+
+    >>> CentredAvgPool2d(2)(torch.randn(1, 3, 9, 9)).shape[-1]
+    4
+    """
+
+    def __init__(
+        self,
+        kernel_size: int,
+        stride: int | None = None,
+        padding: int = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+    ) -> None:
+        super().__init__(kernel_size, stride, padding, ceil_mode)
+        self.count_include_pad = bool(count_include_pad)
+
+    def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
+        """Pool the points that ``recentre`` finds."""
+        window = (self.kernel_size, self.stride)
+        means = functional.avg_pool2d(recentre(x, *self._sizes(x)), *window, self.padding)
+        if not self.ceil_mode and (self.count_include_pad or not self.padding):
+            return means
+        # Windows may reach over the image, and over the padding: divide by what they count.
+        border = self.padding if self.count_include_pad else 0
+        ones = x.new_ones(1, 1, x.shape[2] + 2 * border, x.shape[3] + 2 * border)
+        counted = recentre(ones, *self._sizes(x, border))
+        return means / functional.avg_pool2d(counted, *window, self.padding - border)
+
+    def extra_repr(self) -> str:
+        counted = "" if self.count_include_pad else ", count_include_pad=False"
+        return super().extra_repr() + counted

@@ -1,0 +1,23 @@
+"""Any CNN → its equivariant version.
+
+The source is traced (`trace`), every operation planned (`plan`, `modules`, `functions`, `shapes`)
+for widths that are chosen last (`widths`), built as a network with the source's call signature
+(`network`), given the source's weights where that is wanted (`fit`), and reported (`report`);
+`convert` is the one call for all of it.
+"""
+
+from econv.conversion.convert import MATCHES, convert
+from econv.conversion.fit import fit_filter
+from econv.conversion.network import ConvertedNetwork
+from econv.conversion.report import Line, Report
+from econv.conversion.trace import ConversionError
+
+__all__ = [
+    "MATCHES",
+    "ConversionError",
+    "ConvertedNetwork",
+    "Line",
+    "Report",
+    "convert",
+    "fit_filter",
+]

@@ -1,0 +1,347 @@
+"""One call: plan, choose the widths, build, take over weights, measure and report."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from econv.conversion.fit import Kept
+from econv.conversion.functions import convert_node, find_heads
+from econv.conversion.modules import is_leaf
+from econv.conversion.network import ConvertedNetwork
+from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
+from econv.conversion.report import Line, Report
+from econv.conversion.trace import ConversionError, trace, value_of
+from econv.conversion.widths import Sizes, match_widths
+from econv.groups import Group, GroupLike
+from econv.lab import calibrate
+from econv.layers import ConvOptions
+from econv.testing import equivariance_error
+
+__all__ = ["MATCHES", "convert"]
+
+MATCHES = ("params", "flops", "width", "fields")
+_OPTIONS = {"stencils", "accuracy", "init", "engine"}
+
+
+def convert(
+    model: nn.Module,
+    group: GroupLike = "p8",
+    match: str = "params",
+    *,
+    example_input: Tensor | tuple[Any, ...],
+    strict: bool = True,
+    pretrained: bool = False,
+    pool: str = "max",
+    options: ConvOptions | None = None,
+    measure: bool = True,
+) -> ConvertedNetwork:
+    """Make a convolutional network equivariant.
+
+    Convolutions become PDO-eConvs, the first of them the lifting one; norms, poolings, squeeze and
+    excitation, dropout, strides and upsampling become their equivariant versions; orientations are
+    pooled before the classifier, or before the last 1×1 convolution of a network that returns
+    maps. Quarter turns and flips are exact to rounding on every image size. Names of modules, the
+    call signature and, for classes and maps, the shape of the output stay.
+
+    Args:
+        model: the network; it is not changed. It must be possible to trace it with torch.fx.
+        group: a :class:`~econv.Group` or its name.
+        match: what stays as it is in the source: ``"params"`` (the number of parameters),
+            ``"flops"`` (multiply-adds of the dense filters), ``"width"`` (the number of channels:
+            fields = channels / order), ``"fields"`` (a field for every channel).
+        example_input: an image batch ``[batch, channels, height, width]`` of the size that will be
+            used, or the tuple of all positional arguments.
+        strict: stop with :class:`ConversionError` at what cannot be converted; otherwise leave it
+            alone, and say so in the report. Asymmetric kernels and unequal strides then stay
+            ordinary convolutions of the group features; after anything else that is left alone, the
+            rest of the network is.
+        pretrained: start from the model's weights: every field keeps one channel of the source and
+            its canonical filter is fitted to that channel's. The best start is
+            ``match="fields"`` with ``options={"stencils": "central"}``, which fits 3×3 filters
+            exactly: the source, run in every orientation. Otherwise weights are drawn anew, as
+            the layers say.
+        pool: ``"max"`` or ``"mean"`` over orientations.
+        options: keywords of every PDO-eConv: ``stencils``, ``accuracy``, ``init``, ``engine``.
+        measure: whether to run both networks to report their error under a rotation.
+
+    Returns:
+        The converted network, in the source's mode, dtype and device; its ``report`` says what
+        became what.
+
+    Raises:
+        ConversionError: a ``ValueError`` with the name of the module and the reason.
+
+    >>> cnn = nn.Sequential(
+    ...     nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+    ...     nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    ...     nn.Linear(32, 10))
+    >>> network = convert(cnn, "p4", match="width", example_input=torch.randn(2, 3, 16, 16))
+    >>> network(torch.randn(5, 3, 16, 16)).shape
+    torch.Size([5, 10])
+    >>> print(network.report.summary()[1])
+    parameters          5,450 → 1,370 (0.251×)
+    """
+    found = Group(group)
+    if match not in MATCHES:
+        raise ValueError(f"expected match as one of {MATCHES}; got {match!r}")
+    inputs = example_input if isinstance(example_input, tuple) else (example_input,)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected an nn.Module; got {type(model).__name__}")
+    images = [x for x in inputs if isinstance(x, Tensor) and x.ndim == 4]
+    if not images:
+        raise ValueError(
+            "expected an example_input [batch, channels, height, width]; got "
+            f"{[tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in inputs]}"
+        )
+    unknown = set(options or {}) - _OPTIONS
+    if unknown:
+        raise ValueError(f"expected options among {sorted(_OPTIONS)}; got {sorted(unknown)}")
+    plan = _plan(model, inputs, found, pool, options or {}, strict)
+    sizes = _choose(plan, match, model)
+    own = next(model.parameters(), torch.empty(0))
+    where = {"device": own.device, "dtype": own.dtype}
+    network, lines = _build(plan, sizes, where, model, pretrained)
+    kind = _output_kind(plan)
+    report = Report(
+        group=found.name,
+        match=match,
+        scale=sizes.scale,
+        lines=lines,
+        source_parameters=_called_parameters(plan, model),
+        parameters=parameters(network),
+        source_multiply_adds=_source_multiply_adds(plan),
+        multiply_adds=plan.count(sizes, "flops"),
+        **_errors(model, network, inputs, found, kind, measure),
+        left=tuple(plan.left),
+        notes=tuple(_notes(plan, model)),
+    )
+    return network.describe_as(group=found, output_kind=kind, report=report)
+
+
+def _plan(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    group: Group,
+    pool: str,
+    options: ConvOptions,
+    strict: bool,
+) -> Plan:
+    if pool not in ("max", "mean"):
+        raise ValueError(f"expected pool 'max' or 'mean'; got {pool!r}")
+    found = trace(model, inputs, is_leaf)
+    plan = Plan(found, group, pool, options, strict)
+    plan.heads = find_heads(found.graph, found.modules)
+    for node in found.graph.nodes:
+        convert_node(plan, node)
+    if not any(part.out for part in plan.parts.values()):
+        raise ConversionError("", "it has no convolution that could lift the image")
+    return plan
+
+
+def _choose(plan: Plan, match: str, model: nn.Module) -> Sizes:
+    order = plan.group.order
+    if match == "width":
+        sizes = Sizes(1 / order)
+    elif match == "fields":
+        sizes = Sizes(1.0)
+    elif match == "params":
+        total = _called_parameters(plan, model)
+        sizes = match_widths(lambda s: plan.count(s, "params"), total, order**-0.5)
+    else:
+        total = _source_multiply_adds(plan)
+        sizes = match_widths(lambda s: plan.count(s, "flops"), total, 1 / order)
+    narrow = sizes.too_narrow(plan.widths())
+    if narrow and match == "width":
+        worst = min(narrow, key=lambda width: width.channels)
+        raise ValueError(
+            f"expected at least {order / 2:g} channels in every layer for {plan.group.name} with "
+            f"match='width' (half a field each); {worst.name} has {worst.channels}: choose a "
+            "smaller group, another match or a wider network"
+        )
+    if narrow:
+        plan.notes.append(f"{len(narrow)} narrow layers have one field, more than their share")
+    return sizes
+
+
+def _source_multiply_adds(plan: Plan) -> int:
+    total = 0
+    for node in plan.trace.graph.nodes:
+        if node.op == "call_module":
+            module = plan.module(node)
+            total += multiply_adds(module, positions_of(node, module))
+    return total
+
+
+def _build(
+    plan: Plan, sizes: Sizes, where: dict[str, Any], model: nn.Module, pretrained: bool
+) -> tuple[ConvertedNetwork, tuple[Line, ...]]:
+    modules = plan.build(sizes, where)
+    errors: dict[str, float | None] = {}
+    if pretrained:
+        kept = Kept(plan, sizes)
+        for name, part in plan.parts.items():
+            kept.source = part.source
+            if part.fit is not None:
+                errors[name] = part.fit(kept, modules[name])
+            elif isinstance(part.source, nn.Conv2d | nn.Linear) and not part.kept:
+                plan.notes.append(f"{name}: its weights are drawn anew")
+            if part.out and part.fit is not None and errors[name] is None:
+                plan.notes.append(f"{name}: its blocks are not the source's, its weights are new")
+    else:
+        _draw_anew(plan, modules)
+    emission = Emission(sizes, plan)
+    for node, step in plan.steps:
+        new = step(emission)
+        if new is not None:
+            emission.found[node] = new
+    _drop_unused(emission.graph)
+    emission.graph.lint()
+    root: dict[str, Any] = dict(modules)
+    for node in emission.graph.nodes:
+        if node.op == "get_attr":
+            root[str(node.target)] = _own_copy(model, str(node.target))
+    used = {str(node.target) for node in emission.graph.nodes if node.op == "call_module"}
+    network = ConvertedNetwork(
+        {name: root[name] for name in root if name in used or name not in modules},
+        emission.graph,
+        type(model).__name__,
+    )
+    network.train(model.training)
+    for name, part in plan.parts.items():
+        if part.source is not None and name in used:
+            modules[name].train(part.source.training)
+    lines = tuple(
+        Line(
+            row.name,
+            row.source,
+            row.became if isinstance(row.became, str) else row.became(modules[row.name]),
+            errors.get(row.name),
+        )
+        for row in plan.rows
+    )
+    return network, lines
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    """Remove questions and parameters that nothing reads; what works in place stays."""
+    for node in reversed(list(graph.nodes)):
+        name = getattr(node.target, "__name__", str(node.target))
+        does_more = name.endswith("_") or "assert" in name
+        plain = node.op in ("get_attr", "call_function", "call_method") and not does_more
+        if plain and not node.users:
+            graph.erase_node(node)
+
+
+def _own_copy(model: nn.Module, name: str) -> Any:
+    holder, _, leaf = name.rpartition(".")
+    given = getattr(model.get_submodule(holder), leaf)
+    copied = given.detach().clone()
+    if isinstance(given, nn.Parameter):
+        return nn.Parameter(copied, requires_grad=given.requires_grad)
+    return copied
+
+
+def _draw_anew(plan: Plan, modules: dict[str, nn.Module]) -> None:
+    """Weights of modules that are the source's own, which would otherwise be trained ones."""
+    for name, part in plan.parts.items():
+        if part.kept:
+            for module in modules[name].modules():
+                reset = getattr(module, "reset_parameters", None)
+                if callable(reset):
+                    reset()
+
+
+def _output_kind(plan: Plan) -> str:
+    (output,) = (node for node in plan.trace.graph.nodes if node.op == "output")
+    first = output.all_input_nodes[0]
+    value = plan.value(first)
+    shape = value_of(first)
+    return (
+        "scalar"
+        if isinstance(shape, Tensor) and shape.ndim == 4 and value.has_pixels
+        else "invariant"
+    )
+
+
+def _errors(
+    model: nn.Module,
+    network: nn.Module,
+    inputs: tuple[Any, ...],
+    group: Group,
+    kind: str,
+    measure: bool,
+) -> dict[str, Any]:
+    """The relative change of the output under a rotation, before and after."""
+    element = next((e for e in group.grid_symmetries if e), min(1, group.order - 1))
+    quarter = 360 * (element % group.rotations) / group.rotations
+    turn = f"{quarter:.4g}°" if element < group.rotations else "mirror"
+    if not measure or element == 0:
+        return {"turn": turn, "source_error": None, "error": None}
+    place = next(i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.ndim == 4)
+
+    def error(measured: nn.Module) -> float:
+        run = _with_statistics(measured, inputs)
+        return equivariance_error(
+            lambda x: _first(run(*inputs[:place], x, *inputs[place + 1 :])),
+            inputs[place],
+            element,
+            group,
+            input_kind="scalar",
+            output_kind=kind,
+        )
+
+    return {"turn": turn, "source_error": error(model), "error": error(network)}
+
+
+def _with_statistics(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
+    """A copy in eval mode; norms that have seen no batch get the statistics of the example.
+
+    Without them a deep network may give zeros, whose error says nothing.
+    """
+    run = copy.deepcopy(model).eval()
+    norms = [m for m in run.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    fresh = any(n.num_batches_tracked == 0 for n in norms if n.num_batches_tracked is not None)
+    if fresh and len(inputs) == 1:
+        try:
+            return calibrate(run, inputs[0])
+        except ValueError:  # torch refuses statistics of one number
+            return copy.deepcopy(model).eval()
+    return run
+
+
+def _first(output: Any) -> Tensor:
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values() if isinstance(output, dict) else output))
+    return output
+
+
+def _idle(plan: Plan, model: nn.Module) -> list[str]:
+    """Modules with parameters that the traced pass does not call."""
+    nodes = plan.trace.graph.nodes
+    called = {str(node.target) for node in nodes if node.op == "call_module"}
+    called |= {str(node.target).rpartition(".")[0] for node in nodes if node.op == "get_attr"}
+    return [
+        name
+        for name, module in model.named_modules()
+        if name
+        and next(module.parameters(recurse=False), None) is not None
+        and not any(name == used or name.startswith(f"{used}.") for used in called)
+    ]
+
+
+def _called_parameters(plan: Plan, model: nn.Module) -> int:
+    idle = [model.get_submodule(name).parameters(recurse=False) for name in _idle(plan, model)]
+    return parameters(model) - sum(p.numel() for found in idle for p in found)
+
+
+def _notes(plan: Plan, model: nn.Module) -> list[str]:
+    notes = [*plan.notes, *(f"as for the example input: {fixed}" for fixed in plan.trace.fixed)]
+    idle = _idle(plan, model)
+    if idle:
+        more = f" and {len(idle) - 5} more" if len(idle) > 5 else ""
+        notes.append(f"not called by the traced pass, and gone: {', '.join(idle[:5])}{more}")
+    return notes

@@ -1,0 +1,738 @@
+"""What becomes of each function, method and operator in the source's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from econv.conversion.modules import (
+    avg_pool,
+    convert_module,
+    max_pool,
+    pool_step,
+    resizes_symmetrically,
+)
+from econv.conversion.plan import OTHER, Emission, Part, Plan, Row, Step, Value
+from econv.conversion.shapes import IMAGE, VECTOR, permute, reshape
+from econv.conversion.trace import ConversionError, owner, value_of
+from econv.conversion.widths import Width, join, runs, slice_runs
+from econv.layers import (
+    CentredAvgPool2d,
+    FieldParameter,
+    GroupDropout2d,
+    GroupPool2d,
+    recentre,
+)
+
+__all__ = ["convert_node", "find_heads"]
+
+_POINTWISE = {
+    *("abs", "celu", "clamp", "clamp_min", "clamp_max", "elu", "exp", "gelu", "hardsigmoid"),
+    *("hardswish", "hardtanh", "leaky_relu", "log", "log1p", "mish", "neg", "pow", "relu"),
+    *("relu6", "rsqrt", "selu", "sigmoid", "silu", "softplus", "softsign", "sqrt", "square"),
+    *("tanh", "threshold", "dropout", "alpha_dropout", "logsigmoid", "sin", "cos", "erf"),
+    *("clone", "contiguous", "detach", "to", "float", "double", "half", "bfloat16", "type"),
+    *("type_as", "requires_grad", "drop_path", "stochastic_depth"),
+}
+_BINARY = {
+    *("add", "iadd", "radd", "sub", "isub", "rsub", "mul", "imul", "rmul", "div", "idiv"),
+    *("truediv", "itruediv", "rtruediv", "maximum", "minimum", "pow", "multiply", "subtract"),
+    *("addcmul", "addcdiv", "lerp", "where", "hypot"),
+}
+_REDUCTIONS = {"mean", "sum", "amax", "amin", "std", "var", "norm", "logsumexp", "vector_norm"}
+_RESHAPES = {"flatten", "reshape", "view", "squeeze", "unsqueeze", "reshape_as", "view_as"}
+_SPLITS = {"chunk", "split", "tensor_split"}
+_SOFTMAX = {"softmax", "log_softmax"}
+_ATTENTION = {"matmul", "bmm", "scaled_dot_product_attention", "einsum", "baddbmm"}
+
+
+def convert_node(plan: Plan, node: fx.Node) -> None:
+    """Plan one operation."""
+    if node.op == "output":
+        plan.output(node)
+        return
+    plan.values[node] = _convert(plan, node)
+
+
+def _convert(plan: Plan, node: fx.Node) -> Value:
+    if node.op == "placeholder":
+        name, default = plan.trace.signature[node]
+        return plan.emit(
+            node, _input(value_of(node)), lambda e: e.graph.placeholder(name, None, default)
+        )
+    if node.op == "get_attr":
+        return plan.emit(node, Value("parameter"), lambda e: e.copy(node))
+    if node.op == "call_module":
+        return convert_module(plan, node)
+    name = _name(node)
+    values = _inputs(plan, node)
+    if name in ("assert", "assert_is_none"):
+        if _is_about_arguments(node):
+            return plan.copy(node, OTHER)
+        return plan.emit(node, OTHER, lambda e: None)  # about the source's own sizes
+    if not isinstance(value_of(node), Tensor) and not _is_list_of_tensors(value_of(node)):
+        return _question(plan, node, values)
+    if any(value.kind == "left" for value in values):
+        return plan.as_in_source(node)
+    kinds = {value.kind for value in values}
+    if not kinds & {"fields", "image", "list"}:
+        only_parameters = "parameter" in kinds and "invariant" not in kinds
+        return plan.copy(node, Value("parameter" if only_parameters else "invariant"))
+    try:
+        return _tensor_function(plan, node, name, values)
+    except ConversionError as error:
+        here = owner(node) or node.name
+        if plan.strict or error.module not in ("", here):
+            raise ConversionError(error.module or here, error.reason) from None
+        return plan.leave(node, error.reason)
+
+
+def _input(value: Any) -> Value:
+    if isinstance(value, Tensor):
+        pixels = value.ndim == 4 and value.is_floating_point()
+        return Value("image", IMAGE) if pixels else Value("invariant")
+    return OTHER
+
+
+def _is_about_arguments(node: fx.Node) -> bool:
+    """Whether an assertion says that an argument is the one that was traced."""
+    reads = list(node.all_input_nodes)
+    while reads and all(r.op == "call_function" and _name(r) in ("eq", "is") for r in reads):
+        reads = [before for read in reads for before in read.all_input_nodes]
+    return bool(reads) and all(
+        r.op == "placeholder" and not isinstance(value_of(r), Tensor) for r in reads
+    )
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    for name in ("max_pool2d", "adaptive_max_pool2d"):  # dispatchers without a name of their own
+        if target is getattr(functional, name) or target is getattr(torch, name, None):
+            return name
+    return str(target if isinstance(target, str) else target.__name__).strip("_")
+
+
+def _inputs(plan: Plan, node: fx.Node) -> list[Value]:
+    return [plan.value(read) for read in node.all_input_nodes]
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    return isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value)
+
+
+def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+def _known(argument: Any) -> Any:
+    """An argument with the numbers of the traced pass in place of its nodes."""
+    return fx.node.map_arg(argument, value_of) if argument is not None else None
+
+
+def _question(plan: Plan, node: fx.Node, values: list[Value]) -> Value:
+    """A size, a dtype, a device: asked of the converted tensor, in the source's order of axes."""
+    value = values[0] if values else OTHER
+    moved = value.kind == "fields" and value.axes != tuple(a for a in "NCHW" if a in value.axes)
+    if not moved:
+        return plan.copy(node, OTHER)
+    name, read = _name(node), node.args[0]
+    if name == "size" and len(node.args) == 2:
+        axis = value.axes[_known(node.args[1])]
+        return plan.emit(
+            node,
+            OTHER,
+            lambda e: e.method("size", e[read], value.place(axis)),  # type: ignore[index]
+        )
+    if name == "getattr" and node.args[1] in ("dtype", "device"):
+        return plan.copy(node, OTHER)
+    order = tuple(value.place(axis) for axis in value.axes)
+    if name == "size" or (name == "getattr" and node.args[1] == "shape"):
+        return plan.emit(
+            node,
+            OTHER,
+            lambda e: e.function(sizes_in_order, e[read], order),  # type: ignore[index]
+        )
+    raise ConversionError(owner(node), f"{name} of a tensor with axes {value.axes}")
+
+
+def sizes_in_order(x: Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of a tensor, in the order of the axes that the source had."""
+    return tuple(x.shape[i] for i in order)
+
+
+def _tensor_function(plan: Plan, node: fx.Node, name: str, values: list[Value]) -> Value:
+    if name == "getitem":
+        return _getitem(plan, node)
+    if any(value.kind == "list" for value in values):
+        raise ConversionError("", f"{name} of parts of a feature map")
+    if name in ("dropout2d", "feature_dropout", "dropout"):
+        return _dropout(plan, node, name)
+    if name in _POINTWISE and len([v for v in values if v.kind != "other"]) == 1:
+        return plan.copy(node, values[0])
+    if name in _BINARY:
+        return _elementwise(plan, node)
+    if name == "cat" or name == "concat" or name == "concatenate":
+        return _concatenate(plan, node)
+    if name in _SPLITS:
+        return _split(plan, node)
+    if name in _REDUCTIONS:
+        return _reduce(plan, node, name)
+    if name in _RESHAPES:
+        return reshape(plan, node)
+    if name in ("permute", "transpose", "swapaxes", "movedim"):
+        return permute(plan, node, _order(node, name))
+    if name in _SOFTMAX:
+        return _softmax(plan, node)
+    if name == "expand_as" or name == "expand":
+        return _expand(plan, node)
+    if name in _RULES:
+        return _RULES[name](plan, node)
+    if name in _ATTENTION:
+        raise ConversionError(
+            "", f"{name}: attention over positions has no equivariant counterpart"
+        )
+    inside = type(plan.trace.modules.get(owner(node))).__name__
+    raise ConversionError("", f"there is no rule for the function {name} of {inside}")
+
+
+def _order(node: fx.Node, name: str) -> tuple[int, ...]:
+    """The permutation of a permuting function, read off a tensor of small sizes."""
+    rank = value_of(node.args[0]).ndim  # type: ignore[arg-type]
+    probe = torch.empty(tuple(range(1, rank + 1)))
+    args, kwargs = _known(node.args[1:]), _known(node.kwargs)
+    target: Any = node.target
+    moved = (
+        getattr(probe, target)(*args, **kwargs)
+        if node.op == "call_method"
+        else target(probe, *args, **kwargs)
+    )
+    return tuple(size - 1 for size in moved.shape)
+
+
+# Sums, products
+
+
+def _elementwise(plan: Plan, node: fx.Node) -> Value:
+    reads = node.all_input_nodes
+    tensors = [r for r in reads if isinstance(value_of(r), Tensor) and value_of(r).ndim > 0]
+    fields = [r for r in tensors if plan.value(r).kind == "fields"]
+    shape = tuple(value_of(node).shape)
+    if not fields:
+        return _elementwise_images(plan, node, tensors, shape)
+    widest = max(fields, key=lambda r: (value_of(r).ndim, plan.value(r).channels))
+    whole = plan.value(widest)
+    if value_of(widest).ndim != len(shape):
+        raise ConversionError("", f"group features are broadcast to {shape}")
+    readers: dict[fx.Node, Step] = {}
+    for read in tensors:
+        _join_operand(plan, node, read, whole, readers)
+    axes = whole.axes
+    pixels = [plan.value(r) for r in fields if plan.value(r).axes == axes]
+
+    def step(e: Emission) -> fx.Node:
+        here = {read: reader(e) for read, reader in readers.items()}
+        return e.graph.node_copy(node, lambda n: here.get(n, e.found.get(n, n)))
+
+    return plan.emit(node, pixels[0] if whole not in pixels else whole, step)
+
+
+def _join_operand(
+    plan: Plan, node: fx.Node, read: fx.Node, whole: Value, readers: dict[fx.Node, Step]
+) -> None:
+    """Make one operand fit to group features, or say why it does not."""
+    value, shape = plan.value(read), tuple(value_of(read).shape)
+    here = owner(node) or node.name
+    if value.kind == "fields":
+        if value.axes != whole.axes:
+            raise ConversionError("", f"it joins tensors with axes {value.axes} and {whole.axes}")
+        if value.channels == whole.channels:
+            join(whole.widths, value.widths)
+        elif value.channels == 1:
+            for width in runs(value.widths):
+                width.fix(1)
+            pool = plan.insert(here, "orientations", lambda: GroupPool2d(plan.group, plan.reduce))
+            readers[read] = lambda e: e.module(pool, e[read])
+        else:
+            raise ConversionError("", f"it joins {value.channels} and {whole.channels} channels")
+        return
+    if value.kind == "parameter":
+        readers[read] = _field_parameter(plan, node, read, whole)
+        return
+    place = len(shape) - len(whole.axes) + whole.axes.index("C")
+    channels = shape[place] if place >= 0 else 1
+    if whole.axes not in (IMAGE, VECTOR):
+        raise ConversionError("", f"it joins an image and group features with axes {whole.axes}")
+    if channels == 1:
+        return
+    if value.kind != "image" and value.axes not in (IMAGE, VECTOR):
+        raise ConversionError("", f"a tensor of shape {shape} meets group features")
+    known = value if value.axes else replace(value, axes=IMAGE[: len(shape)])
+    spread, reader = plan.spread(read, known, here)
+    join(whole.widths, spread.widths)
+    readers[read] = reader
+
+
+def _field_parameter(plan: Plan, node: fx.Node, read: fx.Node, whole: Value) -> Step:
+    """A parameter with one number per channel, as one with one number per field."""
+    tensor = value_of(read)
+    shape = tuple(tensor.shape)
+    if tensor.numel() == 1:
+        return lambda e: e[read]
+    place = len(shape) - len(whole.axes) + whole.axes.index("C")
+    if place < 0 or shape[place] != tensor.numel():
+        raise ConversionError("", _positional(shape))
+    if tensor.numel() != whole.channels:
+        raise ConversionError("", f"a parameter of shape {shape} meets {whole.channels} channels")
+    source = _parameter_behind(read)
+    name = str(source.target)
+    holder, _, leaf = name.rpartition(".")
+    given = getattr(plan.trace.modules[holder], leaf)
+    widths = whole.widths
+    learned = isinstance(given, nn.Parameter) and given.requires_grad
+    initial = float(given.detach().double().mean()) if not given.is_meta else 1.0
+    pixels = whole.axes != VECTOR
+
+    def make(sizes: Any, where: dict[str, Any]) -> nn.Module:
+        module = FieldParameter(sizes.fields(widths), plan.group, initial, pixels, **where)
+        return module.requires_grad_(learned)
+
+    def fit(kept: Any, module: Any) -> float | None:
+        with torch.no_grad():
+            module.weight.copy_(given.detach().flatten()[kept.channels(widths)])
+        return None
+
+    if name in plan.parts:
+        join(plan.parts[name].into, widths)
+    else:
+        plan.add_part(Part(name, make, None, 0, widths, (), fit))
+        plan.rows.append(Row(name, f"Parameter{shape}", f"FieldParameter({plan.group.name})"))
+    return lambda e: e.module(name)
+
+
+def _positional(shape: tuple[int, ...]) -> str:
+    return (
+        f"a parameter of shape {shape} belongs to positions: a fixed positional embedding does not "
+        "turn with the image"
+    )
+
+
+def _parameter_behind(node: fx.Node) -> fx.Node:
+    """The attribute that an expression of one parameter reads."""
+    while node.op != "get_attr":
+        reads = [r for r in node.all_input_nodes if isinstance(value_of(r), Tensor)]
+        same = node.op == "call_method" and node.target in (
+            *("view", "reshape", "unsqueeze", "to", "type_as", "expand", "expand_as", "contiguous"),
+            *("squeeze", "float"),
+        )
+        if len(reads) != 1 or not (same or _name(node) in ("getitem", "reshape", "unsqueeze")):
+            raise ConversionError("", f"it computes with a parameter: {node.format_node()}")
+        node = reads[0]
+    return node
+
+
+def _elementwise_images(
+    plan: Plan, node: fx.Node, tensors: list[fx.Node], shape: tuple[int, ...]
+) -> Value:
+    images = [plan.value(r) for r in tensors if plan.value(r).kind == "image"]
+    for read in tensors:
+        value, sides = plan.value(read), tuple(value_of(read).shape)
+        by_pixel = value.kind == "parameter" and any(n > 1 for n in sides[-2:])
+        if by_pixel and len(sides) >= 2 and images[0].axes == IMAGE:
+            raise ConversionError("", _positional(sides))
+    longest = max(images, key=lambda value: len(value.axes))
+    if len(longest.axes) != len(shape):
+        raise ConversionError("", f"an image is broadcast to {shape}")
+    return plan.copy(node, longest)
+
+
+def _expand(plan: Plan, node: fx.Node) -> Value:
+    """Broadcasting does what an expansion says; the operation that follows does it by itself."""
+    read: Any = node.args[0]
+    value = plan.value(read)
+    if value.kind != "fields":
+        return plan.copy(node, replace(value, kind="image") if value.kind != "image" else value)
+    before, after = value_of(read).shape, value_of(node).shape
+    place = value.axes.index("C")
+    if len(before) != len(after) or before[place] != after[place] or before[0] != after[0]:
+        raise ConversionError("", f"it expands {tuple(before)} to {tuple(after)}")
+    return plan.emit(node, value, lambda e: e[read])
+
+
+# Rows of channels
+
+
+def _channel_axis(value: Value, axis: Any) -> bool:
+    return bool(value.axes) and value.axes[_known(axis)] == "C"
+
+
+def _concatenate(plan: Plan, node: fx.Node) -> Value:
+    parts: Any = _argument(node, 0, "tensors")
+    axis = _argument(node, 1, "dim", 0)
+    values = [plan.value(part) for part in parts]
+    if all(value.kind in ("image", "invariant", "parameter") for value in values):
+        images = [value for value in values if value.kind == "image"]
+        if any(value.kind == "parameter" for value in values) or not _channel_axis(images[0], axis):
+            raise ConversionError("", "it concatenates positions")
+        return plan.copy(node, images[0])
+    whole = next(value for value in values if value.kind == "fields")
+    if not _channel_axis(whole, axis):
+        raise ConversionError("", "it concatenates group features along an axis of positions")
+    readers: dict[fx.Node, Step] = {}
+    widths: list[Width] = []
+    for part, value in zip(parts, values, strict=True):
+        found = value
+        if value.kind in ("image", "invariant"):
+            found, readers[part] = plan.spread(part, value, owner(node) or node.name)
+        if found.kind != "fields" or found.axes != whole.axes:
+            raise ConversionError("", f"it concatenates tensors with axes {found.axes}")
+        widths += found.widths
+
+    def step(e: Emission) -> fx.Node:
+        here = {part: reader(e) for part, reader in readers.items()}
+        tensors = [here.get(part, e.found.get(part)) for part in parts]
+        return e.function(torch.cat, tensors, 1)
+
+    return plan.emit(node, replace(whole, widths=tuple(widths)), step)
+
+
+def _split(plan: Plan, node: fx.Node) -> Value:
+    read: Any = node.args[0]
+    value = plan.value(read)
+    axis = _argument(node, 2, "dim", 0)
+    if value.kind == "image" and _channel_axis(value, axis):
+        return plan.copy(node, Value("list", items=(value,) * len(value_of(node))))
+    if value.kind != "fields" or not _channel_axis(value, axis):
+        raise ConversionError("", "it divides positions")
+    items: list[Value] = []
+    position = 0
+    place = value.axes.index("C")
+    for piece in value_of(node):
+        size = int(piece.shape[place])
+        before, within = slice_runs(value.widths, position, position + size)
+        items.append(replace(value, widths=tuple(within), start=tuple(before)))
+        position += size
+    return plan.emit(node, Value("list", value.axes, items=tuple(items)), lambda e: e[read])
+
+
+def _getitem(plan: Plan, node: fx.Node) -> Value:
+    read: Any = node.args[0]
+    index: Any = node.args[1]
+    value = plan.value(read)
+    if value.kind == "list":
+        item = value.items[_known(index)]
+        if item.kind == "image":
+            return plan.copy(node, item)
+        return plan.emit(node, item, _slice_fields(read, item))
+    if value.kind == "invariant":
+        return plan.copy(node, value)
+    entries = index if isinstance(index, tuple) else (index,)
+    entries = tuple(_known(e) if not isinstance(e, slice) else _known_slice(e) for e in entries)
+    if Ellipsis in entries or len(entries) > len(value.axes):
+        raise ConversionError("", f"it indexes group features by {index}")
+    full = slice(None)
+    by_axis = dict(zip(value.axes, (*entries, *[full] * len(value.axes)), strict=False))
+    if any(not isinstance(entry, slice) for entry in by_axis.values()):
+        raise ConversionError("", f"it takes out single rows, columns or channels: {index}")
+    sizes = dict(zip(value.axes, value_of(read).shape, strict=True))
+    if by_axis["N"] != full:
+        raise ConversionError("", "it takes out images of the batch")
+    if by_axis.get("H", full) != by_axis.get("W", full):
+        raise ConversionError("", f"it takes rows and columns differently: {index}")
+    across = by_axis.get("H", full)
+    if across != full:
+        if by_axis["C"] != full or value.axes != IMAGE:
+            raise ConversionError("", f"it indexes group features by {index}")
+        if across.start in (None, 0) and across.stop is None and across.step is not None:
+            stride = int(across.step)
+            return pool_step(plan, node, value, lambda: CentredAvgPool2d(1, stride))
+        start, stop, step = across.indices(sizes["H"])
+        if step == 1 and start == sizes["H"] - stop and sizes["H"] == sizes["W"]:
+            return plan.copy(node, value)
+        raise ConversionError("", f"it crops an image to one side: {index}")
+    start, stop, step = by_axis["C"].indices(sizes["C"])
+    if value.kind == "image":
+        return plan.copy(node, value)
+    if step != 1:
+        raise ConversionError("", f"it takes every {step}th channel")
+    before, within = slice_runs(value.widths, start, stop)
+    item = replace(value, widths=tuple(within), start=tuple(before))
+    return plan.emit(node, replace(item, start=()), _slice_fields(read, item))
+
+
+def _known_slice(entry: slice) -> slice:
+    return slice(_known(entry.start), _known(entry.stop), _known(entry.step))
+
+
+def _slice_fields(read: fx.Node, item: Value) -> Step:
+    def step(e: Emission) -> fx.Node:
+        order = e.plan.group.order
+        start = e.sizes.fields(item.start) * order
+        return e.method("narrow", e[read], 1, start, e.sizes.fields(item.widths) * order)
+
+    return step
+
+
+# Reductions
+
+
+def _reduce(plan: Plan, node: fx.Node, name: str) -> Value:
+    read: Any = node.args[0]
+    value = plan.value(read)
+    place = 2 if name in ("norm", "vector_norm") else 1
+    dims = _known(_argument(node, place, "dim"))
+    keep = bool(_known(_argument(node, place + 1, "keepdim", False)))
+    if name in ("std", "var") and not isinstance(dims, tuple | list | int):
+        raise ConversionError("", f"{name} with arguments that are not known")
+    if dims is None:
+        dims = tuple(range(len(value.axes)))
+    chosen = (dims,) if isinstance(dims, int) else tuple(dims)
+    gone = {value.axes[d] for d in chosen}
+    if len(gone & {"H", "W"}) == 1:
+        raise ConversionError("", f"{name} takes rows and columns apart")
+    if value.kind == "image":
+        if keep:
+            pixels = "H" not in gone
+            return plan.copy(node, Value("image" if pixels else "invariant", value.axes))
+        axes = tuple(a for a in value.axes if a not in gone)
+        return plan.copy(node, Value("image" if "H" in axes else "invariant", axes))
+    if "N" in gone:
+        raise ConversionError("", f"{name} over the batch")
+    axes = value.axes if keep else tuple(a for a in value.axes if a not in gone)
+    if "C" not in gone and not keep:
+        axes = VECTOR
+    new_dims = sorted(value.place(axis) for axis in gone)
+    order = [a for a in "NCHW" if a in value.axes]
+
+    def step(e: Emission) -> fx.Node:
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in ("dim", "keepdim")}
+        args = (e[read], *node.args[1:place])
+        target: Any = node.target
+        options = {**e.args(kwargs), "dim": new_dims, "keepdim": keep}
+        if node.op == "call_method":
+            found = e.graph.call_method(target, args, options)
+        else:
+            found = e.graph.call_function(target, args, options)
+        if "C" in gone and keep and value.axes != tuple(order):
+            found = e.method("permute", found, *(order.index(axis) for axis in value.axes))
+        return found
+
+    if "C" not in gone:
+        return plan.emit(node, replace(value, axes=axes), step)
+    kind = "image" if "H" in axes and "H" not in gone else "invariant"
+    return plan.emit(node, Value(kind, axes), step)
+
+
+def _softmax(plan: Plan, node: fx.Node) -> Value:
+    value = plan.value(node.args[0])
+    if value.kind == "image":
+        return plan.copy(node, value)
+    axis = _argument(node, 1, "dim")
+    if axis is None or not _channel_axis(value, axis) or value.axes not in (IMAGE, VECTOR):
+        raise ConversionError("", "softmax over positions: attention has no counterpart here")
+    return plan.copy(node, value)
+
+
+# Functions that have modules
+
+
+@dataclass
+class _PoolArguments:
+    """The arguments of a pooling function, as its module would hold them."""
+
+    kernel_size: Any
+    stride: Any
+    padding: Any
+    dilation: Any = 1
+    ceil_mode: bool = False
+    return_indices: bool = False
+    count_include_pad: bool = True
+    divisor_override: Any = None
+
+
+def _pooling(plan: Plan, node: fx.Node, names: tuple[str, ...], convert: Any) -> Value:
+    arguments: dict[str, Any] = {"stride": None, "padding": 0}
+    for place, name in enumerate(names, start=1):
+        found = _known(_argument(node, place, name, ...))
+        if found is not ...:
+            arguments[name] = found
+    arguments["stride"] = arguments["stride"] or arguments["kernel_size"]
+    result: Value = convert(plan, node, _PoolArguments(**arguments))
+    return result
+
+
+def _max_pool(plan: Plan, node: fx.Node) -> Value:
+    names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+    return _pooling(plan, node, names, max_pool)
+
+
+def _avg_pool(plan: Plan, node: fx.Node) -> Value:
+    names = (
+        *("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad"),
+        "divisor_override",
+    )
+    return _pooling(plan, node, names, avg_pool)
+
+
+def _symmetric(plan: Plan, node: fx.Node) -> Value:
+    value = plan.value(node.args[0])
+    if value.axes != IMAGE:
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+    return plan.copy(node, value)
+
+
+def _interpolate(plan: Plan, node: fx.Node) -> Value:
+    value = plan.value(node.args[0])
+    if value.axes != IMAGE:
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+    mode = str(_argument(node, 3, "mode", "nearest"))
+    if resizes_symmetrically(node, mode):
+        return plan.copy(node, value)
+    plan.notes.append(
+        f"{owner(node) or node.name}: nearest pixels lie to one side on sizes that do not divide "
+        "each other; it interpolates linearly"
+    )
+
+    def step(e: Emission) -> fx.Node:
+        kwargs: dict[str, Any] = {"mode": "bilinear"}
+        for place, name in ((1, "size"), (2, "scale_factor")):
+            given = e.args(_argument(node, place, name))
+            if given is not None:
+                kwargs[name] = given
+        return e.function(functional.interpolate, e[node.args[0]], **kwargs)  # type: ignore[index]
+
+    return plan.emit(node, value, step)
+
+
+def _dropout(plan: Plan, node: fx.Node, name: str) -> Value:
+    """A function that drops, as a module that knows whether it is trained."""
+    value = plan.value(node.args[0])
+    p = float(_known(_argument(node, 1, "p", 0.5)))
+
+    def make() -> nn.Module:
+        if name == "dropout":
+            return nn.Dropout(p)
+        return GroupDropout2d(plan.group, p) if value.kind == "fields" else nn.Dropout2d(p)
+
+    if value.kind == "fields" and name == "dropout2d":
+        return pool_step(plan, node, value, make)
+    return module_step(plan, node, value, make)
+
+
+def module_step(plan: Plan, node: fx.Node, value: Value, make: Callable[[], nn.Module]) -> Value:
+    read: Any = node.args[0]
+    part = plan.insert(str(node.meta.get("owner", "")), node.name, make)
+    return plan.emit(node, value, lambda e: e.module(part, e[read]))
+
+
+def pad_about_centre(x: Tensor, pad: list[int], value: float = 0.0) -> Tensor:
+    """`pad`, where one pixel more on one side of an axis is half a pixel more on both."""
+    left, right, top, bottom = pad
+    height, width = x.shape[2] + top + bottom, x.shape[3] + left + right
+    return recentre(x, height, width, value)
+
+
+def _pad(plan: Plan, node: fx.Node) -> Value:
+    read: Any = node.args[0]
+    value = plan.value(read)
+    amounts = [int(n) for n in _known(_argument(node, 1, "pad"))]
+    if value.axes != IMAGE:
+        raise ConversionError("", f"it pads a tensor with axes {value.axes}")
+    sides = [*amounts[:4], *[0] * (4 - len(amounts[:4]))]
+    follows_size = bool(set(node.all_input_nodes) - {read})  # and so turns with the image
+    totals = sides[0] + sides[1], sides[2] + sides[3]
+    uneven = max(abs(sides[0] - sides[1]), abs(sides[2] - sides[3])) > 1
+    if uneven or (totals[0] != totals[1] and not follows_size):
+        raise ConversionError("", f"it pads the sides of an image differently: {sides}")
+    mode = _argument(node, 2, "mode", "constant")
+    if len(amounts) == 4 and mode == "constant":
+        fill = _argument(node, 3, "value", 0.0) or 0.0
+        pad = _argument(node, 1, "pad")
+        return plan.emit(
+            node, value, lambda e: e.function(pad_about_centre, e[read], e.args(pad), fill)
+        )
+    if sides[0] != sides[1] or sides[2] != sides[3]:
+        raise ConversionError("", f"it pads the sides of an image differently: {sides}")
+    channels = [*amounts[4:], 0, 0][:2]
+    if value.kind == "image" or not any(channels):
+        return plan.copy(node, value)
+    if any(sides) or len(amounts) > 6 or min(channels) < 0:
+        raise ConversionError("", f"it pads by {amounts}")
+    fill = _argument(node, 3, "value", 0) or 0
+    name = owner(node) or node.name
+    before = (Width(channels[0], name),) if channels[0] else ()
+    after = (Width(channels[1], name),) if channels[1] else ()
+
+    def step(e: Emission) -> fx.Node:
+        order = e.plan.group.order
+        each = [e.sizes.fields(widths) * order for widths in (before, after)]
+        return e.function(functional.pad, e[read], (0, 0, 0, 0, *each), value=fill)
+
+    return plan.emit(node, replace(value, widths=(*before, *value.widths, *after)), step)
+
+
+_RULES: dict[str, Callable[[Plan, fx.Node], Value]] = {
+    "max_pool2d": _max_pool,
+    "avg_pool2d": _avg_pool,
+    "adaptive_avg_pool2d": _symmetric,
+    "adaptive_max_pool2d": _symmetric,
+    "interpolate": _interpolate,
+    "upsample": _interpolate,
+    "pad": _pad,
+}
+
+
+# Where a network ends
+
+_TRANSPARENT_MODULES: tuple[type[nn.Module], ...] = (
+    nn.AdaptiveAvgPool2d,
+    nn.Flatten,
+    nn.Identity,
+    nn.LogSoftmax,
+    nn.ReLU,
+    nn.Sigmoid,
+    nn.Softmax,
+    nn.Tanh,
+    nn.Upsample,
+    nn.Dropout,
+)
+_TRANSPARENT = (
+    _POINTWISE
+    | _RESHAPES
+    | _SOFTMAX
+    | {"add", "iadd", "sub", "mean", "interpolate", "adaptive_avg_pool2d", "squeeze", "argmax"}
+)
+
+
+def find_heads(graph: fx.Graph, modules: dict[str, nn.Module]) -> set[fx.Node]:
+    """The convolutions and linear maps that end the network, with nothing learned after them.
+
+    An output that other layers end as well, such as the features of a backbone, has no head.
+    """
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    heads: set[fx.Node] = set()
+    for end in output.all_input_nodes:
+        found: set[fx.Node] = set()
+        stack, seen = [end], set()
+        whole = True
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            module = modules.get(str(node.target)) if node.op == "call_module" else None
+            if isinstance(module, nn.Conv2d | nn.ConvTranspose2d | nn.Linear):
+                found.add(node)
+            elif isinstance(module, _TRANSPARENT_MODULES) or (
+                node.op in ("call_function", "call_method") and _name(node) in _TRANSPARENT
+            ):
+                stack += [r for r in node.all_input_nodes if isinstance(value_of(r), Tensor)]
+            elif node.op != "placeholder":
+                whole = False
+        if whole:
+            heads |= found
+    return heads

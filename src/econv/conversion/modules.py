@@ -1,0 +1,410 @@
+"""What becomes of each kind of module."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from econv.conversion.convolutions import (
+    Geometry,
+    convolution,
+    linear,
+    plain_convolution,
+    transposed_convolution,
+)
+from econv.conversion.plan import Emission, Part, Plan, Row, Value, describe
+from econv.conversion.shapes import IMAGE, VECTOR, reshape
+from econv.conversion.trace import ConversionError, value_of
+from econv.conversion.widths import Sizes, Width, join
+from econv.lab.flow import ACTIVATIONS
+from econv.layers import (
+    CentredAvgPool2d,
+    CentredMaxPool2d,
+    Downsample2d,
+    GroupBatchNorm2d,
+    GroupDropout2d,
+    GroupGroupNorm2d,
+    GroupInstanceNorm2d,
+    GroupLayerNorm2d,
+    GroupPReLU2d,
+)
+
+__all__ = [
+    "POINTWISE",
+    "avg_pool",
+    "convert_module",
+    "is_leaf",
+    "max_pool",
+    "pool_step",
+    "resizes_symmetrically",
+]
+
+POINTWISE = (*ACTIVATIONS, nn.Threshold, nn.Dropout, nn.AlphaDropout)
+# Classes of other libraries, by name: drops of whole samples, and pointwise functions as modules.
+_POINTWISE_NAMES = {"StochasticDepth", "DropPath", "Swish", "HardSwish", "HardSigmoid", "GELUTanh"}
+_SYMMETRIC: tuple[type[nn.Module], ...] = (
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveMaxPool2d,
+    nn.Softmax2d,
+)
+# Their forward is not torch's, but they mean the same.
+_KNOWN_VARIANTS = {
+    *("BatchNormAct2d", "GroupNormAct", "LayerNormAct", "LayerNormAct2d", "SyncBatchNorm"),
+    *("LayerNorm", "LayerNorm2d", "GroupNorm", "GroupNorm1", "Conv2dSame", "LayerNormFp32"),
+    *("LayerNorm2dFp32", "Linear", "Swish", "GELU", "GELUTanh", "Sigmoid", "Tanh", "HardSwish"),
+    "PReLU",
+}
+_CHANNELS_FIRST = {"LayerNorm2d", "LayerNormAct2d", "LayerNorm2dFp32"}
+_BLUR = {"BlurPool2d"}
+
+
+def _rule_of(module: nn.Module) -> Callable[[Plan, fx.Node, Any], Value] | None:
+    kind = type(module)
+    if kind.__name__ in _POINTWISE_NAMES:
+        return _pointwise
+    if kind.__name__ in _BLUR:
+        return _blur_pool
+    for base in kind.__mro__:
+        if base in _RULES:
+            same = kind.forward is base.forward or kind.__name__ in _KNOWN_VARIANTS
+            return _RULES[base] if same else None
+    return None
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module is converted as one; others are looked into."""
+    if _rule_of(module) is not None:
+        return True
+    inside = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    return type(module).__module__.startswith("torch.nn.") and not inside
+
+
+def convert_module(plan: Plan, node: fx.Node) -> Value:
+    """Plan one call of a module."""
+    module = plan.module(node)
+    values = [plan.value(read) for read in node.all_input_nodes]
+    if any(value.kind == "left" for value in values):
+        return plan.as_in_source(node)
+    if not any(value.kind in ("fields", "image", "list") for value in values):
+        return plan.copy(node, Value("invariant"))
+    rule = _rule_of(module)
+    if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+        return plan.leave(node, "attention over positions is not equivariant to their rotation")
+    if rule is None:
+        return plan.leave(node, f"there is no rule for {type(module).__name__}")
+    if len(node.args) != 1 or node.kwargs or values[0].kind == "list":
+        return plan.leave(node, f"expected {type(module).__name__} to read one tensor")
+    try:
+        return rule(plan, node, module)
+    except ConversionError as error:
+        if plan.strict or error.module not in ("", str(node.target)):
+            raise ConversionError(error.module or str(node.target), error.reason) from None
+        if isinstance(module, nn.Conv2d):
+            return plain_convolution(plan, node, module, error.reason)
+        return plan.leave(node, error.reason)
+
+
+def _fit_by_channel(
+    widths: tuple[Width, ...], source: nn.Module, names: tuple[str, ...]
+) -> Callable[[Any, nn.Module], float | None]:
+    """Takes over numbers that belong to channels, one for each field."""
+
+    def fit(kept: Any, layer: nn.Module) -> float | None:
+        target = next((m for m in layer.modules() if hasattr(m, "weight")), layer)
+        with torch.no_grad():
+            for name in names:
+                given, own = getattr(source, name, None), getattr(target, name, None)
+                if given is not None and own is not None:
+                    own.copy_(given.detach()[kept.channels(widths)] if given.ndim else given)
+        return None
+
+    return fit
+
+
+# Norms
+
+
+def _constant(parameter: Any) -> float | None:
+    """The number that all entries of a parameter share, if they do."""
+    if parameter is None or parameter.is_meta or parameter.numel() == 0:
+        return None
+    first = float(parameter.detach().flatten()[0])
+    return first if bool((parameter.detach() == first).all()) else None
+
+
+def _norm(
+    plan: Plan, node: fx.Node, source: Any, widths: tuple[Width, ...], make: Any, value: Value
+) -> Value:
+    """A norm of group features, with the function and the dropout that some norms contain."""
+    name = str(node.target)
+    read: Any = node.args[0]
+    initial = _constant(getattr(source, "weight", None))
+
+    def make_all(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+        norm: nn.Module = make(sizes, where)
+        own = getattr(norm, "weight", None)
+        if own is not None and initial is not None and not own.is_meta:
+            nn.init.constant_(own, initial)
+        after = [(n, getattr(source, n, None)) for n in ("drop", "act")]
+        inside = [(n, m) for n, m in after if isinstance(m, nn.Module)]
+        if not [m for _, m in inside if not isinstance(m, nn.Identity)]:
+            return norm
+        parts = [("norm", norm), *((n, copy.deepcopy(m)) for n, m in inside)]
+        return nn.Sequential(OrderedDict(parts))
+
+    if name in plan.parts:
+        join(plan.parts[name].into, widths)
+    else:
+        names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+        fit = _fit_by_channel(widths, source, names)
+        plan.add_part(Part(name, make_all, source, 0, widths, (), fit))
+    if value.axes == VECTOR:
+
+        def on_vectors(e: Emission) -> fx.Node:
+            map_ = e.method("unsqueeze", e.method("unsqueeze", e[read], 2), 3)
+            return e.method("flatten", e.module(name, map_), 1)
+
+        return plan.emit(node, value, on_vectors)
+    return plan.emit(node, value, lambda e: e.module(name, e[read]))
+
+
+def _on_image(plan: Plan, node: fx.Node) -> Value:
+    """A norm of an image, channel by channel, stays what it is."""
+    return plan.copy(node, plan.value(node.args[0]))
+
+
+def _batch_norm(plan: Plan, node: fx.Node, module: Any) -> Value:
+    value = plan.value(node.args[0])
+    if value.kind == "image":
+        return _on_image(plan, node)
+    if value.axes not in (IMAGE, VECTOR):
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+
+    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+        return GroupBatchNorm2d(
+            sizes.fields(value.widths),
+            plan.group,
+            module.eps,
+            module.momentum,
+            module.affine,
+            module.track_running_stats,
+            **where,
+        )
+
+    return _norm(plan, node, module, value.widths, make, value)
+
+
+def _instance_norm(plan: Plan, node: fx.Node, module: Any) -> Value:
+    value = plan.value(node.args[0])
+    if value.kind == "image":
+        return _on_image(plan, node)
+    if value.axes != IMAGE:
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+
+    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+        return GroupInstanceNorm2d(
+            sizes.fields(value.widths),
+            plan.group,
+            module.eps,
+            module.momentum,
+            module.affine,
+            module.track_running_stats,
+            **where,
+        )
+
+    return _norm(plan, node, module, value.widths, make, value)
+
+
+def _group_norm(plan: Plan, node: fx.Node, module: nn.GroupNorm) -> Value:
+    value = plan.value(node.args[0])
+    if value.kind == "image":
+        return _on_image(plan, node)
+    if value.axes not in (IMAGE, VECTOR):
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+
+    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+        fields = sizes.fields(value.widths)
+        most = fields if module.num_groups == module.num_channels else module.num_groups
+        groups = max(n for n in range(1, min(most, fields) + 1) if fields % n == 0)
+        return GroupGroupNorm2d(groups, fields, plan.group, module.eps, module.affine, **where)
+
+    return _norm(plan, node, module, value.widths, make, value)
+
+
+def _layer_norm(plan: Plan, node: fx.Node, module: nn.LayerNorm) -> Value:
+    value = plan.value(node.args[0])
+    if len(module.normalized_shape) != 1:
+        raise ConversionError("", "it learns a scale for every pixel")
+    axis = "C" if type(module).__name__ in _CHANNELS_FIRST else value.axes[-1]
+    if axis != "C":
+        raise ConversionError("", f"it normalises the last of the axes {value.axes}")
+    if value.kind == "image":
+        return _on_image(plan, node)
+
+    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+        return GroupLayerNorm2d(
+            sizes.fields(value.widths), plan.group, module.eps, module.elementwise_affine, **where
+        )
+
+    return _norm(plan, node, module, value.widths, make, value)
+
+
+def _prelu(plan: Plan, node: fx.Node, module: nn.PReLU) -> Value:
+    value = plan.value(node.args[0])
+    if value.kind == "image" or module.num_parameters == 1:
+        return plan.copy(node, value)
+    initial = _constant(module.weight)
+
+    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+        slope = 0.25 if initial is None else initial
+        return GroupPReLU2d(sizes.fields(value.widths), plan.group, slope, **where)
+
+    return _norm(plan, node, module, value.widths, make, value)
+
+
+# What treats all channels alike
+
+
+def _pointwise(plan: Plan, node: fx.Node, module: nn.Module) -> Value:
+    return plan.copy(node, plan.value(node.args[0]))
+
+
+def _dropout_of_maps(plan: Plan, node: fx.Node, module: _DropoutNd) -> Value:
+    value = plan.value(node.args[0])
+    if value.kind == "image":
+        return plan.copy(node, value)
+    return pool_step(plan, node, value, lambda: GroupDropout2d(plan.group, module.p))
+
+
+def pool_step(plan: Plan, node: fx.Node, value: Value, make: Callable[[], nn.Module]) -> Value:
+    """A module without parameters in place of an operation on one map."""
+    read: Any = node.args[0]
+    if value.axes not in (IMAGE,):
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+    if node.op == "call_module":
+        name = str(node.target)
+        if name not in plan.parts:
+            plan.add_part(
+                Part(name, lambda sizes, where: make(), plan.module(node)), describe(make())
+            )
+    else:
+        owner = str(node.meta.get("owner", ""))
+        name = plan.new_name(f"{owner}.{node.name}" if owner else node.name)
+        plan.add_part(Part(name, lambda sizes, where: make()))
+        plan.rows.append(Row(name, f"{node.target!s}".split(" at ")[0], describe(make())))
+    return plan.emit(node, value, lambda e: e.module(name, e[read]))
+
+
+def max_pool(plan: Plan, node: fx.Node, module: Any) -> Value:
+    geometry = Geometry.of(module)
+    if geometry.dilation != 1:
+        raise ConversionError("", "its windows are dilated")
+    if getattr(module, "return_indices", False):
+        raise ConversionError("", "it returns the places of the maxima, which a rotation exchanges")
+
+    def make() -> nn.Module:
+        return CentredMaxPool2d(
+            geometry.kernel, geometry.stride, geometry.padding // 2, module.ceil_mode
+        )
+
+    return pool_step(plan, node, plan.value(node.args[0]), make)
+
+
+def avg_pool(plan: Plan, node: fx.Node, module: Any) -> Value:
+    geometry = Geometry.of(module)
+    if module.divisor_override is not None:
+        raise ConversionError("", "its divisor is not the size of its windows")
+
+    def make() -> nn.Module:
+        return CentredAvgPool2d(
+            geometry.kernel,
+            geometry.stride,
+            geometry.padding // 2,
+            module.ceil_mode,
+            module.count_include_pad,
+        )
+
+    return pool_step(plan, node, plan.value(node.args[0]), make)
+
+
+def _blur_pool(plan: Plan, node: fx.Node, module: Any) -> Value:
+    read, out = value_of(node.args[0]), value_of(node)  # type: ignore[arg-type]
+    if tuple(out.shape[2:]) != tuple((n + 1) // 2 for n in read.shape[2:]):
+        raise ConversionError("", "it blurs without halving")
+    return pool_step(plan, node, plan.value(node.args[0]), Downsample2d)
+
+
+def _symmetric(plan: Plan, node: fx.Node, module: nn.Module) -> Value:
+    value = plan.value(node.args[0])
+    if value.axes != IMAGE:
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+    return plan.copy(node, value)
+
+
+def _upsample(plan: Plan, node: fx.Node, module: nn.Upsample) -> Value:
+    value = plan.value(node.args[0])
+    if value.axes != IMAGE:
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+    if not resizes_symmetrically(node, module.mode):
+        # Nearest pixels of sizes that do not divide each other lie to one side.
+        size, factor = module.size, module.scale_factor
+        return pool_step(plan, node, value, lambda: nn.Upsample(size, factor, mode="bilinear"))
+    return plan.copy(node, value)
+
+
+def resizes_symmetrically(node: fx.Node, mode: str) -> bool:
+    """Whether an interpolation commutes with quarter turns."""
+    if not mode.startswith("nearest"):
+        return True
+    before, after = value_of(node.args[0]).shape[2:], value_of(node).shape[2:]  # type: ignore[arg-type]
+    return all(n % m == 0 for m, n in zip(before, after, strict=True))
+
+
+def _flatten(plan: Plan, node: fx.Node, module: nn.Flatten) -> Value:
+    return reshape(plan, node)
+
+
+def _softmax(plan: Plan, node: fx.Node, module: Any) -> Value:
+    value = plan.value(node.args[0])
+    if value.kind == "image":
+        return plan.copy(node, value)
+    if value.axes[module.dim] != "C":
+        raise ConversionError("", f"it is taken over the axis {value.axes[module.dim]}")
+    if value.axes not in (IMAGE, VECTOR):
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+    return plan.copy(node, value)
+
+
+def _sub_pixels(plan: Plan, node: fx.Node, module: nn.Module) -> Value:
+    raise ConversionError("", "it lays channels out as pixels in a frame that does not turn")
+
+
+_RULES: dict[type[nn.Module], Callable[[Plan, fx.Node, Any], Value]] = {
+    nn.Conv2d: convolution,
+    nn.ConvTranspose2d: transposed_convolution,
+    nn.Linear: linear,
+    _BatchNorm: _batch_norm,
+    _InstanceNorm: _instance_norm,
+    nn.GroupNorm: _group_norm,
+    nn.LayerNorm: _layer_norm,
+    nn.PReLU: _prelu,
+    nn.Dropout2d: _dropout_of_maps,
+    nn.MaxPool2d: max_pool,
+    nn.AvgPool2d: avg_pool,
+    nn.Upsample: _upsample,
+    nn.Flatten: _flatten,
+    nn.Softmax: _softmax,
+    nn.LogSoftmax: _softmax,
+    nn.PixelShuffle: _sub_pixels,
+    nn.PixelUnshuffle: _sub_pixels,
+    **dict.fromkeys(POINTWISE, _pointwise),
+    **dict.fromkeys(_SYMMETRIC, _symmetric),
+}

@@ -1,0 +1,356 @@
+"""What becomes of each operation: the kind of every tensor, the parts to be built, the steps.
+
+The plan is made once, for widths that are not known yet; the same plan is then counted for many
+widths and built for one. What each operation becomes is the business of `modules` and `functions`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from econv.conversion.trace import ConversionError, Trace, owner, value_of
+from econv.conversion.widths import Sizes, Width, count_of, runs
+from econv.groups import Group
+from econv.layers import ConvOptions, GroupPool2d, PDOConv2d, Spread2d, Upsample2d
+
+__all__ = ["Emission", "Part", "Plan", "Row", "Value", "multiply_adds"]
+
+Make = Callable[[Sizes, dict[str, Any]], nn.Module]
+
+
+@dataclass(frozen=True)
+class Value:
+    """How one tensor of the source turns, and where its axes lie.
+
+    Kinds: ``"image"`` (channels that turn as images do), ``"fields"`` (group features),
+    ``"invariant"`` (no pixels, nothing turns), ``"parameter"``, ``"list"`` (of fields),
+    ``"left"`` (follows something that was left alone), ``"other"`` (no tensor).
+
+    Group features are always ``[N, C, H, W]`` or ``[N, C]`` in the converted network, whatever the
+    order of the axes in the source: ``axes`` are the source's. Flattened maps, ``("N", "CHW")``,
+    stay maps.
+    """
+
+    kind: str
+    axes: tuple[str, ...] = ()
+    widths: tuple[Width, ...] = ()
+    items: tuple[Value, ...] = ()
+    start: tuple[Width, ...] = ()
+    """For an item of a list: the widths before it."""
+    sides: tuple[int, int] = (1, 1)
+    """Of a flattened map: its height and width."""
+
+    @property
+    def channels(self) -> int:
+        """The source's channels of a group feature map."""
+        return count_of(self.widths)
+
+    @property
+    def has_pixels(self) -> bool:
+        """Whether rows and columns are left."""
+        return any("H" in axis for axis in self.axes)
+
+    def place(self, axis: str) -> int:
+        """The dimension of an axis in the converted network."""
+        return [a for a in "NCHW" if a in "".join(self.axes)].index(axis)
+
+
+OTHER = Value("other")
+
+
+@dataclass
+class Row:
+    """One line of the report."""
+
+    name: str
+    source: str
+    became: str | Callable[[nn.Module], str]
+    fit: float | None = None
+
+
+@dataclass
+class Part:
+    """A module of the converted network."""
+
+    name: str
+    make: Make
+    source: nn.Module | None = None
+    positions: int = 0
+    """At how many pixels of one image it is evaluated, all calls together."""
+    into: tuple[Width, ...] = ()
+    out: tuple[Width, ...] = ()
+    fit: Callable[[Any, nn.Module], float | None] | None = None
+    """Takes over the source's weights: what is left, relative to their norm."""
+    kept: bool = False
+    """Whether it is the source's own module."""
+
+
+class Emission:
+    """The converted graph while it is written."""
+
+    def __init__(self, sizes: Sizes, plan: Plan) -> None:
+        self.graph = fx.Graph()
+        self.sizes = sizes
+        self.plan = plan
+        self.found: dict[fx.Node, fx.Node] = {}
+
+    def __getitem__(self, node: fx.Node) -> fx.Node:
+        return self.found[node]
+
+    def args(self, arguments: Any) -> Any:
+        """Arguments of the source, with its nodes replaced."""
+        return fx.node.map_arg(arguments, lambda node: self.found[node])
+
+    def module(self, name: str, *args: Any) -> fx.Node:
+        return self.graph.call_module(name, args)
+
+    def method(self, name: str, *args: Any) -> fx.Node:
+        return self.graph.call_method(name, args)
+
+    def function(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call_function(target, args, kwargs)
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        return self.graph.node_copy(node, lambda n: self.found[n])
+
+
+Step = Callable[[Emission], Any]
+
+
+@dataclass
+class Plan:
+    """The plan of one conversion."""
+
+    trace: Trace
+    group: Group
+    reduce: str
+    options: ConvOptions
+    strict: bool
+    values: dict[fx.Node, Value] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+    steps: list[tuple[fx.Node, Step]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    left: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    heads: set[fx.Node] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+    blanks: dict[tuple[Any, ...], nn.Module] = field(default_factory=dict)
+
+    # What rules ask
+
+    def value(self, argument: Any) -> Value:
+        """The value of an argument of a node."""
+        return self.values[argument] if isinstance(argument, fx.Node) else OTHER
+
+    def module(self, node: fx.Node) -> nn.Module:
+        """The source's module that a node calls."""
+        return self.trace.modules[str(node.target)]
+
+    def new_name(self, wanted: str) -> str:
+        """A name that no part of the network has."""
+        plain = wanted.replace("/", "_")
+        name, number = plain, 1
+        while name in self.used or name in self.trace.modules or name in self.parts:
+            number += 1
+            name = f"{plain}_{number}"
+        self.used.add(name)
+        return name
+
+    # What rules do
+
+    def emit(self, node: fx.Node, value: Value, step: Step) -> Value:
+        """Let a node become what the step writes."""
+        self.steps.append((node, step))
+        return value
+
+    def copy(self, node: fx.Node, value: Value) -> Value:
+        """Let a node be what it is in the source, with a module as it is."""
+        if node.op == "call_module":
+            self.keep(str(node.target), node)
+        return self.emit(node, value, lambda e: e.copy(node))
+
+    def keep(self, name: str, node: fx.Node | None = None) -> None:
+        """Take a module of the source as it is."""
+        source = self.trace.modules[name]
+        part = self.parts.get(name)
+        if part is None:
+            part = Part(name, lambda sizes, where: copy.deepcopy(source), source, kept=True)
+            self.parts[name] = part
+        if node is not None:
+            part.positions += positions_of(node, source)
+
+    def add_part(self, part: Part, became: str | None = None) -> str:
+        """Add a module to the network, and a line to the report."""
+        self.parts[part.name] = part
+        if part.source is not None or became is not None:
+            source = describe(part.source) if part.source is not None else "–"
+            self.rows.append(Row(part.name, source, became or describe))
+        return part.name
+
+    def insert(self, beside: str, suffix: str, module: Callable[[], nn.Module]) -> str:
+        """Add a module without parameters that the source does not have."""
+        name = self.new_name(f"{beside}_{suffix}" if beside else suffix)
+        self.add_part(Part(name, lambda sizes, where: module()), describe(module()))
+        return name
+
+    def leave(self, node: fx.Node, reason: str) -> Value:
+        """Stop, or leave an operation alone: it reads images of the source's channels."""
+        name = owner(node)
+        if self.strict:
+            raise ConversionError(name, reason)
+        self.left.append((name or str(node.target), reason))
+        return self.as_in_source(node)
+
+    def as_in_source(self, node: fx.Node) -> Value:
+        """An operation as it is; group features that it reads are pooled over orientations."""
+        readers: dict[fx.Node, Step] = {}
+        for read in node.all_input_nodes:
+            value = self.value(read)
+            if value.kind in ("fields", "list"):
+                if value.kind == "list":
+                    raise ConversionError(owner(node), "it reads a list of group features")
+                for width in runs(value.widths):
+                    width.fix(width.channels)
+                readers[read] = self.pooled(read, value, owner(node) or node.name)
+        if node.op == "call_module":
+            self.keep(str(node.target), node)
+            self.rows.append(Row(str(node.target), describe(self.module(node)), "left alone"))
+
+        def step(e: Emission) -> fx.Node:
+            here = {read: reader(e) for read, reader in readers.items()}
+            return e.graph.node_copy(node, lambda n: here.get(n, e.found.get(n, n)))
+
+        # What leaves an image an image does not keep the layers after it from lifting it.
+        images = [v for v in map(self.value, node.all_input_nodes) if v.kind == "image"]
+        out = value_of(node)
+        if images and not readers and isinstance(out, Tensor) and out.ndim == len(images[0].axes):
+            return self.emit(node, images[0], step)
+        return self.emit(node, Value("left"), step)
+
+    def pooled(self, node: fx.Node, value: Value, beside: str) -> Step:
+        """A step that pools a node over orientations and gives it the source's axes."""
+        name = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, self.reduce))
+        axes = value.axes
+
+        def step(e: Emission) -> fx.Node:
+            found = e.module(name, e[node])
+            if len(axes) == 2 and axes[1] != "C":  # a flattened map
+                if axes[1] == "HWC":
+                    found = e.method("permute", found, 0, 2, 3, 1)
+                return e.method("flatten", found, 1)
+            if axes != tuple(a for a in "NCHW" if a in axes):
+                found = e.method("permute", found, *(value.place(axis) for axis in axes))
+            return found
+
+        return step
+
+    def spread(self, node: fx.Node, value: Value, beside: str) -> tuple[Value, Step]:
+        """An image as group features that are the same in every orientation."""
+        if value.axes not in (("N", "C", "H", "W"), ("N", "C")):
+            raise ConversionError(beside, f"it joins group features and an image {value.axes}")
+        channels = int(value_of(node).shape[1])
+        width = Width(channels, beside)
+        width.fix(channels)
+        name = self.insert(beside, "spread", lambda: Spread2d(self.group))
+        return (
+            Value("fields", value.axes, (width,)),
+            lambda e: e.module(name, e[node]),
+        )
+
+    def output(self, node: fx.Node) -> None:
+        """What the network returns: group features are pooled over orientations."""
+        pooled: dict[fx.Node, Step] = {}
+        for read in node.all_input_nodes:
+            value = self.value(read)
+            if value.kind == "list":
+                raise ConversionError("", "it returns a list of parts of a feature map")
+            if value.kind == "fields":
+                pooled[read] = self.pooled(read, value, "output")
+                self.notes.append(
+                    f"the output {read.name} has as many channels as its features have fields"
+                )
+
+        def step(e: Emission) -> fx.Node:
+            here = {read: reader(e) for read, reader in pooled.items()}
+            return e.graph.node_copy(node, lambda n: here.get(n, e.found.get(n, n)))
+
+        self.steps.append((node, step))
+
+    # What becomes of the plan
+
+    def widths(self) -> list[Width]:
+        """Every width that a module of the plan has, as it is in the end."""
+        found: dict[Width, None] = {}
+        for part in self.parts.values():
+            found.update(dict.fromkeys(runs((*part.into, *part.out))))
+        return list(found)
+
+    def build(self, sizes: Sizes, where: dict[str, Any]) -> dict[str, nn.Module]:
+        """The modules, for these widths."""
+        return {name: part.make(sizes, where) for name, part in self.parts.items()}
+
+    def count(self, sizes: Sizes, what: str) -> int:
+        """The parameters or multiply-adds that these widths lead to; nothing is allocated."""
+        total = 0
+        for part in self.parts.values():
+            if part.kept and part.source is not None:
+                module: nn.Module = part.source
+            elif part.into or part.out:
+                module = self._blank(part, sizes)
+            else:
+                continue
+            total += (
+                parameters(module) if what == "params" else multiply_adds(module, part.positions)
+            )
+        return total
+
+    def _blank(self, part: Part, sizes: Sizes) -> nn.Module:
+        """A part without data, made once for each of its widths."""
+        of_blocks = tuple(sizes.block(width) for width in runs(part.into))
+        key = (part.name, sizes.fields(part.into), sizes.fields(part.out), of_blocks)
+        if key not in self.blanks:
+            self.blanks[key] = part.make(sizes, {"device": "meta", "dtype": None})
+        return self.blanks[key]
+
+
+def parameters(module: nn.Module) -> int:
+    """The number of learned numbers."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def multiply_adds(module: nn.Module, positions: int) -> int:
+    """Multiplications of the convolutions and linear maps in a module, at so many pixels."""
+    total = 0
+    for layer in module.modules():
+        if isinstance(layer, PDOConv2d):
+            per_pixel = layer.in_channels * layer.out_channels // layer.groups
+            total += per_pixel * layer.basis.size**2 * positions
+        elif isinstance(layer, nn.Conv2d | nn.ConvTranspose2d | nn.Linear | nn.Conv1d):
+            total += layer.weight.numel() * positions
+    return total
+
+
+def positions_of(node: fx.Node, module: nn.Module) -> int:
+    """The pixels of one image that a module of the source is evaluated at."""
+    if isinstance(module, nn.ConvTranspose2d):
+        counted, channels = value_of(node.args[0]), module.in_channels  # type: ignore[arg-type]
+    else:
+        counted = value_of(node)
+        channels = getattr(module, "out_channels", getattr(module, "out_features", 0))
+    if not isinstance(counted, Tensor) or not channels:
+        return 0
+    return counted.numel() // max(1, counted.shape[0] * int(channels))
+
+
+def describe(module: nn.Module) -> str:
+    """A module in one line, with the layers in it that do something."""
+    inside = [describe(m) for m in module.children() if not isinstance(m, nn.Identity | Upsample2d)]
+    own = f"{type(module).__name__}({module.extra_repr()})"
+    if not inside:
+        return own
+    return " → ".join(inside if isinstance(module, nn.Sequential) else [own, *inside])

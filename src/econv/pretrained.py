@@ -1,0 +1,301 @@
+"""Saving and sharing: a folder, or a repository on the Hugging Face Hub, with two files.
+
+``config.json`` says which network it is and with which arguments it was made,
+``model.safetensors`` holds its state. Nothing is unpickled, no code is run that is not here, and
+what is not exactly a whole network is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import numbers
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from econv.files import write_atomically
+from econv.groups import Group
+from econv.operators import OperatorSet, operator_set
+from econv.stencils import Central, Gaussian, Isotropic, StencilSet
+
+__all__ = ["FORMAT", "Pretrained", "from_pretrained"]
+
+FORMAT = 1
+"""The version of the files; readers refuse newer ones."""
+
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_SETS: tuple[type[StencilSet], ...] = (Central, Gaussian, Isotropic)
+_STENCILS = {kind.name: kind for kind in _SETS}
+Network = TypeVar("Network", bound="Pretrained")
+
+
+class Pretrained(nn.Module):
+    """A network that can be saved with what it was made of, and made again from that.
+
+    A subclass keeps the arguments of its constructor in :attr:`config`; what can be written are
+    numbers, strings, groups, operators, stencils, and lists and dictionaries of them.
+    """
+
+    config: dict[str, Any]
+    _kinds: ClassVar[dict[str, type[Pretrained]]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not cls.__name__.startswith("_"):
+            Pretrained._kinds[cls.model_type()] = cls
+
+    @classmethod
+    def model_type(cls) -> str:
+        """The name of the class in ``config.json``."""
+        ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+        return cls.__qualname__ if ours else f"{cls.__module__}.{cls.__qualname__}"
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``config.json`` and ``model.safetensors`` to a folder, each in one move.
+
+        >>> import econv
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     econv.create_model("convnet6_p4").save_pretrained(folder)
+        ...     econv.from_pretrained(folder).group
+        Group('p4')
+        """
+        identity = {"model_type": self.model_type(), "arguments": _written(self.config, "config")}
+        config = {"library_name": "econv", "format": FORMAT, "econv_version": _version()}
+        config.update(identity)
+        state = {name: _own(value) for name, value in self.state_dict().items()}
+        metadata = {"format": "pt", "econv": json.dumps(identity, sort_keys=True)}
+        content = _safetensors().save(state, metadata)
+        # Should only the first file come to be, it says that it is not the second one's.
+        write_atomically(Path(folder) / _WEIGHTS, content)
+        text = json.dumps(config, indent=2) + "\n"
+        write_atomically(Path(folder) / _CONFIG, text.encode())
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Network],
+        source: str | Path,
+        *,
+        device: torch.device | str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+    ) -> Network:
+        """The network that :meth:`save_pretrained` wrote, in eval mode.
+
+        Args:
+            source: a folder, or the name ``owner/name`` of a repository on the Hugging Face Hub.
+            device: where to put the network; the CPU by default.
+            revision: branch, tag or commit of the repository.
+            cache_dir: where downloads are kept; `huggingface_hub`'s own folder by default.
+            local_files_only: whether to read what was downloaded before and nothing else.
+            token: credentials for a private repository.
+        """
+        options = {
+            "revision": revision,
+            "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+            "token": token,
+        }
+        paths = {name: _find(str(source), name, options) for name in (_CONFIG, _WEIGHTS)}
+        identity = _read_config(paths[_CONFIG])
+        kind = Pretrained._kinds.get(identity["model_type"])
+        if kind is None:
+            raise ValueError(
+                f"{paths[_CONFIG]}: unknown model_type {identity['model_type']!r}; expected one of "
+                f"{sorted(Pretrained._kinds)}"
+            )
+        if not issubclass(kind, cls):
+            raise ValueError(
+                f"{paths[_CONFIG]}: expected a {cls.model_type()}; it is a {kind.model_type()}"
+            )
+        state = _read_state(paths[_WEIGHTS], identity)
+        try:
+            network = kind(**_read(identity["arguments"]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{paths[_CONFIG]}: arguments that {kind.model_type()} does not take: {error}"
+            ) from None
+        _check_state(network, state, paths[_WEIGHTS])
+        network.load_state_dict(state, assign=True)
+        return network.to(device).eval()
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        commit_message: str = "Add a network",
+    ) -> str:
+        """Upload what :meth:`save_pretrained` writes; returns the address of the commit."""
+        hub = _hub()
+        api = hub.HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            commit = api.upload_folder(
+                repo_id=repo_id, folder_path=folder, commit_message=commit_message
+            )
+        return str(commit.commit_url)
+
+
+def from_pretrained(source: str | Path, **options: Any) -> Pretrained:
+    """The network in a folder or in a repository on the Hugging Face Hub, whatever its kind.
+
+    Options are those of :meth:`Pretrained.from_pretrained`.
+    """
+    return Pretrained.from_pretrained(source, **options)
+
+
+# ------------------------------------------------------------------------------------ files
+
+
+def _find(source: str, name: str, options: Mapping[str, Any]) -> Path:
+    folder = Path(source)
+    if source and folder.is_dir():
+        path = folder / name
+        if not path.is_file():
+            there = sorted(p.name for p in folder.iterdir())
+            raise ValueError(f"expected {name} in {folder}; found {there}")
+        return path
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+        raise ValueError(
+            "expected a folder, or a name such as 'owner/name' on the Hugging Face Hub; "
+            f"{source!r} is neither"
+        )
+    try:
+        return Path(_hub().hf_hub_download(source, name, **options))
+    except (OSError, ValueError) as error:  # what huggingface_hub raises derives from these
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"cannot read {name} of {source!r} from the Hub: {reason}") from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """What identifies the network: ``model_type`` and ``arguments``."""
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON, or truncated: {error}") from None
+    if not isinstance(config, dict) or config.get("library_name") != "econv":
+        raise ValueError(f"{path} does not describe a network of econv (library_name: 'econv')")
+    version = config.get("format")
+    if not isinstance(version, int) or not 1 <= version <= FORMAT:
+        raise ValueError(
+            f"{path} has format {version!r}; this version of econv reads 1 to {FORMAT}"
+        )
+    if not isinstance(config.get("model_type"), str) or not isinstance(
+        config.get("arguments"), dict
+    ):
+        raise ValueError(f"{path} lacks model_type (a string) or arguments (an object)")
+    return {name: config[name] for name in ("model_type", "arguments")}
+
+
+def _read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor]:
+    _safetensors()
+    library = importlib.import_module("safetensors")
+    try:
+        with library.safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            # Copied: tensors in the file need not begin where fast kernels want them to.
+            state = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except library.SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file, or truncated: {error}") from None
+    written = metadata.get("econv")
+    if written is not None and written != json.dumps(dict(identity), sort_keys=True):
+        raise ValueError(f"{path} and {_CONFIG} beside it describe different networks")
+    return state
+
+
+def _check_state(network: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    wanted = network.state_dict()
+    problems = [f"{name} is missing" for name in wanted if name not in state]
+    problems += [f"{name} is unknown" for name in state if name not in wanted]
+    for name, value in wanted.items():
+        if name not in state:
+            continue
+        found = state[name]
+        if found.shape != value.shape:
+            problems.append(f"{name} is {list(found.shape)}, expected {list(value.shape)}")
+        elif found.is_floating_point() != value.is_floating_point():
+            problems.append(f"{name} is {found.dtype}, expected {value.dtype}")
+    if problems:
+        more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(
+            f"{path} does not fit {type(network).__name__}: {'; '.join(problems[:5])}{more}"
+        )
+
+
+def _own(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True).contiguous()
+
+
+# --------------------------------------------------------------------------------- arguments
+
+
+def _written(value: Any, name: str) -> Any:
+    """An argument as JSON has it."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, Group):
+        return value.name
+    if isinstance(value, OperatorSet):
+        named = value.name == "paper" or value.name.startswith("order<=")
+        same = named and operator_set(value.name, value.dimension) == value
+        return value.name if same else [list(exponents) for exponents in value]
+    if isinstance(value, StencilSet) and type(value) in _STENCILS.values():
+        return {"stencil_set": value.name, **asdict(value)}  # type: ignore[call-overload]
+    if isinstance(value, Mapping):
+        return {str(key): _written(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_written(item, name) for item in value]
+    raise ValueError(
+        f"expected {name} as numbers, strings, a group, operators or stencils, which a file can "
+        f"hold; got {type(value).__name__}"
+    )
+
+
+def _read(value: Any) -> Any:
+    """The argument that JSON holds."""
+    if isinstance(value, dict):
+        items = {key: _read(item) for key, item in value.items()}
+        if "stencil_set" not in items:
+            return items
+        name = items.pop("stencil_set")
+        if name not in _STENCILS:
+            raise ValueError(f"unknown stencil_set {name!r}: expected one of {sorted(_STENCILS)}")
+        return _STENCILS[name](**items)
+    return [_read(item) for item in value] if isinstance(value, list) else value
+
+
+# --------------------------------------------------------------------------------- libraries
+
+
+def _safetensors() -> Any:
+    return _library("safetensors.torch", "saved networks need safetensors")
+
+
+def _hub() -> Any:
+    return _library("huggingface_hub", "the Hugging Face Hub needs huggingface_hub")
+
+
+def _library(name: str, what: str) -> Any:
+    try:  # by name: it need not be installed where types are checked
+        return importlib.import_module(name)
+    except ImportError:
+        raise ImportError(f"{what}: pip install 'econv[hub]'") from None
+
+
+def _version() -> str:
+    return str(importlib.import_module("econv").__version__)

@@ -1,0 +1,39 @@
+"""One loop: recipe and seed → record.
+
+Everything that a step reads lives on the device: the images, the epoch's permutation, the learning
+rates of all steps and the step's own number. A step is therefore the same sequence of operations
+every time, and on a GPU it is captured once, as a CUDA graph, and replayed. All randomness is
+keyed by seed, epoch, step and sample, so that a run depends neither on the number of processes nor
+on having been interrupted.
+
+Several processes run under ``torchrun`` with torch's own `DistributedDataParallel`: it is part of
+torch, starts on every cluster, and leaves this loop as it is. Networks this small gain nothing
+from sharded optimisers, which is what larger frameworks would add.
+
+The rooms, from the bottom up: `errors`; `processes`, who trains together; `how`, device, engine and
+number formats; `capture`, a step as a CUDA graph; `parts`, dropout and norms for both; `optimise`,
+all parameters as one vector; `trainer`, one state and its step; `checkpoints`; `progress` and
+`board`, what is told meanwhile; `loop`, phases and epochs; `runs`, from arguments to the record;
+`command`, the same from the shell.
+"""
+
+from econv.train.command import add_arguments, main
+from econv.train.errors import CheckpointError, DivergedError, TrainingError, WorkerLostError
+from econv.train.how import ENGINES, PRECISIONS
+from econv.train.parts import KeyedDropout
+from econv.train.processes import leave
+from econv.train.runs import run
+
+__all__ = [
+    "ENGINES",
+    "PRECISIONS",
+    "CheckpointError",
+    "DivergedError",
+    "KeyedDropout",
+    "TrainingError",
+    "WorkerLostError",
+    "add_arguments",
+    "leave",
+    "main",
+    "run",
+]

@@ -1,0 +1,127 @@
+"""Checkpoints and trained weights: safetensors with a JSON that names them, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from econv import files
+from econv.train.errors import CheckpointError
+from econv.train.processes import Processes
+
+
+@dataclass(frozen=True)
+class Saved:
+    told: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+class Checkpoints:
+    """``checkpoint.json`` and the tensors that it names.
+
+    The JSON is replaced last and in one move: before that the old pair is whole, afterwards the
+    new one is.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any], processes: Processes) -> None:
+        self.folder = folder
+        self.identity = identity
+        self.processes = processes
+        self.path = folder / "checkpoint.json"
+        self.last: tuple[int, int] | None = None
+
+    def describe(self) -> str:
+        if self.last is None:
+            return "No checkpoint was written yet."
+        phase = " of retraining" if self.last[0] else ""
+        return (
+            f"The checkpoint after epoch {self.last[1]}{phase} is kept in {self.folder}; the same "
+            "command goes on from there."
+        )
+
+    def save(self, told: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        content = _safetensors().save(
+            {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        )
+        name = f"checkpoint-{told['phase']}-{told['epoch']}.safetensors"
+        files.write_atomically(self.folder / name, content)
+        whole = {
+            **self.identity,
+            "told": told,
+            "tensors": name,
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+        text = json.dumps(whole, allow_nan=False)
+        files.write_atomically(self.path, text.encode())
+        self.last = (told["phase"], told["epoch"])
+        for other in self.folder.glob("checkpoint-*.safetensors"):
+            if other.name != name:
+                other.unlink()
+
+    def load(self) -> Saved | None:
+        """The checkpoint, the first process's in all of them; an error if it is of another run."""
+        text = content = None
+        problem = b""
+        if self.processes.first and self.path.exists():
+            try:
+                text = self.path.read_bytes()
+                content = self._tensors(json.loads(text))
+            except (ValueError, KeyError, TypeError, OSError, CheckpointError) as error:
+                problem = (
+                    f"the checkpoint in {self.folder} cannot be used: {error}; start anew with "
+                    "--fresh, or remove the folder"
+                ).encode()
+        problem = self.processes.share(problem) or b""
+        if problem:
+            raise CheckpointError(problem.decode())
+        text, content = self.processes.share(text), self.processes.share(content)
+        if text is None or content is None:
+            return None
+        told = json.loads(text)["told"]
+        self.last = (told["phase"], told["epoch"])
+        return Saved(told, _safetensors().load(content))
+
+    def _tensors(self, whole: dict[str, Any]) -> bytes:
+        for name, wanted in self.identity.items():
+            if whole[name] != wanted:
+                detail = ""
+                if isinstance(wanted, dict):
+                    keys = sorted(k for k in wanted if whole[name].get(k) != wanted[k])
+                    detail = f" ({', '.join(keys)})"
+                raise CheckpointError(f"it was made with other {name}{detail}")
+        content = (self.folder / whole["tensors"]).read_bytes()
+        if hashlib.sha256(content).hexdigest() != whole["sha256"]:
+            raise CheckpointError(f"{whole['tensors']} is damaged: its checksum differs")
+        return content
+
+    def save_weights(self, weights: Mapping[str, Tensor]) -> None:
+        if self.processes.first:
+            content = _safetensors().save({n: t.detach().cpu().clone() for n, t in weights.items()})
+            files.write_atomically(self.folder / "model.safetensors", content)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        for tensors in self.folder.glob("checkpoint-*.safetensors"):
+            tensors.unlink()
+
+
+def _safetensors() -> Any:
+    try:  # by name: it need not be installed where types are checked
+        return importlib.import_module("safetensors.torch")
+    except ImportError:
+        raise ImportError("checkpoints need safetensors: pip install 'econv[train]'") from None
+
+
+def clear(folder: Path, record: Path) -> None:
+    """Remove what an earlier run of the same recipe and seed left."""
+    record.unlink(missing_ok=True)
+    (folder / "checkpoint.json").unlink(missing_ok=True)
+    for tensors in [*folder.glob("checkpoint-*.safetensors"), *folder.glob("model.safetensors")]:
+        tensors.unlink()

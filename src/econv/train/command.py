@@ -1,0 +1,121 @@
+"""The command ``econv train``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from econv.recipes import RECIPES, Recipe, recipe
+from econv.train.errors import TrainingError
+from econv.train.how import ENGINES, PRECISIONS
+from econv.train.processes import leave
+from econv.train.runs import run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``econv train``."""
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help=f"one of {', '.join(RECIPES)}")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="changes",
+        help="another value for a setting of the recipe, such as epochs=3",
+    )
+    add("--seeds", type=int, default=1, metavar="N", help="how many runs (default: %(default)s)")
+    add("--seed", type=int, default=0, help="the first of them (default: %(default)s)")
+    add("--root", type=Path, metavar="FOLDER", help="where downloaded data are kept")
+    add("--source", type=Path, metavar="PATH", help="a folder or .npz with the data")
+    add("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
+    add("--output", type=Path, default=Path("outputs"), metavar="FOLDER", help="for checkpoints")
+    add("--records", type=Path, default=Path("records"), metavar="FOLDER", help="for records")
+    add("--fresh", action="store_true", help="start anew instead of going on")
+    add("--quiet", action="store_true", help="no progress")
+    add("--tensorboard", type=Path, metavar="FOLDER", help="write event files for TensorBoard")
+    add("--checkpoint-every", type=int, default=10, metavar="EPOCHS", help="default: %(default)s")
+    add("--engine", choices=ENGINES, help="default: graph on one GPU, otherwise eager")
+    add("--precision", choices=PRECISIONS, help="default: tf32 on GPUs, otherwise float32")
+    add(
+        "--channels-last",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="memory layout of images (default: with bfloat16)",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Train what the options say; 0, or 1 with a line on stderr, or 130 if interrupted."""
+    try:
+        chosen = recipe(options.recipe).with_changes(_pairs(options.changes))
+        if options.seeds < 1:
+            raise ValueError(f"expected --seeds of at least 1; got {options.seeds}")
+        kept = _stop_on_terminate()
+        try:
+            for seed in range(options.seed, options.seed + options.seeds):
+                _run_and_print(chosen, seed, options)
+        finally:
+            if kept is not None:
+                signal.signal(signal.SIGTERM, kept)
+        leave()
+    except KeyboardInterrupt:
+        print("\nStopped. The same command goes on from the last checkpoint.", file=sys.stderr)
+        return 130
+    except (TrainingError, ValueError, ImportError, OSError) as error:
+        print(f"econv train: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> None:
+    record = run(
+        chosen,
+        seed,
+        root=options.root,
+        source=options.source,
+        device=options.device,
+        output=options.output,
+        records=options.records,
+        resume=not options.fresh,
+        progress=not options.quiet,
+        tensorboard=options.tensorboard,
+        checkpoint_every=options.checkpoint_every,
+        engine=options.engine,
+        precision=options.precision,
+        channels_last=options.channels_last,
+    )
+    if int(os.environ.get("RANK", "0")) == 0:
+        label = " (re-created)" if record.recreated else ""
+        print(
+            f"{record.recipe} seed {seed}: test error {record.test_error:.2f} %, validation error "
+            f"{record.validation_error:.2f} % on {record.dataset}{label}, {record.parameters:,} "
+            f"parameters, {record.seconds:.1f} s + {record.setup_seconds:.1f} s to set up"
+        )
+
+
+def _pairs(changes: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for change in changes:
+        key, sign, value = change.partition("=")
+        if not sign:
+            raise ValueError(f"expected --set key=value; got {change!r}")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def _stop_on_terminate() -> Any:
+    """Let SIGTERM end a run as Ctrl-C does; returns the handler before, None outside threads."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        return signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # only the main thread may
+        return None

@@ -1,0 +1,81 @@
+"""How a step is run: device, engine and number formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from econv.train.processes import Processes
+
+ENGINES = ("eager", "graph", "compile")
+PRECISIONS = ("float64", "float32", "tf32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class How:
+    """Device, engine and number formats of a run."""
+
+    device: torch.device
+    engine: str
+    precision: str
+    channels_last: bool
+
+    @classmethod
+    def choose(
+        cls,
+        processes: Processes,
+        engine: str | None,
+        precision: str | None,
+        channels_last: bool | None,
+    ) -> How:
+        on_gpu = processes.device.type == "cuda"
+        engine = engine or ("graph" if on_gpu and processes.world == 1 else "eager")
+        precision = precision or ("tf32" if on_gpu else "float32")
+        if engine not in ENGINES:
+            raise ValueError(f"expected an engine in {ENGINES}; got {engine!r}")
+        if precision not in PRECISIONS:
+            raise ValueError(f"expected a precision in {PRECISIONS}; got {precision!r}")
+        if engine == "graph" and not on_gpu:
+            raise ValueError("expected a GPU for the engine 'graph': CUDA graphs need one")
+        if engine != "eager" and processes.world > 1:
+            raise ValueError(f"expected the engine 'eager' with several processes; got {engine!r}")
+        if precision == "tf32" and not on_gpu:
+            raise ValueError("expected a GPU for the precision 'tf32': only GPUs have it")
+        last = precision == "bfloat16" if channels_last is None else channels_last
+        return cls(processes.device, engine, precision, last)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.precision == "float64" else torch.float32
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.precision != "bfloat16":
+            return nullcontext()
+        # A cache of casted weights would outlive a captured graph.
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+
+
+@contextmanager
+def convolution_precision(how: How) -> Iterator[None]:
+    """TF32 for convolutions alone: the products that make filters keep their accuracy."""
+    if how.device.type != "cuda":
+        yield
+        return
+    backend = torch.backends.cudnn
+    wanted = how.precision != "float32"
+    value: bool | str = wanted
+    holder, name = backend, "allow_tf32"
+    if hasattr(backend, "conv"):  # since torch 2.9; the two ways must not be mixed
+        holder, name, value = backend.conv, "fp32_precision", "tf32" if wanted else "ieee"
+    kept, benchmark = getattr(holder, name), backend.benchmark
+    setattr(holder, name, value)
+    backend.benchmark = True
+    try:
+        yield
+    finally:
+        setattr(holder, name, kept)
+        backend.benchmark = benchmark

@@ -1,0 +1,136 @@
+"""A run from its arguments to its record: refused, found finished, resumed or started anew."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from econv import records as records_room
+from econv.data import Dataset, load
+from econv.recipes import Recipe
+from econv.records import Record
+from econv.train.board import open_board
+from econv.train.checkpoints import Checkpoints, clear
+from econv.train.errors import CheckpointError
+from econv.train.how import How, convolution_precision
+from econv.train.loop import Loop
+from econv.train.processes import Processes, watched
+
+
+def run(
+    recipe: Recipe,
+    seed: int,
+    *,
+    data: Dataset | None = None,
+    root: Path | str | None = None,
+    source: Path | str | None = None,
+    device: torch.device | str | None = None,
+    output: Path | str = "outputs",
+    records: Path | str = "records",
+    resume: bool = True,
+    progress: bool = True,
+    tensorboard: Path | str | None = None,
+    checkpoint_every: int = 10,
+    engine: str | None = None,
+    precision: str | None = None,
+    channels_last: bool | None = None,
+) -> Record:
+    """Train a recipe to its end, write the record and return it.
+
+    The epoch with the lowest validation error is selected (of equal ones the one with the lower
+    validation loss); the test split is read once, after that.
+
+    Args:
+        recipe: what to train; see :data:`econv.recipes.RECIPES`.
+        seed: of the weights, the order of the images, augmentation and dropout.
+        data: the data set, if it is at hand; otherwise the recipe's is loaded.
+        root: where :func:`econv.data.load` keeps what it downloads.
+        source: a folder or an ``.npz`` that it reads instead.
+        device: where to train; the first GPU if there is one.
+        output: checkpoints and the trained weights go to ``<output>/<recipe>/<seed>/``.
+        records: the record goes to ``<records>/<recipe>/<seed>.json``.
+        resume: go on from the checkpoint, or return the record, that a run of the same settings
+            left; otherwise start anew.
+        progress: whether to say on stderr how far it is.
+        tensorboard: a folder for TensorBoard's event files.
+        checkpoint_every: epochs from one checkpoint to the next.
+        engine: ``"eager"``; ``"graph"``, the whole step in a CUDA graph; ``"compile"``, the network
+            through `torch.compile` too. By default ``"graph"`` on one GPU, otherwise ``"eager"``.
+        precision: ``"float64"``, ``"float32"``, ``"tf32"`` or ``"bfloat16"`` for convolutions; by
+            default ``"tf32"`` on GPUs and ``"float32"`` elsewhere.
+        channels_last: whether images are laid out with channels last; by default with bfloat16.
+    """
+    started = time.perf_counter()
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"expected a seed from 0 to 2**32 - 1; got {seed}")
+    if checkpoint_every < 1:
+        raise ValueError(f"expected checkpoint_every of at least 1; got {checkpoint_every}")
+    records_room.revision()  # what is wrong with it is said before training, not after
+    processes = Processes.join(device)
+    how = How.choose(processes, engine, precision, channels_last)
+    folder = Path(output) / recipe.name / str(seed)
+    if not resume and processes.first:
+        clear(folder, records_room.path_of(Path(records), recipe.name, seed))
+    if data is None:
+        data = load(recipe.dataset, root=root, source=source)
+    identity = {
+        "settings": recipe.settings(),
+        "seed": seed,
+        "data_sha256": _fingerprint(data),
+        "precision": how.precision,
+    }
+    done = _finished(recipe, seed, identity, Path(records), processes) if resume else None
+    if done is not None:
+        return done
+    checkpoints = Checkpoints(folder, identity, processes)
+    saved = checkpoints.load() if resume else None
+    trained = len(saved.told["history"]) if saved is not None else 0
+    events = None
+    if tensorboard is not None and processes.first:
+        events = Path(tensorboard) / recipe.name / str(seed)
+    with (
+        watched(processes, checkpoints.describe),
+        convolution_precision(how),
+        torch.random.fork_rng(devices=[how.device] if how.device.type == "cuda" else []),
+        open_board(events, first_step=trained + 1) as board,
+    ):
+        loop = Loop(
+            recipe, seed, data, how, processes, checkpoints, checkpoint_every, board, progress
+        )
+        record = loop.train(saved, started)
+        if processes.first:
+            records_room.save(record, Path(records))
+            checkpoints.remove()
+        processes.wait()
+    return record
+
+
+def _finished(
+    recipe: Recipe, seed: int, identity: dict[str, Any], folder: Path, processes: Processes
+) -> Record | None:
+    """The record that an earlier run left; an error if it is one of something else."""
+    path = records_room.path_of(folder, recipe.name, seed)
+    content = path.read_bytes() if processes.first and path.exists() else None
+    content = processes.share(content)
+    if content is None:
+        return None
+    record = records_room.parse(content, path)
+    other = [name for name, wanted in identity.items() if getattr(record, name) != wanted]
+    if other:
+        raise CheckpointError(
+            f"{path} is the record of a run with other {' and '.join(other)}; start anew with "
+            "--fresh, or name another folder for records"
+        )
+    return record
+
+
+def _fingerprint(data: Dataset) -> str:
+    found = hashlib.sha256(data.name.encode())
+    for split in (data.train, data.validation, data.test):
+        for tensor in (split.x, split.y):
+            found.update(tensor.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()

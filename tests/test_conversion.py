@@ -1,0 +1,654 @@
+"""Conversion: every network becomes equivariant, with the widths, weights and names promised."""
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import econv
+from econv import ConversionError, Group, convert, filter_basis
+from econv.conversion import fit_filter
+from econv.lab import calibrate
+from econv.testing import equivariance_error
+from plain_networks import (
+    NETWORKS,
+    LayerNorm2d,
+    SqueezeExcitation,
+    UNet,
+    conv_norm,
+    resnet18,
+)
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def images(size=24, batch=2, channels=3):
+    return torch.randn(batch, channels, size, size, **DOUBLE)
+
+
+def quarter_turn_error(network, x):
+    """The largest error over the quarter turns (and flips) of the network's group."""
+    calibrate(network, x)
+    return max(
+        equivariance_error(network, x, element)
+        for element in network.group.grid_symmetries
+        if element
+    )
+
+
+def converted(source, group="p4", match="width", size=24, **options):
+    options.setdefault("measure", False)
+    return convert(source.double(), group, match, example_input=images(size), **options)
+
+
+# The networks that everyone knows
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_plain_networks_have_the_parameters_of_their_namesakes(name):
+    make, count = NETWORKS[name]
+    with torch.device("meta"):
+        network = make()
+    assert sum(p.numel() for p in network.parameters()) == count
+
+
+@pytest.mark.parametrize("group", [pytest.param("p4", marks=pytest.mark.slow), "p8"])
+@pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "efficientnet_b0", "unet"])
+def test_quarter_turns_are_exact_at_224_pixels(name, group):
+    source = UNet((8, 16, 24, 32, 64)) if name == "unet" else NETWORKS[name][0]()
+    x = images(224, batch=1)
+    network = convert(source.double(), group, "width", example_input=x, measure=False)
+    calibrate(network, x)
+    quarter = network.group.rotations // 4
+    assert equivariance_error(network, x, quarter) <= 1e-9
+
+
+@pytest.mark.parametrize("name", ["resnet18", "unet"])
+def test_the_sources_are_not_exact_at_224_pixels(name):
+    source = UNet((4, 4, 4), classes=2) if name == "unet" else resnet18()
+    x = images(224, batch=1)
+    kind = "scalar" if name == "unet" else "invariant"
+    calibrate(source.double(), x)
+    assert equivariance_error(source, x, 1, "p4", output_kind=kind) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("resnext50_32x4d", "mobilenet_v3_small", "regnety_002"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet50", "densenet121", "vgg11_bn")),
+    ],
+)
+def test_other_networks_convert_and_are_exact(name):
+    source = NETWORKS[name][0]().double()
+    x = images(160, batch=1)
+    network = convert(source, "p4", "width", example_input=x, measure=False)
+    calibrate(network, x)
+    assert equivariance_error(network, x, 1) <= 1e-9
+
+
+@pytest.mark.parametrize("size", [41, 48, 51, 54])
+def test_the_output_has_the_source_s_size_and_turns_on_every_size(size):
+    source = nn.Sequential(
+        *(nn.Conv2d(3, 8, 7, 2, 3), nn.MaxPool2d(3, 2, 1), nn.ReLU()),
+        *(nn.Conv2d(8, 8, 2, 2), nn.Tanh(), nn.Conv2d(8, 8, 5, 1, 2), nn.Conv2d(8, 4, 1)),
+    )
+    network = converted(source, "p4m", size=48)
+    x = images(size)
+    assert network(x).shape == source(x).shape
+    assert quarter_turn_error(network, x) <= 1e-12
+
+
+@pytest.mark.parametrize("group", ["p4", "p8"])
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("size", [24, 27, 32])
+def test_a_u_net_gives_maps_that_turn(group, transposed, size):
+    source = UNet((8, 8, 16), classes=3, transposed=transposed)
+    network = converted(source, group, size=size)
+    assert network.output_kind == "scalar"
+    assert network(images(size)).shape == (2, 3, size, size)
+    assert quarter_turn_error(network, images(size)) <= 1e-12
+
+
+# Single operations
+
+
+class Of(nn.Module):
+    """A lifting convolution, one function of its maps, and a read-out."""
+
+    def __init__(self, function, channels=8, out=8, **modules):
+        super().__init__()
+        self.lift = nn.Conv2d(3, channels, 3, padding=1)
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self.end = nn.Conv2d(out, 5, 1)
+
+    def forward(self, x):
+        y = torch.tanh(self.lift(x))
+        return self.end(self.function(self, x, y))
+
+
+def cbam(self, x, y):
+    spatial = torch.cat([y.mean(1, keepdim=True), y.amax(1, keepdim=True)], dim=1)
+    return y * torch.sigmoid(self.conv(spatial))
+
+
+def last_axes(self, x, y):
+    z = y.permute(0, 2, 3, 1)
+    assert z.shape[-1] == y.shape[1]
+    z = self.linear(self.norm(z) * self.scale)
+    return z.permute(0, 3, 1, 2)
+
+
+OPERATIONS = {
+    "conv 2×2": Of(lambda s, x, y: s.conv(y), conv=nn.Conv2d(8, 8, 2)),
+    "conv 4×4 stride 4": Of(lambda s, x, y: s.conv(y), conv=nn.Conv2d(8, 8, 4, 4)),
+    "conv 5×5": Of(lambda s, x, y: s.conv(y), conv=nn.Conv2d(8, 8, 5, padding=2)),
+    "conv 7×7 valid": Of(lambda s, x, y: s.conv(y), conv=nn.Conv2d(8, 8, 7)),
+    "conv 11×11 stride 4": Of(lambda s, x, y: s.conv(y), conv=nn.Conv2d(8, 8, 11, 4, 2)),
+    "conv stride 3": Of(lambda s, x, y: s.conv(y), conv=nn.Conv2d(8, 8, 3, 3, 1)),
+    "conv dilation": Of(lambda s, x, y: s.conv(y), conv=nn.Conv2d(8, 8, 3, 2, 2, dilation=2)),
+    "conv same": Of(lambda s, x, y: s.conv(y), conv=nn.Conv2d(8, 8, 5, padding="same")),
+    "conv reflect": Of(
+        lambda s, x, y: s.conv(y), conv=nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")
+    ),
+    "depthwise": Of(lambda s, x, y: s.conv(y), conv=nn.Conv2d(8, 8, 3, padding=1, groups=8)),
+    "depthwise, twice as many": Of(
+        lambda s, x, y: s.conv(y), out=16, conv=nn.Conv2d(8, 16, 3, padding=1, groups=8)
+    ),
+    "grouped": Of(lambda s, x, y: s.conv(y), conv=nn.Conv2d(8, 8, 3, padding=1, groups=2)),
+    "transposed 2×2": Of(lambda s, x, y: s.conv(y), conv=nn.ConvTranspose2d(8, 8, 2, 2)),
+    "transposed 3×3": Of(
+        lambda s, x, y: s.conv(y), conv=nn.ConvTranspose2d(8, 8, 3, 2, 1, output_padding=1)
+    ),
+    "transposed odd": Of(lambda s, x, y: s.conv(y), conv=nn.ConvTranspose2d(8, 8, 3, 2, 1)),
+    "transposed by 3": Of(lambda s, x, y: s.conv(y), conv=nn.ConvTranspose2d(8, 8, 5, 3, 1)),
+    "batch norm": Of(lambda s, x, y: s.norm(y), norm=nn.BatchNorm2d(8)),
+    "group norm": Of(lambda s, x, y: s.norm(y), norm=nn.GroupNorm(4, 8)),
+    "instance norm": Of(lambda s, x, y: s.norm(y), norm=nn.InstanceNorm2d(8, affine=True)),
+    "layer norm": Of(lambda s, x, y: s.norm(y), norm=LayerNorm2d(8)),
+    "PReLU": Of(lambda s, x, y: s.act(y), act=nn.PReLU(8)),
+    "max pool": Of(lambda s, x, y: functional.max_pool2d(y, 3, 2, 1)),
+    "max pool, ceil": Of(lambda s, x, y: s.pool(y), pool=nn.MaxPool2d(3, 2, ceil_mode=True)),
+    "average pool": Of(lambda s, x, y: functional.avg_pool2d(y, 3, 2, 1)),
+    "adaptive pool": Of(lambda s, x, y: functional.adaptive_avg_pool2d(y, 7)),
+    "every second pixel": Of(lambda s, x, y: y[:, :, ::2, ::2]),
+    "upsample": Of(lambda s, x, y: functional.interpolate(y, scale_factor=2.0)),
+    "upsample to a size": Of(
+        lambda s, x, y: functional.interpolate(y, size=(35, 35), mode="nearest")
+    ),
+    "dropout of maps": Of(lambda s, x, y: functional.dropout2d(y, 0.3, s.training)),
+    "add and multiply": Of(lambda s, x, y: (y + s.conv(y)) * 2 * y, conv=nn.Conv2d(8, 8, 1)),
+    "concatenate": Of(lambda s, x, y: torch.cat([y, torch.relu(y)], 1), out=16),
+    "concatenate the image": Of(lambda s, x, y: torch.cat([y, x], 1), out=11),
+    "chunk": Of(lambda s, x, y: torch.cat([*y.chunk(2, 1)][::-1], 1)),
+    "slice": Of(lambda s, x, y: y[:, :4] + y[:, 4:], out=4),
+    "pad channels": Of(lambda s, x, y: functional.pad(y, (0, 0, 0, 0, 4, 4)), out=16),
+    "pad pixels": Of(lambda s, x, y: functional.pad(y, (1, 1, 1, 1))),
+    "pad one side more": Of(lambda s, x, y: functional.pad(y, (0, 1, 1, 0))),
+    "pad by reflection": Of(lambda s, x, y: functional.pad(y, (1, 1, 1, 1), mode="reflect")),
+    "softmax over channels": Of(lambda s, x, y: torch.softmax(y, 1)),
+    "squeeze and excitation": Of(lambda s, x, y: s.se(y), se=SqueezeExcitation(8, 4)),
+    "squeeze and excitation, linear": Of(
+        lambda s, x, y: s.se(y), se=SqueezeExcitation(8, 4, linear=True)
+    ),
+    "spatial attention": Of(cbam, conv=nn.Conv2d(2, 1, 7, padding=3)),
+    "channels last": Of(
+        last_axes, norm=nn.LayerNorm(8), linear=nn.Linear(8, 8), scale=nn.Parameter(torch.ones(8))
+    ),
+}
+
+
+@pytest.mark.parametrize(("group", "match"), [("p4", "fields"), ("p8", "width")])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_keeps_quarter_turns_and_the_shape(name, group, match):
+    source = copy.deepcopy(OPERATIONS[name]).double()
+    x = images(24)
+    network = convert(source, group, match, example_input=x, measure=False)
+    assert network(x).shape == source(x).shape
+    assert quarter_turn_error(network.eval(), x) <= 1e-12
+
+
+@pytest.mark.parametrize("end", ["map", "vector"])
+def test_a_classifier_that_reads_a_whole_map_becomes_invariant(end):
+    hidden = [nn.Linear(16, 10)] if end == "vector" else []
+    features = 10 if end == "map" else 16
+    source = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Dropout(0.5)),
+        *(nn.Linear(8 * 36, features), *hidden),
+    )
+    network = converted(source)
+    assert network(images()).shape == (2, 10)
+    assert quarter_turn_error(network, images()) <= 1e-12
+
+
+def test_a_backbone_returns_pooled_features_and_says_so():
+    network = converted(conv_norm(3, 8))
+    assert network(images()).shape == (2, 2, 24, 24)
+    assert any("as many channels as its features have fields" in n for n in network.report.notes)
+    assert quarter_turn_error(network, images()) <= 1e-12
+
+
+def test_maps_too_small_for_the_stencils_get_smaller_operators():
+    source = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(8), nn.Conv2d(8, 8, 3, padding=1)),
+        *(nn.MaxPool2d(3), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 4, 1)),
+    )
+    network = converted(source)
+    operators = [m.basis.operators.name for m in network.modules() if hasattr(m, "basis")]
+    assert operators == ["paper", "order<=2", "order<=0"]
+    assert quarter_turn_error(network, images()) <= 1e-12
+
+
+# Widths
+
+
+@pytest.mark.parametrize("group", ["p4", "p8", "p4m"])
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "densenet121", "regnety_002"])
+def test_params_match_within_two_percent(name, group):
+    with torch.device("meta"):
+        source = NETWORKS[name][0]()
+    x = torch.empty(1, 3, 224, 224, device="meta")
+    report = convert(source, group, "params", example_input=x, measure=False).report
+    assert report.parameters / report.source_parameters == pytest.approx(1, abs=0.02)
+    assert report.source_parameters == NETWORKS[name][1]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "efficientnet_b0"])
+def test_multiply_adds_match_within_five_percent(name):
+    with torch.device("meta"):
+        source = NETWORKS[name][0]()
+    x = torch.empty(1, 3, 224, 224, device="meta")
+    report = convert(source, "p8", "flops", example_input=x, measure=False).report
+    assert report.multiply_adds / report.source_multiply_adds == pytest.approx(1, abs=0.05)
+
+
+def test_multiply_adds_are_those_that_are_known():
+    with torch.device("meta"):
+        source = resnet18()
+    x = torch.empty(1, 3, 224, 224, device="meta")
+    report = convert(source, "p4", "width", example_input=x, measure=False).report
+    assert report.source_multiply_adds == 1_814_073_344
+
+
+def test_width_keeps_the_channels():
+    network = converted(resnet18(classes=10), "p8", size=64)
+    assert network.get_submodule("stem.0").out_channels == 64
+    assert network.get_submodule("blocks.7.branch.1.0").out_channels == 512
+    assert network.fc.in_features == 512 // 8
+
+
+def test_groups_of_channels_become_groups_of_fields():
+    source = nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1, groups=8)),
+        *(nn.Conv2d(32, 32, 3, padding=1, groups=32), nn.Conv2d(32, 4, 1)),
+    )
+    network = converted(source, "p4", "width")
+    grouped, depthwise = network.get_submodule("1"), network.get_submodule("2")
+    assert (grouped.in_fields, grouped.groups) == (8, 8)
+    assert (depthwise.in_fields, depthwise.groups) == (8, 8)
+
+
+def test_a_layer_too_narrow_for_the_group_is_an_error_with_its_name():
+    source = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Conv2d(2, 32, 3), nn.Conv2d(32, 2, 1))
+    with pytest.raises(ValueError, match=r"at least 4 channels.*p8.*'width'.*0 has 2"):
+        converted(source, "p8", "width")
+    assert converted(source, "p8", "params").report.parameters > 0
+
+
+def test_a_count_that_cannot_be_reached_is_an_error():
+    source = nn.Sequential(nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 1))
+    with pytest.raises(ValueError, match="narrower than one field"):
+        convert(source, "p16", "params", example_input=torch.randn(1, 1, 9, 9), measure=False)
+
+
+# What it returns
+
+
+class WithOptions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.head = nn.Conv2d(8, 2, 1)
+
+    def forward(self, image, mask=None, *, scale: float = 1.0):
+        y = torch.relu(self.conv(image)) * scale
+        if mask is not None:
+            y = y * mask
+        return {"out": self.head(y), "image": image}
+
+
+def test_the_call_signature_stays():
+    source = WithOptions().double()
+    network = converted(source)
+    assert list(inspect.signature(network.forward).parameters) == ["image", "mask", "scale"]
+    out = network(image=images())
+    assert set(out) == {"out", "image"}
+    masked = convert(
+        source, "p4", "width", example_input=(images(), torch.ones(2, 1, 24, 24, **DOUBLE))
+    )
+    assert masked(images(), torch.zeros(2, 1, 24, 24, **DOUBLE))["out"].shape == (2, 2, 24, 24)
+    for other in ({"mask": torch.ones(1)}, {"scale": 2.0}):  # what was traced is what it does
+        with pytest.raises(AssertionError, match="specialized"):
+            network(images(), **other)
+
+
+def test_names_mode_dtype_and_device_stay():
+    source = resnet18(classes=10).train()
+    network = convert(source, "p4", "width", example_input=torch.randn(1, 3, 64, 64))
+    assert network.training
+    assert next(network.parameters()).dtype == torch.float32
+    names = {name for name, _ in source.named_parameters()}
+    assert {name for name, _ in network.named_parameters()} == names
+    assert isinstance(network, nn.Module)
+    assert network.group == Group("p4")
+
+
+def test_the_source_is_not_changed():
+    source = resnet18(classes=10).double()
+    before = copy.deepcopy(source.state_dict())
+    x = images(64)
+    converted(source, size=64, measure=True)
+    assert all(torch.equal(before[k], v) for k, v in source.state_dict().items())
+    assert source.training
+    assert source(x).shape == (2, 10)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_computes_the_same_and_says_the_same(how):
+    network = converted(nn.Sequential(conv_norm(3, 8), SqueezeExcitation(8, 4), nn.Conv2d(8, 2, 1)))
+    network.eval()
+    if how == "deepcopy":
+        other = copy.deepcopy(network)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(network))
+    else:
+        buffer = io.BytesIO()
+        torch.save(network, buffer)
+        buffer.seek(0)
+        other = torch.load(buffer, weights_only=False)
+    x = images()
+    assert torch.equal(network(x), other(x))
+    assert (other.group, other.report, other.training) == (network.group, network.report, False)
+
+
+def test_a_converted_network_trains_compiles_its_shapes_and_exports():
+    source = nn.Sequential(
+        *(conv_norm(3, 8, 3, 2), SqueezeExcitation(8, 4), nn.MaxPool2d(3, 2, 1)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(8, 4)),
+    )
+    network = converted(source)
+    network.train()(images()).square().sum().backward()
+    assert all(p.grad is not None for p in network.parameters())
+    sides = {2: torch.export.Dim("height", min=12), 3: torch.export.Dim("width", min=12)}
+    name = next(iter(inspect.signature(network.forward).parameters))
+    program = torch.export.export(
+        network.eval(), (images(),), dynamic_shapes={name: sides}, strict=False
+    )
+    for size in (24, 25, 31):
+        x = images(size)
+        assert torch.allclose(program.module()(x), network(x), atol=1e-12)
+
+
+def test_dropout_follows_the_mode():
+    network = converted(copy.deepcopy(OPERATIONS["dropout of maps"]))
+    x = images()
+    assert not torch.equal(network.train()(x), network(x))
+    assert torch.equal(network.eval()(x), network(x))
+
+
+# The report
+
+
+def test_the_report_says_what_became_what():
+    source = nn.Sequential(conv_norm(3, 8), nn.MaxPool2d(2), nn.Conv2d(8, 2, 1))
+    report = converted(source, measure=True).report
+    text = str(report)
+    assert "LiftConv2d(3, 2, p4" in text
+    assert "CentredMaxPool2d" in text
+    assert "GroupPool2d(p4" in text
+    assert {line.name for line in report.lines} >= {"0.0", "0.1", "1", "2", "2_orientations"}
+    assert report.source_parameters == sum(p.numel() for p in source.parameters())
+    assert report.error <= 1e-12 < 1e-3 < report.source_error
+    assert f"{report.source_parameters:,} → {report.parameters:,}" in text
+
+
+def test_errors_are_measured_only_where_wanted():
+    report = converted(conv_norm(3, 8)).report
+    assert report.error is None
+    assert "error at" not in str(report)
+
+
+def test_modules_that_the_pass_does_not_call_are_named():
+    source = Of(
+        lambda s, x, y: y if not s.training else s.auxiliary(y), auxiliary=nn.Conv2d(8, 8, 1)
+    )
+    report = converted(source).report
+    assert any("gone: auxiliary" in note for note in report.notes)
+    assert report.source_parameters == sum(p.numel() for p in source.parameters()) - 72
+
+
+# What cannot be converted
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.stem(x).flatten(2).transpose(1, 2)
+        return self.head(self.attention(y, y, y)[0].mean(1))
+
+
+class Positions(nn.Module):
+    def __init__(self, early):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 2, 1)
+        self.embedding = nn.Parameter(torch.randn(1, 3 if early else 8, 24, 24))
+        self.early = early
+
+    def forward(self, x):
+        if self.early:
+            return self.head(self.stem(x + self.embedding))
+        return self.head(self.stem(x) + self.embedding)
+
+
+def between(*layers, channels=8):
+    head = nn.Conv2d(channels, 2, 1)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers, head)
+
+
+IMPOSSIBLE = {
+    "attention": (Attention, "", "positions"),
+    "positional embedding": (lambda: Positions(False), "", "positional embedding"),
+    "positional embedding of the image": (lambda: Positions(True), "", "positional embedding"),
+    "unequal strides": (lambda: between(nn.Conv2d(8, 8, 3, (1, 2), 1)), "1", "strides are unequal"),
+    "asymmetric kernel": (
+        lambda: between(nn.Conv2d(8, 8, (1, 7), padding=(0, 3))),
+        "1",
+        "kernel is not square",
+    ),
+    "unequal padding": (lambda: between(nn.Conv2d(8, 8, 3, padding=(1, 0))), "1", "paddings"),
+    "large kernel": (lambda: between(nn.Conv2d(8, 8, 13, padding=6)), "1", "13×13"),
+    "sub-pixels": (lambda: between(nn.PixelShuffle(2), channels=2), "1", "laid|lays channels"),
+    "unequal pooling": (lambda: between(nn.MaxPool2d((2, 1))), "1", "kernel is not square"),
+    "rows apart": (lambda: Of(lambda s, x, y: y.mean(2, keepdim=True) * y), "", "apart"),
+    "more rows than columns": (
+        lambda: Of(lambda s, x, y: functional.pad(y, (0, 0, 1, 1))),
+        "",
+        "pads",
+    ),
+    "unequal pads": (lambda: Of(lambda s, x, y: functional.pad(y, (0, 2, 0, 2))), "", "pads"),
+    "unknown function": (lambda: Of(lambda s, x, y: torch.roll(y, 1, 2)), "", "no rule.*roll"),
+    "scale of every pixel": (
+        lambda: between(nn.LayerNorm([8, 24, 24])),
+        "1",
+        "scale for every pixel",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_cannot_be_converted_stops_with_name_and_reason(name):
+    make, module, reason = IMPOSSIBLE[name]
+    with pytest.raises(ConversionError, match=reason) as caught:
+        converted(make())
+    assert caught.value.module == module or module == ""
+    assert f"cannot convert {caught.value.module or 'the network'}: " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_without_strict_it_is_left_alone_and_named(name):
+    make, module, _ = IMPOSSIBLE[name]
+    source = make().double()
+    network = converted(source, strict=False)
+    assert network(images()).shape == source(images()).shape
+    assert network.report.left
+    assert module == "" or module in [left for left, _ in network.report.left]
+    assert "left alone" in str(network.report)
+
+
+def test_an_asymmetric_kernel_left_alone_breaks_what_the_others_keep():
+    source = between(nn.Conv2d(8, 8, (1, 7), padding=(0, 3)))
+    network = converted(source, strict=False)
+    assert isinstance(network.get_submodule("1"), nn.Conv2d)
+    assert isinstance(network.get_submodule("0"), econv.LiftConv2d)
+    assert quarter_turn_error(network, images()) > 1e-2
+
+
+class Undecided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return y if y.sum() > 0 else -y
+
+
+def test_a_course_that_depends_on_numbers_is_named():
+    with pytest.raises(ConversionError, match="depends on the numbers in a tensor"):
+        converted(Undecided())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"match": "depth"}, "expected match as one of"),
+        ({"group": "q8"}, "q8"),
+        ({"pool": "median"}, "expected pool"),
+        ({"options": {"stride": 2}}, r"expected options among.*stride"),
+        ({"example_input": torch.randn(3, 24, 24)}, "expected an example_input"),
+        ({"example_input": torch.randn(1, 4, 24, 24)}, "does not run on the example input"),
+    ],
+)
+def test_bad_arguments_say_what_was_expected(options, message):
+    arguments = {"example_input": torch.randn(1, 3, 24, 24), "measure": False, **options}
+    with pytest.raises(ValueError, match=message):
+        convert(conv_norm(3, 8), **arguments)
+
+
+def test_a_network_without_convolutions_is_refused():
+    with pytest.raises(ConversionError, match=r"pixels of an image in a fixed order|fixed order"):
+        converted(nn.Sequential(nn.Flatten(), nn.Linear(3 * 24 * 24, 4)))
+
+
+# Weights of the source
+
+
+def ensemble(source, x):
+    """The source on every quarter turn of its input, averaged."""
+    turned = [source(torch.rot90(x, k, (2, 3))) for k in range(4)]
+    return torch.stack(turned).mean(0)
+
+
+def trained_like():
+    """A network whose every parameter and statistic differs from its neighbours'."""
+    source = nn.Sequential(
+        *(conv_norm(3, 8), conv_norm(8, 12, 3, 2), SqueezeExcitation(12, 4)),
+        *(conv_norm(12, 12, 3, 1, 12), conv_norm(12, 16, 1), nn.PReLU(16)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5)),
+    ).double()
+    for parameter in source.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return calibrate(source, images(17, batch=8))
+
+
+def test_with_a_field_for_every_channel_it_is_the_source_in_every_orientation():
+    source, x = trained_like(), images(17)
+    options = {"pretrained": True, "pool": "mean", "options": {"stencils": "central"}}
+    network = convert(source, "p4", "fields", example_input=x, **options)
+    assert torch.allclose(network(x), ensemble(source, x), atol=1e-12)
+    assert not torch.allclose(source(x), ensemble(source, x), atol=1e-3)
+    assert all(line.fit < 1e-12 for line in network.report.lines if line.fit is not None)
+
+
+def test_fewer_fields_keep_the_most_important_channels():
+    source = nn.Sequential(conv_norm(3, 8), nn.Conv2d(8, 2, 1)).double()
+    scales = torch.tensor([0.1, 5.0, 0.2, 4.0, 0.3, 0.4, 0.5, 0.6])
+    source[0][1].weight.data.copy_(scales)
+    network = converted(source, "p4", "width", pretrained=True)
+    assert network.get_submodule("0.1").weight.tolist() == [5.0, 4.0]
+    assert torch.equal(network.get_submodule("1").weight, source[1].weight[:, [1, 3]])
+
+
+def test_without_pretrained_weights_are_drawn_anew_but_constants_stay():
+    source = between(nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)).double()
+    nn.init.zeros_(source[1].weight)
+    network = converted(source)
+    assert network.get_submodule("1").weight.tolist() == [0.0, 0.0]
+    head = nn.Sequential(nn.Conv2d(3, 3, 1), *between()).double()
+    kept = converted(head).get_submodule("0").weight
+    assert not torch.equal(kept, head[0].weight)
+    assert torch.equal(converted(head, pretrained=True).get_submodule("0").weight, head[0].weight)
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 7])
+def test_a_filter_that_the_operators_reach_is_fitted_exactly(size):
+    operators = {1: "order<=0", 3: "paper", 5: "order<=4", 7: "order<=6"}[size]
+    basis = filter_basis("p8", operators)
+    weights = torch.randn(4, 2, len(basis.operators), **DOUBLE)
+    filters = torch.einsum("oij,jyx->oiyx", weights, torch.from_numpy(basis.synthesis[0].copy()))
+    found, error = fit_filter(basis, filters)
+    assert torch.allclose(found, weights, atol=1e-8)
+    assert error < 1e-12
+
+
+def test_what_the_operators_do_not_reach_is_stated():
+    filters = torch.randn(16, 16, 3, 3, **DOUBLE)
+    assert fit_filter(filter_basis("p8", "paper", "central"), filters)[1] < 1e-12
+    assert 0.2 < fit_filter(filter_basis("p8", "paper"), filters)[1] < 0.8
+    constant, error = fit_filter(filter_basis("p8", "order<=0"), filters)
+    assert torch.allclose(constant[..., 0], filters[..., 1, 1])
+    assert error == pytest.approx((8 / 9) ** 0.5, rel=0.05)
+
+
+def test_smooth_filters_are_fitted_better_than_rough_ones():
+    ramp = torch.tensor([-1.0, 0.0, 1.0], **DOUBLE)
+    smooth = (ramp[:, None] * 0.5 + ramp * 0.2 + 1.0)[None, None]
+    rough = torch.tensor([[1.0, -1, 1], [-1, 1, -1], [1, -1, 1]], **DOUBLE)[None, None]
+    basis = filter_basis("p8", "paper")
+    assert fit_filter(basis, smooth)[1] < fit_filter(basis, rough)[1]
+
+
+def test_more_fields_than_channels_cannot_take_over_weights():
+    source = between(nn.Conv2d(8, 8, 7))  # 49 numbers, replaced by 28 operators
+    with pytest.raises(ValueError, match="at most as many fields as channels"):
+        converted(source, "p1", "params", pretrained=True)
+
+
+def test_a_u_net_takes_over_its_transposed_convolutions():
+    source = UNet((8, 8), classes=2).double()
+    network = converted(source, match="fields", pretrained=True)
+    fits = {line.name: line.fit for line in network.report.lines}
+    assert 0 < fits["up.0"] < 1
+    assert torch.equal(network.head.weight, source.head.weight)

@@ -1,0 +1,85 @@
+"""MNIST-rot made from MNIST: labelled, and the same every time."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from econv import data
+from econv.data import DataError, recreated
+from econv.data.digits import turned
+from econv.data.sources import SOURCES
+
+
+@pytest.fixture
+def mnist(publish, monkeypatch):
+    """A small MNIST, of which 70 of 100 images are turned."""
+    published = publish("mnist")
+    source = replace(
+        SOURCES["mnist_rot_recreated"],
+        train=30,
+        validation=10,
+        test=40,
+        files=published.files,
+    )
+    monkeypatch.setitem(SOURCES, "mnist_rot_recreated", source)
+    return published
+
+
+def all_images(dataset):
+    splits = (dataset.train, dataset.validation, dataset.test)
+    return torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits])
+
+
+def test_mnist_rot_is_made_from_mnist(mnist, tmp_path):
+    found = data.load("mnist_rot_recreated", source=mnist.folder)
+    assert found.recreated
+    assert [len(found.train), len(found.validation), len(found.test)] == [20, 10, 40]
+    upright = np.concatenate([mnist.train[0], mnist.test[0]])
+    classes = np.concatenate([mnist.train[1], mnist.test[1]])
+    images = turned(upright, np.arange(100), seed=0)
+    expected = {x.tobytes(): int(y) for x, y in zip(images, classes, strict=True)}
+    for x, y in zip(*all_images(found), strict=True):
+        assert expected.pop(x.numpy().tobytes()) == int(y)
+    assert len(expected) == 30
+
+
+def test_recreation_is_kept_and_repeated_exactly(mnist, tmp_path, monkeypatch):
+    first = data.load("mnist_rot_recreated", source=mnist.folder)
+    again = data.load("mnist_rot_recreated", root=tmp_path / "other", source=mnist.folder)
+    other = data.load("mnist_rot_recreated", source=mnist.folder, seed=1)
+    monkeypatch.setattr(recreated, "turned", None)
+    kept = data.load("mnist_rot_recreated", source=mnist.folder)
+    for found in (again, kept):
+        assert all(map(torch.equal, all_images(first), all_images(found)))
+    assert not torch.equal(first.test.x, other.test.x)
+
+
+@pytest.mark.parametrize("file", ["a.npz", "mnist.npz"])
+def test_recreation_takes_mnist_as_arrays(mnist, tmp_path, file):
+    (tmp_path / "arrays").mkdir()
+    path = tmp_path / "arrays" / file
+    np.savez(path, **mnist.arrays())
+    found = data.load("mnist_rot_recreated", source=path if file == "a.npz" else path.parent)
+    expected = data.load("mnist_rot_recreated", source=mnist.folder)
+    assert all(map(torch.equal, all_images(found), all_images(expected)))
+
+
+def test_recreated_arrays_are_not_turned_again(mnist, tmp_path):
+    made = data.load("mnist_rot_recreated", source=mnist.folder).with_validation_in_training()
+    arrays = {
+        "train_x": made.train.x[:, 0].numpy(),
+        "train_y": made.train.y.numpy(),
+        "test_x": made.test.x[:, 0].numpy(),
+        "test_y": made.test.y.numpy(),
+    }
+    (tmp_path / "made").mkdir()
+    np.savez(tmp_path / "made" / "mnist_rot_recreated.npz", **arrays)
+    for source in (tmp_path / "made", tmp_path / "made" / "mnist_rot_recreated.npz"):
+        found = data.load("mnist_rot_recreated", source=source)
+        assert found.recreated
+        assert torch.equal(found.test.x, made.test.x)
+    (tmp_path / "made" / "mnist_rot_recreated.npz").write_bytes(b"PK")
+    with pytest.raises(DataError, match="cannot be read"):
+        data.load("mnist_rot_recreated", source=tmp_path / "made")

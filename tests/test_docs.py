@@ -1,0 +1,87 @@
+"""What the pages of the docs say is so: their code runs, and nothing public is left out."""
+
+import importlib.util
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import econv
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+
+pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="no docs beside the tests")
+
+# A comment before a block names the packages without which it cannot run.
+BLOCK = re.compile(r"(?:<!-- needs: ([\w, ]+) -->\n)?```python\n(.*?)^```", re.M | re.S)
+
+
+def blocks(page: Path) -> list[tuple[tuple[str, ...], str]]:
+    """The packages and the code of every block, moved to its own line for the traceback."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (
+            tuple(re.findall(r"\w+", found[1] or "")),
+            "\n" * text.count("\n", 0, found.start(2)) + found[2],
+        )
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def run(page: Path) -> None:
+    names: dict[str, object] = {"__name__": "docs"}
+    for packages, code in blocks(page):
+        if all(importlib.util.find_spec(package) for package in packages):
+            exec(compile(code, str(page), "exec"), names)
+
+
+PAGES = [
+    str(page.relative_to(DOCS))
+    for page in sorted(DOCS.rglob("*.md"))
+    if "```python" in page.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of exporters
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(DOCS / page)
+
+
+def test_code_that_is_wrong_is_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("text\n\n```python\nx = 1\n```\n\nmore\n\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as caught:
+        run(page)
+    assert caught.traceback[-1].lineno + 1 == 10
+
+
+def test_a_block_that_needs_what_is_missing_is_left_out(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- needs: torch, no_such_package -->\n```python\nraise KeyError\n```\n")
+    run(page)
+    page.write_text("<!-- needs: torch -->\n```python\nraise KeyError\n```\n")
+    with pytest.raises(KeyError):
+        run(page)
+
+
+def test_the_reference_has_every_public_module():
+    told = set()
+    for page in (DOCS / "reference").glob("*.md"):
+        told |= set(re.findall(r"^::: (econv[\w.]*)$", page.read_text(encoding="utf-8"), re.M))
+    modules = {f"econv.{found.name}" for found in pkgutil.iter_modules(econv.__path__)}
+    assert {name for name in modules if "._" not in name} <= told
+
+
+def test_the_reference_begins_with_every_public_name():
+    page = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"\[`econv\.(\w+)`\]", page))
+    assert set(econv.__all__) == told
+
+
+def test_the_page_of_the_layers_has_them_all():
+    page = (DOCS / "reference" / "layers.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^ +- (\w+)$", page, re.M)) == sorted(econv.layers.__all__)

@@ -1,0 +1,68 @@
+"""torch.export: programs of every layer and network, with any batch and image size."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from catalogue import CASES, MODES, case, run
+from econv import export
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+SLOW = ["exact resnet", "ordinary resnet", "convnet7", "sequential"]
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+FIXED = ["convnet6"]  # its classifier reads the whole map
+
+
+def sizes(name):
+    """Batch and sides that a program made with another batch must run on."""
+    if name in FIXED:
+        return [(3, 28, 28), (7, 28, 28)]
+    return [(3, 20, 21), (7, 22, 20), (2, 33, 24)]
+
+
+def program(name, module):
+    batch, height, width = sizes(name)[0]
+    x = torch.randn(batch, CASES[name][1][1], height, width)
+    dynamic = {0: torch.export.Dim("batch", min=2)}
+    if name not in FIXED:
+        dynamic |= {n: torch.export.Dim(side, min=18) for n, side in ((2, "height"), (3, "width"))}
+    return torch.export.export(module, (x,), dynamic_shapes=(dynamic,), strict=False)
+
+
+def assert_programs_run(name, module, made):
+    exported = made.module()
+    for size in sizes(name):
+        x = torch.randn(size[0], CASES[name][1][1], *size[1:])
+        for found, wanted in zip(run(exported, x), run(module, x), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@MODES
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_run_on_every_batch_and_image_size(name, train):
+    module, _ = case(name, train, dropout=False)
+    assert_programs_run(name, module, program(name, copy.deepcopy(module)))
+
+
+@pytest.mark.parametrize("name", ["resnet", "convnet6"])
+def test_a_program_is_saved_and_read(name, tmp_path):
+    module, _ = case(name, train=False)
+    torch.export.save(program(name, module), tmp_path / "network.pt2")
+    assert_programs_run(name, module, torch.export.load(tmp_path / "network.pt2"))
+
+
+@pytest.mark.parametrize("name", ["resnet", "convnet6", "every layer"])
+def test_plain_networks_export_as_well(name):
+    module, _ = case(name, train=False)
+    assert_programs_run(name, module, program(name, export(module)))
+
+
+def test_a_frozen_size_is_noticed():
+    class Frozen(nn.Module):
+        def forward(self, x):
+            return x if x.shape[2] == 20 else -x
+
+    with pytest.raises(Exception, match=r"(?s)[Cc]onstraint.*height"):
+        program("sequential", Frozen())

@@ -1,0 +1,203 @@
+"""Checkpoints: a resumed run ends as an uninterrupted one; what is damaged is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from econv import files, train
+from econv.recipes import Recipe
+from econv.train.trainer import Trainer
+from tiny_training import TINY, changed, interrupt_at, outcome, start, stripes, weights
+
+
+@pytest.mark.parametrize(
+    ("recipe", "every", "step"),
+    [
+        (TINY, 1, 11),
+        (TINY, 2, 15),
+        (TINY, 3, 3),
+        (changed(optimizer="adam", ema_decay=0.0, schedule="steps", milestones=(0.5,)), 1, 9),
+        (changed(optimizer="sgd", evaluate_every=3), 1, 13),
+        (changed(retrain_on_all=True), 1, 14),
+        (changed(retrain_on_all=True), 3, 25),
+    ],
+)
+def test_a_resumed_run_ends_bit_for_bit_as_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, every: int, step: int
+) -> None:
+    whole = start(tmp_path / "whole", recipe)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, step, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path / "parts", recipe, checkpoint_every=every)
+    resumed = start(tmp_path / "parts", recipe, checkpoint_every=every)
+    assert outcome(resumed) == outcome(whole)
+    assert weights(tmp_path / "parts", recipe) == weights(tmp_path / "whole", recipe)
+
+
+def test_resuming_trains_only_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 14, KeyboardInterrupt)  # four steps an epoch: in the fourth
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path)
+    steps: list[int] = []
+    original = Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda self: (steps.append(1), original(self))[1])
+    start(tmp_path)
+    assert len(steps) == 4
+
+
+def test_a_failed_write_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = start(tmp_path / "whole")
+    original = files.write_atomically
+    written: list[str] = []
+
+    def failing(path: Path, content: bytes) -> None:
+        written.append(path.name)
+        if written.count("checkpoint.json") == 3:
+            raise OSError("no space left")
+        original(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_atomically", failing)
+        with pytest.raises(OSError, match="no space left"):
+            start(tmp_path / "parts")
+    folder = tmp_path / "parts" / "out" / "tiny" / "0"
+    assert json.loads((folder / "checkpoint.json").read_text())["told"]["epoch"] == 2
+    assert outcome(start(tmp_path / "parts")) == outcome(whole)
+
+
+def test_checkpoints_hold_everything_and_go_when_the_run_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    folder = tmp_path / "out" / "tiny" / "0"
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 10, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path)
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "checkpoint-0-2.safetensors",
+        "checkpoint.json",
+    ]
+    tensors = load_file(folder / "checkpoint-0-2.safetensors")
+    owners = {name.split(".")[0] for name in tensors}
+    assert owners == {"step", "model", "average", "optimizer", "best"}
+    assert tensors["step"].item() == 8
+    told = json.loads((folder / "checkpoint.json").read_text())["told"]
+    assert told["epoch"] == 2
+    assert told["best"]["epoch"] in (1, 2)
+    start(tmp_path)
+    assert [p.name for p in folder.iterdir()] == ["model.safetensors"]
+
+
+def damage_tensors(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def damage_json(folder: Path) -> None:
+    path = folder / "checkpoint.json"
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def lose_tensors(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_tensors, "checksum differs"),
+        (damage_json, "cannot be used"),
+        (lose_tensors, "No such file"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_a_fresh_start_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage, message: str
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 10, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path)
+    damage(tmp_path / "out" / "tiny" / "0")
+    with pytest.raises(train.CheckpointError, match=message) as caught:
+        start(tmp_path)
+    assert "--fresh" in str(caught.value)
+    assert outcome(start(tmp_path, resume=False)) == outcome(start(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"recipe": changed(weight_decay=0.5)}, r"other settings \(weight_decay\)"),
+        ({"data": stripes(1)}, "other data_sha256"),
+        ({"precision": "float64"}, "other precision"),
+    ],
+)
+def test_a_checkpoint_or_record_of_another_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], message: str
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 10, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path)
+    with pytest.raises(train.CheckpointError, match=message):
+        start(tmp_path, **change)
+    start(tmp_path)
+    with pytest.raises(train.CheckpointError, match=r"0\.json is the record of a run with other"):
+        start(tmp_path, **change)
+
+
+def test_a_finished_run_is_not_trained_again_unless_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start(tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 1, AssertionError)
+        assert start(tmp_path) == first
+        with pytest.raises(AssertionError):
+            start(tmp_path, resume=False)
+    assert outcome(start(tmp_path)) == outcome(first)
+
+
+@pytest.mark.parametrize("poison", ["loss", "weights"])
+def test_no_number_stops_the_run_names_the_step_and_keeps_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poison: str
+) -> None:
+    from safetensors.torch import load_file
+
+    original = Trainer.step
+
+    def step(self: Trainer) -> None:
+        original(self)
+        number = int(self.step_number)
+        if poison == "loss" and number == 10:
+            self.losses[1] = float("nan")
+        if poison == "weights" and number == 12:
+            self.weights.flat[0] = float("inf")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", step)
+        with pytest.raises(train.DivergedError) as caught:
+            start(tmp_path)
+    message = str(caught.value)
+    if poison == "loss":
+        assert "the loss is nan at step 10 (epoch 3, step 2 of 4)" in message
+    else:
+        assert "the weights are no numbers after step 12 (epoch 3, step 4 of 4)" in message
+    assert "The checkpoint after epoch 2 is kept in" in message
+    tensors = load_file(tmp_path / "out" / "tiny" / "0" / "checkpoint-0-2.safetensors")
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert outcome(start(tmp_path)) == outcome(start(tmp_path / "whole"))
+
+
+def test_a_learning_rate_that_is_far_too_high_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(train.DivergedError, match="No checkpoint was written yet"):
+        start(tmp_path, changed(learning_rate=1e30, optimizer="sgd", warmup_epochs=0.0))
