@@ -64,6 +64,7 @@ bench: $(STAMP)
 	@$(RUN) benchmarks/compatibility.py $(PEERS:%=--python %) --json outputs/compatibility.json
 	@$(RUN) benchmarks/export_speed.py --json outputs/export_speed.json
 	@$(RUN) benchmarks/quantisation.py --json outputs/quantisation.json
+	@$(RUN) benchmarks/engines.py --json outputs/engines.json
 	@$(RUN) benchmarks/initialisation.py
 	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json
 
