@@ -26,7 +26,17 @@ import triton.language as tl
 from econv.fourier import transform
 from econv.plan import SpectralPlan
 
-__all__ = ["FIELDS", "HEADROOM", "Scheme", "analyse", "arrange", "kernels", "scheme", "spread"]
+__all__ = [
+    "FIELDS",
+    "HEADROOM",
+    "INTERPRETED",
+    "Scheme",
+    "analyse",
+    "arrange",
+    "kernels",
+    "scheme",
+    "spread",
+]
 
 FIELDS = 4
 """Fields of one tile: with four features each they fill the shortest product, 16."""
@@ -681,10 +691,10 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -
     fields = sum(parts)
     write("@triton.jit")
     write(
-        "def gram(x, g, partial, x_largest, g_largest, images, pixels, height, width, down,\n"
+        "def gram(x, g, partial, x_largest, g_largest, x_all, g_all, pixels, height, width, down,\n"
         "         dilation, pitch, image_pitch, places, g_step, g_start, g_pitch, g_image_pitch,\n"
         "         g_places, g_chunks, tiles, in_padded, out_padded, BP: tl.constexpr,\n"
-        "         BF: tl.constexpr, IMAGES: tl.constexpr, PRECISION: tl.constexpr):"
+        "         BF: tl.constexpr, PRECISION: tl.constexpr):"
     )
     write.depth += 1
     write(f"FIELDS: tl.constexpr = {FIELDS}")
@@ -694,10 +704,8 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -
     write("i = tl.program_id(0) * BF")
     write(f"first = tl.program_id(1) * {fields * copies}")
     write("split = tl.program_id(2)")
-    write("batch = tl.arange(0, IMAGES)")
-    write("known = batch < images")
-    write("x_most = tl.max(exponent(tl.load(x_largest + batch, mask=known, other=0.0)))")
-    write("g_most = tl.max(exponent(tl.load(g_largest + batch, mask=known, other=0.0)))")
+    write("x_most = exponent(tl.load(x_all))")
+    write("g_most = exponent(tl.load(g_all))")
     write("field = i % FIELDS + tl.arange(0, BF)")
     each = layout.chunks * FIELDS * layout.width
     write(f"source = x + (i // FIELDS).to(tl.int64) * places * {each}")
@@ -809,6 +817,10 @@ def exponent(largest):
 def two_to(power):
     """2^power, exactly; powers too small for a float32 become the smallest."""
     return ((tl.maximum(tl.minimum(power, 127), -126) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+INTERPRETED = not isinstance(two_to, triton.JITFunction)
+"""Whether Triton runs kernels one operation after the other, on the CPU."""
 
 
 @triton.jit

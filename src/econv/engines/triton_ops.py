@@ -10,7 +10,7 @@ range, so that derivatives and weights keep three digits more than bfloat16 has;
 float32 inputs run in float32 with products in tf32, or in three of them where tf32 is not allowed.
 
 Memory: what is kept for the backward pass is the input and the spectral weights. While an operator
-runs there is one copy of its input: the spectrum on the padded grid, in 16 bits.
+runs there is the spectrum of a group of images on the padded grid.
 
 This room knows tensors and launches. The kernels are those of `econv.engines.triton_kernels`.
 """
@@ -31,6 +31,7 @@ from econv.engines.spectral import Geometry
 from econv.engines.triton_kernels import (
     FIELDS,
     HEADROOM,
+    INTERPRETED,
     Scheme,
     analyse,
     arrange,
@@ -40,7 +41,7 @@ from econv.engines.triton_kernels import (
 )
 from econv.plan import SpectralPlan, plan_named
 
-__all__ = ["Tiles", "convolve", "covers", "gram", "tiles"]
+__all__ = ["Tiles", "convolve", "covers", "gram", "run_convolve", "run_gram", "tiles"]
 
 _INTERNAL = {
     torch.float16: torch.float16,
@@ -65,9 +66,11 @@ class Tiles(NamedTuple):
     """Output channels (slots times fields) of one program, at most."""
     splits: int
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU."""
+    megabytes: int
+    """The most that the spectra of one launch take: images run in groups."""
 
 
-DEFAULT_TILES = Tiles(64, 8, 1, 128, 2, 8, 384, 0)
+DEFAULT_TILES = Tiles(64, 8, 1, 128, 2, 8, 384, 0, 64)
 _override: list[Tiles] = []
 
 
@@ -129,7 +132,6 @@ class _Grid:
 
 class _Spectrum(NamedTuple):
     values: Tensor  # [field chunks, slot chunks, places, FIELDS, width]
-    largest: Tensor  # [batch]: the largest magnitude of each image
     grid: _Grid
 
 
@@ -166,7 +168,20 @@ def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.linalg.vector_norm(x, math.inf, dim=dims, dtype=torch.float32)
 
 
-def _analysed(x: Tensor, layout: Scheme, geometry: Geometry) -> _Spectrum:
+def _groups(layout: Scheme, *pairs: tuple[Tensor, Geometry]) -> list[slice]:
+    """Images in equal groups, such that the spectra of one are no larger than the tiles allow."""
+    x, _ = pairs[0]
+    total = 0
+    for image, geometry in pairs:
+        grid = _Grid.of(tuple(image.shape), geometry, layout.plan.basis.size)
+        fields = FIELDS * triton.cdiv(image.shape[1] // layout.plan.analysis.shape[1], FIELDS)
+        total += grid.places * fields * layout.chunks * layout.width * _INTERNAL[x.dtype].itemsize
+    groups = min(x.shape[0], triton.cdiv(total, _tiles().megabytes << 20))
+    each = triton.cdiv(x.shape[0], groups)
+    return [slice(i, i + each) for i in range(0, x.shape[0], each)]
+
+
+def _analysed(x: Tensor, largest: Tensor, layout: Scheme, geometry: Geometry) -> _Spectrum:
     plan = layout.plan
     channels = plan.analysis.shape[1]
     batch, fields = x.shape[0], x.shape[1] // channels
@@ -174,7 +189,6 @@ def _analysed(x: Tensor, layout: Scheme, geometry: Geometry) -> _Spectrum:
     chunks = triton.cdiv(fields, FIELDS)
     shape = (chunks, layout.chunks, grid.places, FIELDS, layout.width)
     values = _empty(shape, _INTERNAL[x.dtype], x.device)
-    largest = _largest(x, (1, 2, 3))
     block = 64
     analyse[(triton.cdiv(grid.places, block), chunks)](
         x,
@@ -202,7 +216,7 @@ def _analysed(x: Tensor, layout: Scheme, geometry: Geometry) -> _Spectrum:
         HEADROOM=HEADROOM,
         num_warps=4,
     )
-    return _Spectrum(values, largest, grid)
+    return _Spectrum(values, grid)
 
 
 class _Cut(NamedTuple):
@@ -265,8 +279,8 @@ def _arranged(weights: Tensor, layout: Scheme, cut: _Cut, dtype: torch.dtype, ad
     return found, largest
 
 
-def _kernels(layout: Scheme, cut: _Cut, x: Tensor) -> dict[str, Any]:
-    packed = _INTERNAL[x.dtype] == torch.float16 and x.is_cuda
+def _kernels(layout: Scheme, cut: _Cut, dtype: torch.dtype) -> dict[str, Any]:
+    packed = dtype == torch.float16 and not INTERPRETED
     return kernels(layout, cut.parts, cut.copies, packed)
 
 
@@ -295,7 +309,7 @@ convolve = torch.ops.econv.convolve.default
 gram = torch.ops.econv.gram.default
 
 
-def _run_convolve(
+def run_convolve(
     x: Tensor,
     weights: Tensor,
     plan: str,
@@ -318,41 +332,45 @@ def _run_convolve(
     channels = found.synthesis.shape[0]
     out_fields = weights.shape[1 if adjoint else 0]
     y = _output(x, (x.shape[0], out_fields * channels, height, width))
-    pixels = x.shape[0] * height * width
     if not y.numel():
         return y
     chosen = _tiles()
     cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators)
-    spectrum = _analysed(x, layout, geometry)
     internal = _INTERNAL[x.dtype]
-    arranged, largest = _arranged(weights, layout, cut, internal, adjoint)
-    grid = spectrum.grid
-    _kernels(layout, cut, x)["forward"][(triton.cdiv(pixels, chosen.pixels), cut.programs)](
-        spectrum.values,
-        arranged,
-        y,
-        spectrum.largest,
-        largest,
-        pixels,
-        height,
-        width,
-        down,
-        dilation,
-        grid.pitch,
-        grid.pitch * grid.lines,
-        grid.places,
-        spectrum.values.shape[0],
-        cut.padded,
-        out_fields,
-        y.stride(0),
-        y.stride(1),
-        y.stride(2),
-        y.stride(3),
-        BP=chosen.pixels,
-        PRECISION=_precision(internal),
-        num_warps=chosen.warps,
-        num_stages=chosen.stages,
-    )
+    arranged, w_largest = _arranged(weights, layout, cut, internal, adjoint)
+    x_largest = _largest(x, (1, 2, 3))
+    kernel = _kernels(layout, cut, internal)["forward"]
+    for images in _groups(layout, (x, geometry)):
+        part = y[images]
+        pixels = part.shape[0] * height * width
+        spectrum = _analysed(x[images], x_largest[images], layout, geometry)
+        grid = spectrum.grid
+        kernel[(triton.cdiv(pixels, chosen.pixels), cut.programs)](
+            spectrum.values,
+            arranged,
+            part,
+            x_largest[images],
+            w_largest,
+            pixels,
+            height,
+            width,
+            down,
+            dilation,
+            grid.pitch,
+            grid.pitch * grid.lines,
+            grid.places,
+            spectrum.values.shape[0],
+            cut.padded,
+            out_fields,
+            y.stride(0),
+            y.stride(1),
+            y.stride(2),
+            y.stride(3),
+            BP=chosen.pixels,
+            PRECISION=_precision(internal),
+            num_warps=chosen.warps,
+            num_stages=chosen.stages,
+        )
     return y
 
 
@@ -373,7 +391,7 @@ def _fake_convolve(
     return _output(x, (x.shape[0], out_fields * channels, height, width))
 
 
-def _run_gram(
+def run_gram(
     x: Tensor,
     g: Tensor,
     plan: str,
@@ -388,54 +406,60 @@ def _run_gram(
     channels = found.analysis.shape[1]
     in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
     shape = (out_fields, in_fields, found.weights)
-    batch, _, height, width = g.shape
-    pixels = batch * height * width
-    if not pixels * x.numel():
+    height, width = g.shape[2:]
+    if not g.numel() * x.numel():
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
     chosen = _tiles()
     geometry = Geometry(up, down, dilation, before, height, width)
     back = geometry.transposed(found.basis.size, *x.shape[2:])
-    ours = _analysed(x, layout, geometry)
-    theirs = _analysed(g, layout, back)
     cut = _cut(out_fields, layout, chosen.gram_warps, chosen.accumulators)
-    tiles_ = triton.cdiv(pixels, chosen.gram_pixels)
-    chunks = ours.values.shape[0]
-    in_padded = chunks * FIELDS
+    groups = _groups(layout, (x, geometry), (g, back))
+    tiles_ = triton.cdiv(g[groups[0]].shape[0] * height * width, chosen.gram_pixels)
+    in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
     programs = in_padded // chosen.gram_fields * cut.programs
-    splits = chosen.splits or max(1, 264 // programs)
-    splits = min(splits, tiles_)
+    splits = min(chosen.splits or max(1, 264 // programs), tiles_)
     count = layout.batch * layout.inner
-    partial = _empty((splits, in_padded, count, cut.padded, 2), torch.float32, x.device)
-    _kernels(layout, cut, x)["gram"][(in_padded // chosen.gram_fields, cut.programs, splits)](
-        ours.values,
-        theirs.values,
-        partial,
-        ours.largest,
-        theirs.largest,
-        batch,
-        pixels,
-        height,
-        width,
-        down,
-        dilation,
-        ours.grid.pitch,
-        ours.grid.pitch * ours.grid.lines,
-        ours.grid.places,
-        back.up,
-        back.before,
-        theirs.grid.pitch,
-        theirs.grid.pitch * theirs.grid.lines,
-        theirs.grid.places,
-        theirs.values.shape[0],
-        tiles_,
-        in_padded,
-        cut.padded,
-        BP=chosen.gram_pixels,
-        BF=chosen.gram_fields,
-        IMAGES=triton.next_power_of_2(batch),
-        PRECISION=_precision(_INTERNAL[x.dtype]),
-        num_warps=chosen.gram_warps,
+    partial = _empty(
+        (len(groups), splits, in_padded, count, cut.padded, 2), torch.float32, x.device
     )
+    x_largest, g_largest = _largest(x, (1, 2, 3)), _largest(g, (1, 2, 3))
+    x_most, g_most = x_largest.amax(), g_largest.amax()
+    internal = _INTERNAL[x.dtype]
+    kernel = _kernels(layout, cut, internal)["gram"]
+    for images, into in zip(groups, partial, strict=True):
+        ours = _analysed(x[images], x_largest[images], layout, geometry)
+        theirs = _analysed(g[images], g_largest[images], layout, back)
+        pixels = g[images].shape[0] * height * width
+        kernel[(in_padded // chosen.gram_fields, cut.programs, splits)](
+            ours.values,
+            theirs.values,
+            into,
+            x_largest[images],
+            g_largest[images],
+            x_most,
+            g_most,
+            pixels,
+            height,
+            width,
+            down,
+            dilation,
+            ours.grid.pitch,
+            ours.grid.pitch * ours.grid.lines,
+            ours.grid.places,
+            back.up,
+            back.before,
+            theirs.grid.pitch,
+            theirs.grid.pitch * theirs.grid.lines,
+            theirs.grid.places,
+            theirs.values.shape[0],
+            triton.cdiv(pixels, chosen.gram_pixels),
+            in_padded,
+            cut.padded,
+            BP=chosen.gram_pixels,
+            BF=chosen.gram_fields,
+            PRECISION=_precision(internal),
+            num_warps=chosen.gram_warps,
+        )
     constants = _constants(layout, x.device)
     result = _empty(shape, torch.float32, x.device)
     spread[(triton.cdiv(result.numel(), 1024),)](
@@ -449,7 +473,7 @@ def _run_gram(
         in_padded,
         cut.padded,
         count,
-        splits,
+        len(groups) * splits,
         MOST=constants.owners.shape[1],
         BLOCK=1024,
         num_warps=8,
@@ -478,12 +502,12 @@ def _convolve_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     size = plan_named(ctx.plan).basis.size
     back = ctx.geometry.transposed(size, *ctx.shape)
     to_x = to_weights = None
-    if ctx.needs_input_grad[0]:
-        to_x = convolve(gradient, weights, ctx.plan, not ctx.adjoint, *back)
-    if ctx.needs_input_grad[1]:
+    if ctx.needs_input_grad[1]:  # first: while it runs, the other, larger one does not exist
         # The layer's input and output in this order, whichever of them was ours.
         pair, way = ((gradient, x), back) if ctx.adjoint else ((x, gradient), ctx.geometry)
         to_weights = gram(*pair, ctx.plan, *way[:4])
+    if ctx.needs_input_grad[0]:
+        to_x = convolve(gradient, weights, ctx.plan, not ctx.adjoint, *back)
     return to_x, to_weights, *[None] * 8
 
 
@@ -505,8 +529,8 @@ def _gram_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 for _name, _kernel, _fake, _backward, _context in (
-    ("convolve", _run_convolve, _fake_convolve, _convolve_backward, _convolve_context),
-    ("gram", _run_gram, _fake_gram, _gram_backward, _gram_context),
+    ("convolve", run_convolve, _fake_convolve, _convolve_backward, _convolve_context),
+    ("gram", run_gram, _fake_gram, _gram_backward, _gram_context),
 ):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"econv::{_name}", _fake, lib=_LIBRARY)
