@@ -585,6 +585,28 @@ def _common(write: _Writer, layout: Scheme) -> None:
     write(f"column = dilation * ({FIELDS} * SC)")
 
 
+class _Fragments:
+    """A matrix of weights in the order in which the tensor cores' threads hold it.
+
+    A thread reads ``vector`` neighbours in one go, those of a warp lie side by side, and nothing
+    has to be exchanged. Of the inner number's bits the first and the fourth belong to a thread, the
+    two between them and three of the column's to the number of the thread.
+    """
+
+    def __init__(self, inner: int, columns: int) -> None:
+        inners, runs = inner // 16, columns // 8
+        one, two = min(2, inners), min(2, runs) if inners == 1 else 1
+        self.vector = 4 * one * two
+        self.groups = inners // one * (runs // two)
+        # Axes in the order in which Triton gives them to threads, warps and registers:
+        # [column, inner | product | column, inner | column, inner, inner, inner].
+        self.axes = (
+            f"[8, 4, TARGETS * COPIES, {runs // two}, {inners // one}, {two}, {one}, 2, 2]"
+        )
+        self.order = "(2, 4, 6, 7, 1, 8, 3, 5, 0)"
+        self.shape = f"[TARGETS * COPIES, {inner}, {columns}]"
+
+
 def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
     """A layer: features of a tile of pixels, products with the weights, channels of the output.
 
@@ -610,9 +632,9 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
     _pixels(write, layout)
     for part, size in enumerate(parts):
         write(f"a{part} = tl.zeros([TARGETS * COPIES, BP, {2 * size}], tl.float32)")
-    write("batch = tl.arange(0, TARGETS * COPIES)")
-    write(f"member = (batch // COPIES) * (2 * out_padded) + batch % COPIES * {2 * fields}")
     write(f"step = out_padded * {2 * FIELDS * layout.batch * layout.inner}")
+    write("lane = tl.arange(0, 32)[:, None, None, None]")
+    write("member = tl.arange(0, TARGETS * COPIES)[:, None, None]")
 
     def products(chunk: int) -> None:
         for number, (owner, _, size, start) in enumerate(layout.pieces):
@@ -621,15 +643,18 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
             shape = f"BP, BF * {size}]"
             write(f"v = tl.broadcast_to(z{number}[:, None, :, :], [TARGETS, COPIES, {shape})")
             write(f"a = tl.reshape(v, [TARGETS * COPIES, {shape})")
-            write(f"k = tl.arange(0, BF * {size})[None, None, :]")
+            each = 2 * FIELDS * size * layout.batch
             write(f"piece = weight + {start * 2 * FIELDS * layout.batch} * out_padded")
-            done = 0
+            write(f"piece += first * {each}")
             for part, wide in enumerate(parts):
-                write(f"n = 2 * first + {2 * done} + tl.arange(0, {2 * wide})")
-                write(f"n = (member[:, None] + n[None, :])[:, :, None] * (BF * {size})")
-                write("v = tl.trans(tl.load(piece + n + k), (0, 2, 1))")
+                tile = _Fragments(FIELDS * size, 2 * wide)
+                write(f"g = tl.arange(0, {tile.groups})[:, None]")
+                write(f"g = ((g * (TARGETS * COPIES) + member) * 32 + lane) * {tile.vector}")
+                write(f"v = tl.load(piece + g + tl.arange(0, {tile.vector}))")
+                write(f"v = tl.reshape(v, {tile.axes})")
+                write(f"v = tl.reshape(tl.trans(v, {tile.order}), {tile.shape})")
                 write(f"a{part} = tl.dot(a, v, a{part}, input_precision=PRECISION)")
-                done += wide
+                write(f"piece += COPIES * {wide * each}")
 
     # Each turn multiplies the features that the turn before it has left: loads and sums of one
     # turn are independent of its products, and run beside them. (What a turn makes and multiplies
@@ -867,12 +892,12 @@ def analyse(
 @triton.jit
 def arrange(
     weights, entries, signs, pieces, largest, out, out_fields, in_fields, out_stride, in_stride,
-    out_padded, targets, inner, total, BF: tl.constexpr, BLOCK: tl.constexpr,
+    out_padded, targets, inner, copies, fields, wide, total, BF: tl.constexpr, BLOCK: tl.constexpr,
     HEADROOM: tl.constexpr,
 ):
-    """Spectral weights to ``[field chunk, piece, target, (out, column), (field, feature)]``, scaled.
+    """Spectral weights in the order in which the products read them, scaled.
 
-    Products read them as they lie, the inner axis contiguous.
+    ``[field chunk, piece, program, part]``, and there `_Fragments`.
     """  # fmt: skip
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = n < total
@@ -891,8 +916,23 @@ def arrange(
     known = (o < out_fields) & (i < in_fields) & (entry >= 0)
     value = tl.load(weights + o * out_stride + i * in_stride + entry, mask=known, other=0.0)
     value *= sign * two_to(HEADROOM - exponent(tl.load(largest)))
+    each = targets * 2 * BF * size
     where = (chunk * inner + start) * (targets * out_padded * 2 * BF)
-    where += (((target * out_padded + o) * 2 + column) * BF + field) * size + k - start
+    where += o // (fields * copies) * (fields * copies) * each
+    copy = o // fields % copies
+    o = o % fields
+    second = o >= wide
+    where += tl.where(second, wide * copies * each, 0)
+    o = tl.where(second, o - wide, o)
+    runs = tl.where(second, fields - wide, wide) // 4
+    k = field * size + k - start
+    n = o * 2 + column
+    inners = BF * size // 16
+    one = tl.minimum(2, inners)
+    two = tl.where(inners == 1, tl.minimum(2, runs), 1)
+    group = n // 8 // two * (inners // one) + k // 16 // one
+    thread = (group * (targets * copies) + target * copies + copy) * 32 + n % 8 * 4 + k // 2 % 4
+    where += ((thread * two + n // 8 % two) * one + k // 16 % one) * 4 + k // 8 % 2 * 2 + k % 2
     tl.store(out + where, value.to(out.dtype.element_ty), mask=kept)
 
 
