@@ -196,13 +196,28 @@ def bounds(launch: Launch, code: Code) -> dict[str, float]:
     rate = SMS * CLOCK
     found = {name: total * cycles / rate for name, cycles in waves.items()}
     found["memory"] = traffic(launch) / MEMORY
+    found["L2"] = shared_traffic(launch) / L2
     return found
 
 
 def traffic(launch: Launch) -> int:
     """Bytes of the tensors of a launch, each read or written once."""
     tensors = [value for value in launch.arguments.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(map(_bytes, tensors))
+
+
+def shared_traffic(launch: Launch) -> int:
+    """Bytes that all programs of a launch read, what several read counted for each."""
+    given = launch.arguments
+    if launch.name == "forward":  # a tile of pixels reads all weights
+        return launch.grid[0] * _bytes(given["w"]) + launch.grid[1] * _bytes(given["x"])
+    if launch.name == "gram":  # a run of input fields reads all of the gradient
+        return launch.grid[0] * _bytes(given["g"]) + launch.grid[1] * _bytes(given["x"])
+    return traffic(launch)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def occupancy(launch: Launch, code: Code) -> int:
@@ -222,8 +237,6 @@ def trips(launch: Launch) -> float:
         return given["chunks"]
     if launch.name == "gram":
         return given["tiles"] / launch.grid[2]
-    if launch.name == "analyse":
-        return given["CHANNELS"]
     if launch.name == "spread":
         return given["splits"]
     return 1.0

@@ -13,6 +13,7 @@ where tensors live and what calls what: that is the business of `econv.engines.t
 
 from __future__ import annotations
 
+import hashlib
 import linecache
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,15 +24,15 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from econv.fourier import transform
+from econv.fourier import butterflies
 from econv.plan import SpectralPlan
 
 __all__ = [
     "FIELDS",
     "HEADROOM",
     "INTERPRETED",
+    "Kernels",
     "Scheme",
-    "analyse",
     "arrange",
     "kernels",
     "scheme",
@@ -448,6 +449,13 @@ def _joined(names: Sequence[str]) -> str:
     return f"tl.join({_joined(names[::2])}, {_joined(names[1::2])})"
 
 
+def _times_rows(write: _Writer, matrix: np.ndarray, source: str, result: str) -> None:
+    """Each row of a matrix against tensors named by a letter and the number of a column."""
+    for number, row in enumerate(matrix):
+        terms = [f"{source}{n} * {float(row[n])!r}" for n in np.flatnonzero(row)]
+        write(f"{result}{number} = {' + '.join(terms) or f'{source}0 * 0.0'}")
+
+
 def _twos(length: int) -> str:
     """The axes that `_split` takes apart."""
     return ", ".join(["2"] * (length.bit_length() - 1))
@@ -562,6 +570,66 @@ def _gathered(
     write(f"z{number} = tl.reshape(tl.trans(z, (3, 1, 0, 4, 2)), [{layout.batch}, BP, BF * {size}])")
 
 
+def _analyse(write: _Writer, layout: Scheme) -> None:
+    """The spectrum of every field at every place of the padded grid, scaled.
+
+    ``each`` is 1 where every image has a largest number of its own, and 0 where all have one. What
+    is done to a layer's input before it is convolved belongs here, at the load.
+    """
+    channels = layout.plan.analysis.shape[1]
+    padded = _power_of_two(channels)
+    write(_jit("fields", "height", "width", "pitch", "lines", "places", "images", "before"))
+    write(
+        "def analyse(x, largest, out, images, fields, height, width, up, before, pitch, lines,\n"
+        "            places, each, x_image, x_channel, x_line, x_dot, BQ: tl.constexpr):"
+    )
+    write.depth += 1
+    write(f"BF: tl.constexpr = {FIELDS}")
+    write(f"SC: tl.constexpr = {layout.width}")
+    write("place = tl.program_id(0) * BQ + tl.arange(0, BQ)")
+    write("chunk = tl.program_id(1)")
+    write("field = chunk * BF + tl.arange(0, BF)")
+    write("image = place // (pitch * lines)")
+    write("line = place // pitch % lines - before")
+    write("dot = place % pitch - before")
+    write("inside = (image < images) & (line >= 0) & (line < height * up)")
+    write("inside = inside & (dot >= 0) & (dot < width * up)")
+    write("inside = inside & (line % up == 0) & (dot % up == 0)")
+    write("base = image.to(tl.int64) * x_image + (line // up) * x_line + (dot // up) * x_dot")
+    write(f"element = tl.arange(0, {padded})")
+    write(f"channel = (field * {channels})[:, None] + element[None, :]")
+    write(f"known = (field < fields)[:, None] & (element < {channels})[None, :]")
+    write("known = inside[:, None, None] & known[None, :, :]")
+    write("where = base[:, None, None] + (channel * x_channel)[None, :, :]")
+    write("c = tl.load(x + where, mask=known, other=0.0).to(tl.float32)")
+    write("power = exponent(tl.load(largest + image * each, mask=image < images, other=1.0))")
+    write(f"c = c * two_to({HEADROOM} - power)[:, None, None]")
+    if padded > 1:
+        write(f"c = tl.reshape(c, [BQ, BF, {_twos(padded)}])")
+    else:
+        write("c = tl.reshape(c, [BQ, BF])")
+    _split(write, "c", [f"c{n}" if n < channels else None for n in range(padded)])
+    pairs, rest = butterflies(layout.analysis.T)
+    for a, b in pairs:
+        write(f"c{a}, c{b} = c{a} + c{b}, c{a} - c{b}")
+    _times_rows(write, rest, "c", "t")
+    write("slot = tl.arange(0, SC)")
+    for part in range(layout.chunks):
+        names = [f"t{part * layout.width + n}" for n in range(layout.width)]
+        write(f"found = tl.reshape({_joined(names)}, [BQ, BF, SC]).to(out.dtype.element_ty)")
+        write(f"where = (chunk * {layout.chunks} + {part}).to(tl.int64) * places + place")
+        write("where = where[:, None, None] * BF + tl.arange(0, BF)[None, :, None]")
+        write("kept = (place < places)[:, None, None]")
+        write("tl.store(out + where * SC + slot[None, None, :], found, mask=kept)")
+    write.depth -= 1
+    write()
+
+
+def _jit(*names: str) -> str:
+    """The decorator of a kernel; whether these arguments are even numbers makes no difference."""
+    return f"@triton.jit(do_not_specialize={list(names)!r})"
+
+
 def _pixels(write: _Writer, layout: Scheme) -> None:
     """Which pixels a tile holds and where their centre taps lie."""
     reach = layout.coefficients.shape[-1] // 2
@@ -616,7 +684,7 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
     """
     plan = layout.plan
     fields = sum(parts)
-    write("@triton.jit")
+    write(_jit("pixels", "height", "width", "pitch", "image_pitch", "places", "out_fields", "chunks"))
     write(
         "def forward(x, w, y, x_largest, w_largest, pixels, height, width, down, dilation, pitch,\n"
         "            image_pitch, places, chunks, out_padded, out_fields, y_image, y_channel,\n"
@@ -675,7 +743,8 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
         write.depth -= 1
         products(chunk)
     write("power = exponent(tl.load(x_largest + image)) + exponent(tl.load(w_largest))")
-    write(f"scale = two_to(power - {2 * HEADROOM})[:, None]")
+    write(f"scale = two_to(power - {2 * HEADROOM})[:, None, None]")
+    pairs, rest = butterflies(plan.synthesis.T)
     channels = plan.synthesis.shape[0]
     padded = _power_of_two(channels)
     write("base = image.to(tl.int64) * y_image + line * y_line + dot * y_dot")
@@ -690,22 +759,19 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
         write(f"s = tl.trans(s, (0, 1, 3, 2))")
         write(f"s = tl.reshape(s, [BP, COPIES * {size}, {_twos(len(slots))}])")
         _split(write, "s", [f"s{n}" if n >= 0 else None for n in slots])
-        for channel in range(channels):
-            terms = [
-                f"s{slot} * {float(plan.synthesis[channel, slot])!r}"
-                for slot in sorted(slots)
-                if slot >= 0 and abs(plan.synthesis[channel, slot]) > 1e-14
-            ]
-            write(f"y{channel} = ({' + '.join(terms)}) * scale")
+        _times_rows(write, rest.T, "s", "y")
+        for a, b in reversed(pairs):
+            write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
         outputs = [f"y{c if c < channels else 0}" for c in range(padded)]
         write(f"found = tl.reshape({_joined(outputs)}, [BP, COPIES * {size}, {padded}])")
+        write("found = (found * scale).to(y.dtype.element_ty)")
         write(f"o = tl.arange(0, COPIES * {size})")
         write(f"o = first + {done} + o // {size} * {fields} + o % {size}")
         write(f"channel = o[:, None] * {channels} + element[None, :]")
         write("where = base[:, None, None] + (channel * y_channel)[None, :, :]")
         write(f"known = (o < out_fields)[:, None] & (element < {channels})[None, :]")
         write("kept = inside[:, None, None] & known[None, :, :]")
-        write("tl.store(y + where, found.to(y.dtype.element_ty), mask=kept)")
+        write("tl.store(y + where, found, mask=kept)")
         done += size
     write.depth -= 1
     write()
@@ -714,9 +780,11 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
 def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
     """The gradient to the weights: features of the input against the output's gradient."""
     fields = sum(parts)
-    write("@triton.jit")
+    numbers = ["pixels", "height", "width", "pitch", "image_pitch", "places", "g_start", "g_pitch"]
+    numbers += ["g_image_pitch", "g_places", "g_chunks", "tiles", "in_padded"]
+    write(_jit(*numbers))
     write(
-        "def gram(x, g, partial, x_largest, g_largest, x_all, g_all, pixels, height, width, down,\n"
+        "def gram(x, g, partial, x_largest, g_largest, pixels, height, width, down,\n"
         "         dilation, pitch, image_pitch, places, g_step, g_start, g_pitch, g_image_pitch,\n"
         "         g_places, g_chunks, tiles, in_padded, out_padded, BP: tl.constexpr,\n"
         "         BF: tl.constexpr, PRECISION: tl.constexpr):"
@@ -729,8 +797,6 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -
     write("i = tl.program_id(0) * BF")
     write(f"first = tl.program_id(1) * {fields * copies}")
     write("split = tl.program_id(2)")
-    write("x_most = exponent(tl.load(x_all))")
-    write("g_most = exponent(tl.load(g_all))")
     write("field = i % FIELDS + tl.arange(0, BF)")
     each = layout.chunks * FIELDS * layout.width
     write(f"source = x + (i // FIELDS).to(tl.int64) * places * {each}")
@@ -742,7 +808,7 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -
     # As in `forward`, each turn multiplies what the turn before it has left.
     for number, (_, _, size, _) in enumerate(pieces):
         write(f"z{number} = tl.zeros([TARGETS, BP, BF * {size}], x.dtype.element_ty)")
-    write("there = tl.zeros([BP], tl.int32)")
+    write("there = tl.full([BP], -1, tl.int32)")
     done = 0
     for part, wide in enumerate(parts):
         count = wide // FIELDS
@@ -757,10 +823,11 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -
 
     def products() -> None:
         write("spot = (there * (FIELDS * SC))[None, :, None, None, None]")
+        write("known = (there >= 0)[None, :, None, None, None]")
         for part, wide in enumerate(parts):
             # [field, pixel, (copy, chunk), slot chunk, slot]
             shape = f"[FIELDS, BP, COPIES, {wide // FIELDS}, TARGETS, 2]"
-            write(f"h = tl.reshape(tl.load(g{part} + spot), {shape})")
+            write(f"h = tl.reshape(tl.load(g{part} + spot, mask=known, other=0.0), {shape})")
             write("h = tl.trans(h, (4, 2, 3, 0, 5, 1))")
             write(f"h{part} = tl.reshape(h, [TARGETS * COPIES, {2 * wide}, BP])")
         for number, (_, _, size, _) in enumerate(pieces):
@@ -776,19 +843,15 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -
     products()
     write("pixel = tile * BP + tl.arange(0, BP)")
     _pixels(write, layout)
-    write("power = exponent(tl.load(x_largest + image)) + exponent(tl.load(g_largest + image))")
-    # Pixels of the last tile that are none read the first pixel, and count nothing.
-    write("share = tl.where(inside, two_to(power - (x_most + g_most)), 0.0)")
-    write("share = share.to(x.dtype.element_ty)[None, :, None]")
     for chunk in range(layout.chunks):
         _features(write, layout, chunk)
-    for number in range(len(pieces)):
-        write(f"z{number} = z{number} * share")
     write("there = image * g_image_pitch + (line * g_step + g_start) * g_pitch")
-    write("there += dot * g_step + g_start")
+    # Pixels of the last tile that are none count nothing.
+    write("there = tl.where(inside, there + dot * g_step + g_start, -1)")
     write.depth -= 1
     products()
-    write(f"scale = two_to(x_most + g_most - {2 * HEADROOM})")
+    write("power = exponent(tl.load(x_largest)) + exponent(tl.load(g_largest))")
+    write(f"scale = two_to(power - {2 * HEADROOM})")
     each = 2 * layout.batch * layout.inner
     write(f"into = partial + split.to(tl.int64) * in_padded * out_padded * {each}")
     done = 0
@@ -806,29 +869,36 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -
     write()
 
 
+class Kernels(NamedTuple):
+    """The kernels of a plan, for one way to cut the output fields."""
+
+    analyse: Any
+    forward: Any
+    gram: Any
+
+
 @lru_cache(maxsize=256)
-def kernels(
-    layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool
-) -> dict[str, Any]:
-    """The kernels of a plan, `forward` and `gram`, and their source.
+def kernels(layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool) -> Kernels:
+    """The kernels of a plan, written out and read by Triton.
 
     One program gives ``copies`` times ``sum(parts)`` output fields; parts are powers of two, at
     least `FIELDS`. ``packed`` is for float16, and not for the interpreter.
     """
     write = _Writer(packed)
+    _analyse(write, layout)
     _differentiate(write, layout)
     _forward(write, layout, parts, copies)
     _gram(write, layout, parts, copies)
     source = write.text()
-    plan = layout.plan
-    name = f"<econv {plan.basis.group.name} {len(plan.stencils)} {layout.width} {parts} {copies} {hash(source):x}>"
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    name = f"<econv {layout.plan.basis.group.name} {digest}>"
     # Triton reads the source of a function: this is where Python looks for it.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     space: dict[str, Any] = {
         "__name__": __name__, "triton": triton, "tl": tl, "exponent": exponent, "two_to": two_to
     }
     exec(compile(source, name, "exec"), space)
-    return {"forward": space["forward"], "gram": space["gram"], "source": source}
+    return Kernels(space["analyse"], space["forward"], space["gram"])
 
 
 @triton.jit
@@ -846,47 +916,6 @@ def two_to(power):
 
 INTERPRETED = not isinstance(two_to, triton.JITFunction)
 """Whether Triton runs kernels one operation after the other, on the CPU."""
-
-
-@triton.jit
-def analyse(
-    x, matrix, largest, out, images, fields, height, width, up, before, pitch, lines, places,
-    x_image, x_channel, x_line, x_dot,
-    CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, SC: tl.constexpr, BF: tl.constexpr,
-    BQ: tl.constexpr, HEADROOM: tl.constexpr,
-):
-    """The spectrum of every field at every place of the padded grid, scaled.
-
-    What is done to a layer's input before it is convolved belongs here, at the load.
-    """  # fmt: skip
-    place = tl.program_id(0) * BQ + tl.arange(0, BQ)
-    chunk = tl.program_id(1)
-    field = chunk * BF + tl.arange(0, BF)
-    image = place // (pitch * lines)
-    line = place // pitch % lines - before
-    dot = place % pitch - before
-    inside = (image < images) & (line >= 0) & (line < height * up) & (dot >= 0) & (dot < width * up)
-    inside = inside & (line % up == 0) & (dot % up == 0)
-    base = image.to(tl.int64) * x_image + (line // up) * x_line + (dot // up) * x_dot
-    source = x + base[:, None] + (field * CHANNELS * x_channel)[None, :]
-    known = inside[:, None] & (field < fields)[None, :]
-    power = exponent(tl.load(largest + image, mask=image < images, other=1.0))
-    scale = two_to(HEADROOM - power)[:, None, None]
-    slot = tl.arange(0, SC)
-    for part in tl.static_range(CHUNKS):
-        total = tl.zeros([BQ, BF, SC], tl.float32)
-        for channel in tl.range(0, CHANNELS):
-            value = tl.load(source + channel * x_channel, mask=known, other=0.0).to(tl.float32)
-            row = tl.load(matrix + channel * (CHUNKS * SC) + part * SC + slot)
-            total += value[:, :, None] * row[None, None, :]
-        where = (chunk * CHUNKS + part).to(tl.int64) * places + place
-        where = where[:, None, None] * BF + tl.arange(0, BF)[None, :, None]
-        kept = (place < places)[:, None, None]
-        tl.store(
-            out + where * SC + slot[None, None, :],
-            (total * scale).to(out.dtype.element_ty),
-            mask=kept,
-        )
 
 
 @triton.jit

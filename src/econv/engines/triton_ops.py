@@ -32,8 +32,8 @@ from econv.engines.triton_kernels import (
     FIELDS,
     HEADROOM,
     INTERPRETED,
+    Kernels,
     Scheme,
-    analyse,
     arrange,
     kernels,
     scheme,
@@ -136,7 +136,6 @@ class _Spectrum(NamedTuple):
 
 
 class _Constants(NamedTuple):
-    analysis: Tensor
     entries: Tensor
     signs: Tensor
     adjoint_entries: Tensor
@@ -148,8 +147,7 @@ class _Constants(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _constants(layout: Scheme, device: torch.device) -> _Constants:
-    arrays = (layout.analysis.astype("float32"), *layout.entries, *layout.adjoint_entries)
-    arrays += (layout.piece_of, *layout.owners)
+    arrays = (*layout.entries, *layout.adjoint_entries, layout.piece_of, *layout.owners)
     with torch.inference_mode(False):
         made = [torch.tensor(array, device=device) for array in arrays]
     return _Constants(*made)
@@ -181,7 +179,10 @@ def _groups(layout: Scheme, *pairs: tuple[Tensor, Geometry]) -> list[slice]:
     return [slice(i, i + each) for i in range(0, x.shape[0], each)]
 
 
-def _analysed(x: Tensor, largest: Tensor, layout: Scheme, geometry: Geometry) -> _Spectrum:
+def _analysed(
+    analyse: Any, x: Tensor, largest: Tensor, layout: Scheme, geometry: Geometry
+) -> _Spectrum:
+    """The spectrum of images, scaled by a largest number of all or of each."""
     plan = layout.plan
     channels = plan.analysis.shape[1]
     batch, fields = x.shape[0], x.shape[1] // channels
@@ -192,7 +193,6 @@ def _analysed(x: Tensor, largest: Tensor, layout: Scheme, geometry: Geometry) ->
     block = 64
     analyse[(triton.cdiv(grid.places, block), chunks)](
         x,
-        _constants(layout, x.device).analysis,
         largest,
         values,
         batch,
@@ -204,16 +204,12 @@ def _analysed(x: Tensor, largest: Tensor, layout: Scheme, geometry: Geometry) ->
         grid.pitch,
         grid.lines,
         grid.places,
+        largest.dim(),
         x.stride(0),
         x.stride(1),
         x.stride(2),
         x.stride(3),
-        CHANNELS=channels,
-        CHUNKS=layout.chunks,
-        SC=layout.width,
-        BF=FIELDS,
         BQ=block,
-        HEADROOM=HEADROOM,
         num_warps=4,
     )
     return _Spectrum(values, grid)
@@ -282,7 +278,7 @@ def _arranged(weights: Tensor, layout: Scheme, cut: _Cut, dtype: torch.dtype, ad
     return found, largest
 
 
-def _kernels(layout: Scheme, cut: _Cut, dtype: torch.dtype) -> dict[str, Any]:
+def _kernels(layout: Scheme, cut: _Cut, dtype: torch.dtype) -> Kernels:
     packed = dtype == torch.float16 and not INTERPRETED
     return kernels(layout, cut.parts, cut.copies, packed)
 
@@ -342,11 +338,11 @@ def run_convolve(
     internal = _INTERNAL[x.dtype]
     arranged, w_largest = _arranged(weights, layout, cut, internal, adjoint)
     x_largest = _largest(x, (1, 2, 3))
-    kernel = _kernels(layout, cut, internal)["forward"]
+    analyse, kernel, _ = _kernels(layout, cut, internal)
     for images in _groups(layout, (x, geometry)):
         part = y[images]
         pixels = part.shape[0] * height * width
-        spectrum = _analysed(x[images], x_largest[images], layout, geometry)
+        spectrum = _analysed(analyse, x[images], x_largest[images], layout, geometry)
         grid = spectrum.grid
         kernel[(triton.cdiv(pixels, chosen.pixels), cut.programs)](
             spectrum.values,
@@ -425,22 +421,20 @@ def run_gram(
     partial = _empty(
         (len(groups), splits, in_padded, count, cut.padded, 2), torch.float32, x.device
     )
-    x_largest, g_largest = _largest(x, (1, 2, 3)), _largest(g, (1, 2, 3))
-    x_most, g_most = x_largest.amax(), g_largest.amax()
+    # Images add up: they are scaled alike.
+    x_largest, g_largest = (_largest(image, (0, 1, 2, 3)) for image in (x, g))
     internal = _INTERNAL[x.dtype]
-    kernel = _kernels(layout, cut, internal)["gram"]
+    analyse, _, kernel = _kernels(layout, cut, internal)
     for images, into in zip(groups, partial, strict=True):
-        ours = _analysed(x[images], x_largest[images], layout, geometry)
-        theirs = _analysed(g[images], g_largest[images], layout, back)
+        ours = _analysed(analyse, x[images], x_largest, layout, geometry)
+        theirs = _analysed(analyse, g[images], g_largest, layout, back)
         pixels = g[images].shape[0] * height * width
         kernel[(in_padded // chosen.gram_fields, cut.programs, splits)](
             ours.values,
             theirs.values,
             into,
-            x_largest[images],
-            g_largest[images],
-            x_most,
-            g_most,
+            x_largest,
+            g_largest,
             pixels,
             height,
             width,
