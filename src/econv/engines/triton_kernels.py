@@ -31,10 +31,13 @@ __all__ = [
     "FIELDS",
     "HEADROOM",
     "INTERPRETED",
-    "Kernels",
+    "RUN",
+    "Convolution",
+    "Gradient",
     "Scheme",
     "arrange",
-    "kernels",
+    "convolution",
+    "gradient",
     "scheme",
     "spread",
 ]
@@ -576,8 +579,6 @@ def _analyse(write: _Writer, layout: Scheme) -> None:
     ``each`` is 1 where every image has a largest number of its own, and 0 where all have one. What
     is done to a layer's input before it is convolved belongs here, at the load.
     """
-    channels = layout.plan.analysis.shape[1]
-    padded = _power_of_two(channels)
     write(_jit("fields", "height", "width", "pitch", "lines", "places", "images", "before"))
     write(
         "def analyse(x, largest, out, images, fields, height, width, up, before, pitch, lines,\n"
@@ -596,23 +597,9 @@ def _analyse(write: _Writer, layout: Scheme) -> None:
     write("inside = inside & (dot >= 0) & (dot < width * up)")
     write("inside = inside & (line % up == 0) & (dot % up == 0)")
     write("base = image.to(tl.int64) * x_image + (line // up) * x_line + (dot // up) * x_dot")
-    write(f"element = tl.arange(0, {padded})")
-    write(f"channel = (field * {channels})[:, None] + element[None, :]")
-    write(f"known = (field < fields)[:, None] & (element < {channels})[None, :]")
-    write("known = inside[:, None, None] & known[None, :, :]")
-    write("where = base[:, None, None] + (channel * x_channel)[None, :, :]")
-    write("c = tl.load(x + where, mask=known, other=0.0).to(tl.float32)")
     write("power = exponent(tl.load(largest + image * each, mask=image < images, other=1.0))")
-    write(f"c = c * two_to({HEADROOM} - power)[:, None, None]")
-    if padded > 1:
-        write(f"c = tl.reshape(c, [BQ, BF, {_twos(padded)}])")
-    else:
-        write("c = tl.reshape(c, [BQ, BF])")
-    _split(write, "c", [f"c{n}" if n < channels else None for n in range(padded)])
-    pairs, rest = butterflies(layout.analysis.T)
-    for a, b in pairs:
-        write(f"c{a}, c{b} = c{a} + c{b}, c{a} - c{b}")
-    _times_rows(write, rest, "c", "t")
+    write("power = power[:, None, None]")
+    _transformed(write, layout)
     write("slot = tl.arange(0, SC)")
     for part in range(layout.chunks):
         names = [f"t{part * layout.width + n}" for n in range(layout.width)]
@@ -621,6 +608,77 @@ def _analyse(write: _Writer, layout: Scheme) -> None:
         write("where = where[:, None, None] * BF + tl.arange(0, BF)[None, :, None]")
         write("kept = (place < places)[:, None, None]")
         write("tl.store(out + where * SC + slot[None, None, :], found, mask=kept)")
+    write.depth -= 1
+    write()
+
+
+def _transformed(write: _Writer, layout: Scheme) -> None:
+    """The spectrum ``t0 …`` of the channels that lie at ``base``, times 2^(headroom − power)."""
+    channels = layout.plan.analysis.shape[1]
+    padded = _power_of_two(channels)
+    write(f"element = tl.arange(0, {padded})")
+    write(f"channel = (field * {channels})[:, None] + element[None, :]")
+    write(f"known = (field < fields)[:, None] & (element < {channels})[None, :]")
+    write("known = inside[:, None, None] & known[None, :, :]")
+    write("where = base[:, None, None] + (channel * x_channel)[None, :, :]")
+    write("c = tl.load(x + where, mask=known, other=0.0).to(tl.float32)")
+    write(f"c = c * two_to({HEADROOM} - power)")
+    write(f"c = tl.reshape(c, [BQ, BF{''.join(', 2' for _ in range(padded.bit_length() - 1))}])")
+    _split(write, "c", [f"c{n}" if n < channels else None for n in range(padded)])
+    pairs, rest = butterflies(layout.analysis.T)
+    for a, b in pairs:
+        write(f"c{a}, c{b} = c{a} + c{b}, c{a} - c{b}")
+    _times_rows(write, rest, "c", "t")
+
+
+RUN = 8
+"""Output fields that are laid at a time: with two columns each they fill a product's 16 rows."""
+
+
+def _lay(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
+    """The spectrum of an output's gradient as the tensor cores read it: no exchange in `gram`.
+
+    ``[tile of pixels, program, part]``, and there `_Fragments` whose inner number is the pixel.
+    """
+    fields = sum(parts)
+    write(_jit("pixels", "fields", "height", "width", "programs"))
+    write(
+        "def lay(x, largest, out, pixels, fields, height, width, programs, x_image, x_channel,\n"
+        "        x_line, x_dot, BP: tl.constexpr, BQ: tl.constexpr):"
+    )
+    write.depth += 1
+    write(f"BF: tl.constexpr = {RUN}")
+    write(f"TARGETS: tl.constexpr = {layout.batch}")
+    write("pixel = tl.program_id(0) * BQ + tl.arange(0, BQ)")
+    write("run = tl.program_id(1)")
+    write("field = run * BF + tl.arange(0, BF)")
+    write("inside = pixel < pixels")
+    write("image = pixel // (height * width)")
+    write("line = pixel // width % height")
+    write("dot = pixel % width")
+    write("base = image.to(tl.int64) * x_image + line * x_line + dot * x_dot")
+    write("power = exponent(tl.load(largest))")
+    _transformed(write, layout)
+    names = [f"t{n}" for n in range(2 * layout.batch)]
+    # [run of pixels, 2, 4, 2, | 2, 4 fields, | target, column]
+    write(f"found = tl.reshape({_joined(names)}, [BQ // 16, 2, 4, 2, 2, 4, TARGETS, 2])")
+    write("found = tl.trans(found, (0, 6, 5, 7, 2, 1, 4, 3)).to(out.dtype.element_ty)")
+    write("found = tl.reshape(found, [BQ // 16, TARGETS, 32, 8])")
+    runs = fields // RUN
+    write(f"program = run // {runs * copies}")
+    write(f"copy = run // {runs} % {copies}")
+    write(f"run = run % {runs}")
+    write(f"second = run >= {parts[0] // RUN}")
+    write("tile = tl.program_id(0) * BQ // BP")
+    write(f"where = (tile.to(tl.int64) * programs + program) * {fields * copies}")
+    write(f"where += tl.where(second, {parts[0] * copies}, 0)")
+    write("where = where * (TARGETS * 2 * BP)")
+    write(f"run = run - tl.where(second, {parts[0] // RUN}, 0)")
+    write("group = run * (BP // 16) + tl.program_id(0) * BQ % BP // 16 + tl.arange(0, BQ // 16)")
+    write(f"member = tl.arange(0, TARGETS) * {copies} + copy")
+    write(f"place = (group * (TARGETS * {copies}))[:, None] + member[None, :]")
+    write("place = place[:, :, None, None] * 32 + tl.arange(0, 32)[None, None, :, None]")
+    write("tl.store(out + where + place * 8 + tl.arange(0, 8)[None, None, None, :], found)")
     write.depth -= 1
     write()
 
@@ -661,9 +719,10 @@ class _Fragments:
     two between them and three of the column's to the number of the thread.
     """
 
-    def __init__(self, inner: int, columns: int) -> None:
+    def __init__(self, inner: int, columns: int, left: bool = False) -> None:
         inners, runs = inner // 16, columns // 8
-        one, two = min(2, inners), min(2, runs) if inners == 1 else 1
+        two = min(2, runs)
+        one = min(2, inners) if two == 1 else 1
         self.vector = 4 * one * two
         self.groups = inners // one * (runs // two)
         # Axes in the order in which Triton gives them to threads, warps and registers:
@@ -672,7 +731,24 @@ class _Fragments:
             f"[8, 4, TARGETS * COPIES, {runs // two}, {inners // one}, {two}, {one}, 2, 2]"
         )
         self.order = "(2, 4, 6, 7, 1, 8, 3, 5, 0)"
+        if left:  # a factor on the left, turned: its threads hold their bits in another order
+            self.axes = f"[8, 4, TARGETS * COPIES, {runs // 2}, {inners}, 2, 2, 2]"
+            self.order = "(2, 4, 5, 1, 7, 3, 6, 0)"
         self.shape = f"[TARGETS * COPIES, {inner}, {columns}]"
+
+    def load(self, write: _Writer, source: str, result: str) -> None:
+        """Read the matrices of all products, ``[product, inner, column]``."""
+        write(f"n = tl.arange(0, {self.groups})[:, None]")
+        write(f"n = ((n * (TARGETS * COPIES) + member) * 32 + lane) * {self.vector}")
+        write(f"v = tl.load({source} + n + tl.arange(0, {self.vector}))")
+        write(f"v = tl.reshape(v, {self.axes})")
+        write(f"{result} = tl.reshape(tl.trans(v, {self.order}), {self.shape})")
+
+    @staticmethod
+    def threads(write: _Writer) -> None:
+        """What `load` reads with."""
+        write("lane = tl.arange(0, 32)[:, None, None, None]")
+        write("member = tl.arange(0, TARGETS * COPIES)[:, None, None]")
 
 
 def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
@@ -701,8 +777,7 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
     for part, size in enumerate(parts):
         write(f"a{part} = tl.zeros([TARGETS * COPIES, BP, {2 * size}], tl.float32)")
     write(f"step = out_padded * {2 * FIELDS * layout.batch * layout.inner}")
-    write("lane = tl.arange(0, 32)[:, None, None, None]")
-    write("member = tl.arange(0, TARGETS * COPIES)[:, None, None]")
+    _Fragments.threads(write)
 
     def products(chunk: int) -> None:
         for number, (owner, _, size, start) in enumerate(layout.pieces):
@@ -715,12 +790,7 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
             write(f"piece = weight + {start * 2 * FIELDS * layout.batch} * out_padded")
             write(f"piece += first * {each}")
             for part, wide in enumerate(parts):
-                tile = _Fragments(FIELDS * size, 2 * wide)
-                write(f"g = tl.arange(0, {tile.groups})[:, None]")
-                write(f"g = ((g * (TARGETS * COPIES) + member) * 32 + lane) * {tile.vector}")
-                write(f"v = tl.load(piece + g + tl.arange(0, {tile.vector}))")
-                write(f"v = tl.reshape(v, {tile.axes})")
-                write(f"v = tl.reshape(tl.trans(v, {tile.order}), {tile.shape})")
+                _Fragments(FIELDS * size, 2 * wide).load(write, "piece", "v")
                 write(f"a{part} = tl.dot(a, v, a{part}, input_precision=PRECISION)")
                 write(f"piece += COPIES * {wide * each}")
 
@@ -777,23 +847,23 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
     write()
 
 
-def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
+def _gram(
+    write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int
+) -> None:
     """The gradient to the weights: features of the input against the output's gradient."""
     fields = sum(parts)
-    numbers = ["pixels", "height", "width", "pitch", "image_pitch", "places", "g_start", "g_pitch"]
-    numbers += ["g_image_pitch", "g_places", "g_chunks", "tiles", "in_padded"]
+    numbers = ["pixels", "height", "width", "pitch", "image_pitch", "places", "tiles", "in_padded"]
     write(_jit(*numbers))
     write(
-        "def gram(x, g, partial, x_largest, g_largest, pixels, height, width, down,\n"
-        "         dilation, pitch, image_pitch, places, g_step, g_start, g_pitch, g_image_pitch,\n"
-        "         g_places, g_chunks, tiles, in_padded, out_padded, BP: tl.constexpr,\n"
-        "         BF: tl.constexpr, PRECISION: tl.constexpr):"
+        "def gram(x, g, partial, x_largest, g_largest, pixels, height, width, down, dilation,\n"
+        "         pitch, image_pitch, places, tiles, in_padded, out_padded, BF: tl.constexpr,\n"
+        "         PRECISION: tl.constexpr):"
     )
     write.depth += 1
     write(f"FIELDS: tl.constexpr = {FIELDS}")
     write(f"COPIES: tl.constexpr = {copies}")
     _common(write, layout)
-    write("member = tl.arange(0, TARGETS * COPIES)")
+    write(f"BP: tl.constexpr = {pixels}")
     write("i = tl.program_id(0) * BF")
     write(f"first = tl.program_id(1) * {fields * copies}")
     write("split = tl.program_id(2)")
@@ -808,28 +878,15 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -
     # As in `forward`, each turn multiplies what the turn before it has left.
     for number, (_, _, size, _) in enumerate(pieces):
         write(f"z{number} = tl.zeros([TARGETS, BP, BF * {size}], x.dtype.element_ty)")
-    write("there = tl.full([BP], -1, tl.int32)")
-    done = 0
-    for part, wide in enumerate(parts):
-        count = wide // FIELDS
-        write(f"c = tl.arange(0, COPIES * {count})")
-        write(f"c = c // {count} * {fields // FIELDS} + {done // FIELDS} + c % {count}")
-        # Fields beyond the last read what is there; their gradients are dropped.
-        write("c = tl.minimum(first // FIELDS + c, g_chunks - 1).to(tl.int64)")
-        write(f"c = c[:, None] * {layout.chunks} + tl.arange(0, {layout.chunks})[None, :]")
-        write("c = (c * g_places * (FIELDS * SC))[None, None, :, :, None]")
-        write(f"g{part} = g + c + (tl.arange(0, FIELDS) * SC)[:, None, None, None, None] + slot")
-        done += wide
+    _Fragments.threads(write)
+    write("last = tl.minimum(split, tiles - 1)")
 
     def products() -> None:
-        write("spot = (there * (FIELDS * SC))[None, :, None, None, None]")
-        write("known = (there >= 0)[None, :, None, None, None]")
+        write("h = g + (last.to(tl.int64) * out_padded + first) * (TARGETS * 2 * BP)")
         for part, wide in enumerate(parts):
-            # [field, pixel, (copy, chunk), slot chunk, slot]
-            shape = f"[FIELDS, BP, COPIES, {wide // FIELDS}, TARGETS, 2]"
-            write(f"h = tl.reshape(tl.load(g{part} + spot, mask=known, other=0.0), {shape})")
-            write("h = tl.trans(h, (4, 2, 3, 0, 5, 1))")
-            write(f"h{part} = tl.reshape(h, [TARGETS * COPIES, {2 * wide}, BP])")
+            _Fragments(pixels, 2 * wide, left=True).load(write, "h", f"h{part}")
+            write(f"h{part} = tl.trans(h{part}, (0, 2, 1))")
+            write(f"h += COPIES * {wide} * (TARGETS * 2 * BP)")
         for number, (_, _, size, _) in enumerate(pieces):
             shape = f"BP, BF * {size}]"
             write(f"v = tl.broadcast_to(z{number}[:, None, :, :], [TARGETS, COPIES, {shape})")
@@ -845,11 +902,10 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -
     _pixels(write, layout)
     for chunk in range(layout.chunks):
         _features(write, layout, chunk)
-    write("there = image * g_image_pitch + (line * g_step + g_start) * g_pitch")
-    # Pixels of the last tile that are none count nothing.
-    write("there = tl.where(inside, there + dot * g_step + g_start, -1)")
+    write("last = tile")
     write.depth -= 1
     products()
+    write("member = tl.arange(0, TARGETS * COPIES)")
     write("power = exponent(tl.load(x_largest)) + exponent(tl.load(g_largest))")
     write(f"scale = two_to(power - {2 * HEADROOM})")
     each = 2 * layout.batch * layout.inner
@@ -869,17 +925,26 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -
     write()
 
 
-class Kernels(NamedTuple):
-    """The kernels of a plan, for one way to cut the output fields."""
+class Convolution(NamedTuple):
+    """The kernels of a layer."""
 
     analyse: Any
     forward: Any
+
+
+class Gradient(NamedTuple):
+    """The kernels of the gradient to a layer's weights."""
+
+    analyse: Any
+    lay: Any
     gram: Any
 
 
 @lru_cache(maxsize=256)
-def kernels(layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool) -> Kernels:
-    """The kernels of a plan, written out and read by Triton.
+def convolution(
+    layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool
+) -> Convolution:
+    """Write the kernels of a plan's layer.
 
     One program gives ``copies`` times ``sum(parts)`` output fields; parts are powers of two, at
     least `FIELDS`. ``packed`` is for float16, and not for the interpreter.
@@ -888,17 +953,36 @@ def kernels(layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool) -
     _analyse(write, layout)
     _differentiate(write, layout)
     _forward(write, layout, parts, copies)
-    _gram(write, layout, parts, copies)
-    source = write.text()
+    space = _read(write.text(), layout)
+    return Convolution(space["analyse"], space["forward"])
+
+
+@lru_cache(maxsize=256)
+def gradient(
+    layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int, packed: bool
+) -> Gradient:
+    """Write the kernels of the gradient to the weights of a plan's layer.
+
+    As in `convolution`, with parts of at least `RUN` and ``pixels`` at a time.
+    """
+    write = _Writer(packed)
+    _analyse(write, layout)
+    _lay(write, layout, parts, copies)
+    _differentiate(write, layout)
+    _gram(write, layout, parts, copies, pixels)
+    space = _read(write.text(), layout)
+    return Gradient(space["analyse"], space["lay"], space["gram"])
+
+
+def _read(source: str, layout: Scheme) -> dict[str, Any]:
     digest = hashlib.sha256(source.encode()).hexdigest()
     name = f"<econv {layout.plan.basis.group.name} {digest}>"
     # Triton reads the source of a function: this is where Python looks for it.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    space: dict[str, Any] = {
-        "__name__": __name__, "triton": triton, "tl": tl, "exponent": exponent, "two_to": two_to
-    }
+    space: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl}
+    space |= {"exponent": exponent, "two_to": two_to}
     exec(compile(source, name, "exec"), space)
-    return Kernels(space["analyse"], space["forward"], space["gram"])
+    return space
 
 
 @triton.jit
@@ -957,8 +1041,8 @@ def arrange(
     k = field * size + k - start
     n = o * 2 + column
     inners = BF * size // 16
-    one = tl.minimum(2, inners)
-    two = tl.where(inners == 1, tl.minimum(2, runs), 1)
+    two = tl.minimum(2, runs)
+    one = tl.where(two == 1, tl.minimum(2, inners), 1)
     group = n // 8 // two * (inners // one) + k // 16 // one
     thread = (group * (targets * copies) + target * copies + copy) * 32 + n % 8 * 4 + k // 2 % 4
     where += ((thread * two + n // 8 % two) * one + k // 16 % one) * 4 + k // 8 % 2 * 2 + k % 2

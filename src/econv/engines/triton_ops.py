@@ -32,10 +32,11 @@ from econv.engines.triton_kernels import (
     FIELDS,
     HEADROOM,
     INTERPRETED,
-    Kernels,
+    RUN,
     Scheme,
     arrange,
-    kernels,
+    convolution,
+    gradient,
     scheme,
     spread,
 )
@@ -166,14 +167,15 @@ def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.linalg.vector_norm(x, math.inf, dim=dims, dtype=torch.float32)
 
 
-def _groups(layout: Scheme, *pairs: tuple[Tensor, Geometry]) -> list[slice]:
-    """Images in equal groups, such that the spectra of one are no larger than the tiles allow."""
-    x, _ = pairs[0]
-    total = 0
-    for image, geometry in pairs:
-        grid = _Grid.of(tuple(image.shape), geometry, layout.plan.basis.size)
-        fields = FIELDS * triton.cdiv(image.shape[1] // layout.plan.analysis.shape[1], FIELDS)
-        total += grid.places * fields * layout.chunks * layout.width * _INTERNAL[x.dtype].itemsize
+def _groups(x: Tensor, layout: Scheme, geometry: Geometry, more: int = 0) -> list[slice]:
+    """Images in equal groups, such that what is made of one is no more than the tiles allow.
+
+    That is their spectrum, and ``more`` numbers for each image.
+    """
+    grid = _Grid.of(tuple(x.shape), geometry, layout.plan.basis.size)
+    fields = FIELDS * triton.cdiv(x.shape[1] // layout.plan.analysis.shape[1], FIELDS)
+    numbers = grid.places * fields * layout.chunks * layout.width + x.shape[0] * more
+    total = numbers * _INTERNAL[x.dtype].itemsize
     groups = min(x.shape[0], triton.cdiv(total, _tiles().megabytes << 20))
     each = triton.cdiv(x.shape[0], groups)
     return [slice(i, i + each) for i in range(0, x.shape[0], each)]
@@ -227,11 +229,11 @@ class _Cut(NamedTuple):
         return self.programs * self.copies * sum(self.parts)
 
 
-def _cut(fields: int, layout: Scheme, warps: int, accumulators: int) -> _Cut:
+def _cut(fields: int, layout: Scheme, warps: int, accumulators: int, least: int) -> _Cut:
     copies = max(1, warps // layout.batch)
-    most = max(FIELDS * copies, accumulators // (2 * layout.batch))
+    most = max(least * copies, accumulators // (2 * layout.batch))
     programs = triton.cdiv(fields, most)
-    each = FIELDS * triton.cdiv(fields, FIELDS * copies * programs)
+    each = least * triton.cdiv(fields, least * copies * programs)
     parts = []
     while each:  # 20 is 16 + 4; 28, which would take three parts, is 32
         size = 1 << (each.bit_length() - 1)
@@ -278,9 +280,8 @@ def _arranged(weights: Tensor, layout: Scheme, cut: _Cut, dtype: torch.dtype, ad
     return found, largest
 
 
-def _kernels(layout: Scheme, cut: _Cut, dtype: torch.dtype) -> Kernels:
-    packed = dtype == torch.float16 and not INTERPRETED
-    return kernels(layout, cut.parts, cut.copies, packed)
+def _packed(dtype: torch.dtype) -> bool:
+    return dtype == torch.float16 and not INTERPRETED
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -334,12 +335,12 @@ def run_convolve(
     if not y.numel():
         return y
     chosen = _tiles()
-    cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators)
+    cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
     internal = _INTERNAL[x.dtype]
     arranged, w_largest = _arranged(weights, layout, cut, internal, adjoint)
     x_largest = _largest(x, (1, 2, 3))
-    analyse, kernel, _ = _kernels(layout, cut, internal)
-    for images in _groups(layout, (x, geometry)):
+    analyse, kernel = convolution(layout, cut.parts, cut.copies, _packed(internal))
+    for images in _groups(x, layout, geometry):
         part = y[images]
         pixels = part.shape[0] * height * width
         spectrum = _analysed(analyse, x[images], x_largest[images], layout, geometry)
@@ -410,9 +411,9 @@ def run_gram(
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
     chosen = _tiles()
     geometry = Geometry(up, down, dilation, before, height, width)
-    back = geometry.transposed(found.basis.size, *x.shape[2:])
-    cut = _cut(out_fields, layout, chosen.gram_warps, chosen.accumulators)
-    groups = _groups(layout, (x, geometry), (g, back))
+    cut = _cut(out_fields, layout, chosen.gram_warps, chosen.accumulators, RUN)
+    laid = cut.padded * 2 * layout.batch  # numbers for each pixel
+    groups = _groups(x, layout, geometry, laid * height * width)
     tiles_ = triton.cdiv(g[groups[0]].shape[0] * height * width, chosen.gram_pixels)
     in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
     programs = in_padded // chosen.gram_fields * cut.programs
@@ -424,14 +425,34 @@ def run_gram(
     # Images add up: they are scaled alike.
     x_largest, g_largest = (_largest(image, (0, 1, 2, 3)) for image in (x, g))
     internal = _INTERNAL[x.dtype]
-    analyse, _, kernel = _kernels(layout, cut, internal)
+    written = gradient(layout, cut.parts, cut.copies, chosen.gram_pixels, _packed(internal))
     for images, into in zip(groups, partial, strict=True):
-        ours = _analysed(analyse, x[images], x_largest, layout, geometry)
-        theirs = _analysed(analyse, g[images], g_largest, layout, back)
-        pixels = g[images].shape[0] * height * width
-        kernel[(in_padded // chosen.gram_fields, cut.programs, splits)](
+        ours = _analysed(written.analyse, x[images], x_largest, layout, geometry)
+        theirs = g[images]
+        pixels = theirs.shape[0] * height * width
+        tiles_ = triton.cdiv(pixels, chosen.gram_pixels)
+        fragments = _empty((tiles_, laid * chosen.gram_pixels), internal, x.device)
+        block = min(64, chosen.gram_pixels)
+        written.lay[(tiles_ * (chosen.gram_pixels // block), cut.padded // RUN)](
+            theirs,
+            g_largest,
+            fragments,
+            pixels,
+            out_fields,
+            height,
+            width,
+            cut.programs,
+            g.stride(0),
+            g.stride(1),
+            g.stride(2),
+            g.stride(3),
+            BP=chosen.gram_pixels,
+            BQ=block,
+            num_warps=4,
+        )
+        written.gram[(in_padded // chosen.gram_fields, cut.programs, splits)](
             ours.values,
-            theirs.values,
+            fragments,
             into,
             x_largest,
             g_largest,
@@ -443,16 +464,9 @@ def run_gram(
             ours.grid.pitch,
             ours.grid.pitch * ours.grid.lines,
             ours.grid.places,
-            back.up,
-            back.before,
-            theirs.grid.pitch,
-            theirs.grid.pitch * theirs.grid.lines,
-            theirs.grid.places,
-            theirs.values.shape[0],
-            triton.cdiv(pixels, chosen.gram_pixels),
+            tiles_,
             in_padded,
             cut.padded,
-            BP=chosen.gram_pixels,
             BF=chosen.gram_fields,
             PRECISION=_precision(internal),
             num_warps=chosen.gram_warps,
