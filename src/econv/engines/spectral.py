@@ -464,7 +464,6 @@ def run(
     working = torch.promote_types(x.dtype, torch.float32)
     table = tables(plan, x.device, working)
     adjoint = tables(plan.adjoint, x.device, working)
-    compiled = native.supports(x.to(working), plan)
     ran: list[str] = []
     kernels = None
     if table.name and not torch._C._is_tracing() and not _transformed():
@@ -474,8 +473,9 @@ def run(
         if kernels is not None and kernels.covers(x.dtype, plan.basis.size, geometry, x.shape):
             ran.append("spectral/triton")
             return cast(Tensor, kernels.convolve(x, weights, table.name, False, *geometry))
-        ran.append("spectral/native" if compiled else "spectral/torch")
         x = x.to(working)
+        compiled = native.supports(x, plan)
+        ran.append("spectral/native" if compiled else "spectral/torch")
         if torch._C._is_tracing():
             return apply(x, weights, table, geometry)
         transposed = geometry.transposed(plan.basis.size, *x.shape[2:])

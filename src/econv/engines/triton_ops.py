@@ -67,11 +67,11 @@ class Tiles(NamedTuple):
     """Output channels (slots times fields) of one program, at most."""
     splits: int
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU."""
-    megabytes: int
-    """The most that the spectra of one launch take: images run in groups."""
+    bytes: int
+    """The most that is made of the images of one launch: they run in groups."""
 
 
-DEFAULT_TILES = Tiles(64, 8, 1, 128, 2, 8, 384, 0, 64)
+DEFAULT_TILES = Tiles(64, 8, 1, 128, 2, 8, 384, 0, 64 << 20)
 _override: list[Tiles] = []
 
 
@@ -176,7 +176,7 @@ def _groups(x: Tensor, layout: Scheme, geometry: Geometry, more: int = 0) -> lis
     fields = FIELDS * triton.cdiv(x.shape[1] // layout.plan.analysis.shape[1], FIELDS)
     numbers = grid.places * fields * layout.chunks * layout.width + x.shape[0] * more
     total = numbers * _INTERNAL[x.dtype].itemsize
-    groups = min(x.shape[0], triton.cdiv(total, _tiles().megabytes << 20))
+    groups = min(x.shape[0], triton.cdiv(total, _tiles().bytes))
     each = triton.cdiv(x.shape[0], groups)
     return [slice(i, i + each) for i in range(0, x.shape[0], each)]
 
