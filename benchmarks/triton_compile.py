@@ -17,7 +17,6 @@ import collections
 import json
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,8 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
 
 from econv import filter_basis
 from econv.engines import triton_ops
@@ -131,7 +130,7 @@ class Code(NamedTuple):
     counts: dict[str, float]  # instructions of one warp, as often as they run
 
 
-_TOOLS = Path(CUDABackend.__module__ and sys.modules[CUDABackend.__module__].__file__).parent / "bin"
+_TOOLS = Path(nvidia.__file__).parent / "bin"
 _LINE = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?(U?P\w+)\s+)?([A-Z0-9_.]+)([^;]*);")
 
 
@@ -272,7 +271,8 @@ def report(layer: Layer, dump: Path | None) -> dict[str, Any]:
                 },
             }
         )
-    return {"layer": layer._asdict(), "compile_seconds": round(compile_seconds, 1), "launches": rows}
+    total = round(compile_seconds, 1)
+    return {"layer": layer._asdict(), "compile_seconds": total, "launches": rows}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -435,7 +435,6 @@ def traced(
     ``weight`` is ``[out fields, in fields / groups, coordinates]``, coordinates in the order of
     `SpectralPlan.weight_map`.
     """
-
     kernels = _kernels(x) if table.name else None
 
     def plain(x: Tensor, weights: Tensor, geometry: Geometry) -> Tensor:

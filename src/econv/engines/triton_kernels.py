@@ -11,6 +11,9 @@ This room knows how a plan becomes source text, and nothing of torch. What it re
 where tensors live and what calls what: that is the business of `econv.engines.triton_ops`.
 """
 
+# Kernels are written in Triton's language, which has no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 import hashlib
@@ -94,7 +97,8 @@ class Scheme:
         group = self.plan.basis.group
         if self.plan.source != self.plan.target:
             raise ValueError(f"expected equal fields before and after; got {self.plan!r}")
-        found, single = [], []
+        found: list[Target] = []
+        single: list[Target] = []
         for block in self.plan.blocks:
             if block.columns > 2:
                 raise ArithmeticError(f"{self.plan!r} has a block of {block.columns} columns")
@@ -124,12 +128,13 @@ class Scheme:
         # Rows of one block read the same slots and stay together, before targets that stand alone.
         rows = {block.irrep: block.rows for block in self.plan.blocks}
         orders = [
-            sorted(found, key=lambda t: (frequency(t) % turns, -rows[t.irrep]))  # noqa: B023
+            sorted(found, key=lambda t: (frequency(t) % turns, -rows[t.irrep]))
             for turns in (1, 2, 4)
         ]
         orders.append(sorted(found, key=lambda t: -rows[t.irrep]))
         possible = [order for order in orders if self._chunk_of(order) is not None]
-        return tuple(min(possible, key=lambda order: sum(self._lengths(order))))
+        best: list[Target] = min(possible, key=lambda order: sum(self._lengths(order)))
+        return tuple(best)
 
     @property
     def batch(self) -> int:
@@ -482,8 +487,8 @@ def _derivatives(write: _Writer, layout: Scheme, chunk: int) -> None:
     pairs = layout.width // 2
     for stencil in stencils:
         if pairs > 1:
-            write(f"d{stencil} = tl.trans(tl.reshape(d{stencil}, [BF, BP, {pairs}, 2]), (0, 1, 3, 2))")
-            write(f"d{stencil} = tl.reshape(d{stencil}, [BF, BP, 2, {_twos(pairs)}])")
+            write(f"d = tl.trans(tl.reshape(d{stencil}, [BF, BP, {pairs}, 2]), (0, 1, 3, 2))")
+            write(f"d{stencil} = tl.reshape(d, [BF, BP, 2, {_twos(pairs)}])")
         _split(write, f"d{stencil}", [f"d{stencil}_{pair}" for pair in range(pairs)])
     write("turn = (1 - 2 * tl.arange(0, 2))[None, None, :].to(x.dtype.element_ty)")
 
@@ -570,7 +575,8 @@ def _gathered(
     # [field, pixel, 2, target, inner / 2]: the inner axis is joined last, so that a thread holds
     # neighbours along it and stores them at once.
     write(f"z = tl.reshape({_joined(columns)}, [BF, BP, 2, {layout.batch}, {size // 2}])")
-    write(f"z{number} = tl.reshape(tl.trans(z, (3, 1, 0, 4, 2)), [{layout.batch}, BP, BF * {size}])")
+    write("z = tl.trans(z, (3, 1, 0, 4, 2))")
+    write(f"z{number} = tl.reshape(z, [{layout.batch}, BP, BF * {size}])")
 
 
 def _analyse(write: _Writer, layout: Scheme) -> None:
@@ -705,7 +711,6 @@ def _pixels(write: _Writer, layout: Scheme) -> None:
 def _common(write: _Writer, layout: Scheme) -> None:
     write(f"SC: tl.constexpr = {layout.width}")
     write(f"TARGETS: tl.constexpr = {layout.batch}")
-    write("target = tl.arange(0, TARGETS)")
     write("slot = tl.arange(0, SC)")
     write(f"row = pitch * dilation * ({FIELDS} * SC)")
     write(f"column = dilation * ({FIELDS} * SC)")
@@ -727,9 +732,7 @@ class _Fragments:
         self.groups = inners // one * (runs // two)
         # Axes in the order in which Triton gives them to threads, warps and registers:
         # [column, inner | product | column, inner | column, inner, inner, inner].
-        self.axes = (
-            f"[8, 4, TARGETS * COPIES, {runs // two}, {inners // one}, {two}, {one}, 2, 2]"
-        )
+        self.axes = f"[8, 4, TARGETS * COPIES, {runs // two}, {inners // one}, {two}, {one}, 2, 2]"
         self.order = "(2, 4, 6, 7, 1, 8, 3, 5, 0)"
         if left:  # a factor on the left, turned: its threads hold their bits in another order
             self.axes = f"[8, 4, TARGETS * COPIES, {runs // 2}, {inners}, 2, 2, 2]"
@@ -760,7 +763,8 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
     """
     plan = layout.plan
     fields = sum(parts)
-    write(_jit("pixels", "height", "width", "pitch", "image_pitch", "places", "out_fields", "chunks"))
+    numbers = ["pixels", "height", "width", "pitch", "image_pitch", "places", "chunks"]
+    write(_jit(*numbers, "out_fields"))
     write(
         "def forward(x, w, y, x_largest, w_largest, pixels, height, width, down, dilation, pitch,\n"
         "            image_pitch, places, chunks, out_padded, out_fields, y_image, y_channel,\n"
@@ -826,7 +830,7 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
         # [(target, copy), pixel, (field, column)] → [pixel, (copy, field), (target, column)]
         write(f"s = tl.reshape(a{part}, [TARGETS, COPIES, BP, {2 * size}])")
         write(f"s = tl.reshape(tl.trans(s, (2, 1, 3, 0)), [BP, COPIES * {size}, 2, TARGETS])")
-        write(f"s = tl.trans(s, (0, 1, 3, 2))")
+        write("s = tl.trans(s, (0, 1, 3, 2))")
         write(f"s = tl.reshape(s, [BP, COPIES * {size}, {_twos(len(slots))}])")
         _split(write, "s", [f"s{n}" if n >= 0 else None for n in slots])
         _times_rows(write, rest.T, "s", "y")
@@ -847,9 +851,7 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
     write()
 
 
-def _gram(
-    write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int
-) -> None:
+def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int) -> None:
     """The gradient to the weights: features of the input against the output's gradient."""
     fields = sum(parts)
     numbers = ["pixels", "height", "width", "pitch", "image_pitch", "places", "tiles", "in_padded"]
@@ -913,8 +915,8 @@ def _gram(
     done = 0
     for part, wide in enumerate(parts):
         for number, (_, _, size, start) in enumerate(pieces):
-            write(f"n = (member % COPIES * {2 * fields})[:, None] + tl.arange(0, {2 * wide})[None, :]")
-            write(f"n += 2 * (first + {done})")
+            write(f"n = 2 * (first + {done}) + tl.arange(0, {2 * wide})[None, :]")
+            write(f"n = (member % COPIES * {2 * fields})[:, None] + n")
             write(f"k = tl.arange(0, BF * {size})")
             write(f"line_of = ((i + k // {size}) * TARGETS)[None, :] + (member // COPIES)[:, None]")
             write(f"line_of = line_of * {layout.inner} + ({start} + k % {size})[None, :]")
@@ -941,9 +943,7 @@ class Gradient(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def convolution(
-    layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool
-) -> Convolution:
+def convolution(layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool) -> Convolution:
     """Write the kernels of a plan's layer.
 
     One program gives ``copies`` times ``sum(parts)`` output fields; parts are powers of two, at
@@ -1004,8 +1004,25 @@ INTERPRETED = not isinstance(two_to, triton.JITFunction)
 
 @triton.jit
 def arrange(
-    weights, entries, signs, pieces, largest, out, out_fields, in_fields, out_stride, in_stride,
-    out_padded, targets, inner, copies, fields, wide, total, BF: tl.constexpr, BLOCK: tl.constexpr,
+    weights,
+    entries,
+    signs,
+    pieces,
+    largest,
+    out,
+    out_fields,
+    in_fields,
+    out_stride,
+    in_stride,
+    out_padded,
+    targets,
+    inner,
+    copies,
+    fields,
+    wide,
+    total,
+    BF: tl.constexpr,
+    BLOCK: tl.constexpr,
     HEADROOM: tl.constexpr,
 ):
     """Spectral weights in the order in which the products read them, scaled.
@@ -1051,10 +1068,21 @@ def arrange(
 
 @triton.jit
 def spread(
-    partial, owners, signs, out, out_fields, in_fields, weights, in_padded, out_padded, count,
-    splits, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    partial,
+    owners,
+    signs,
+    out,
+    out_fields,
+    in_fields,
+    weights,
+    in_padded,
+    out_padded,
+    count,
+    splits,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Sum the partial gradients, in a fixed order, and give each spectral weight its own."""  # fmt: skip
+    """Sum the partial gradients in a fixed order: each spectral weight has its own."""  # fmt: skip
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = n < weights * in_fields * out_fields
     o = n % out_fields

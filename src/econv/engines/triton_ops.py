@@ -52,26 +52,36 @@ _INTERNAL = {
 
 
 class Tiles(NamedTuple):
-    """How a launch is cut into programs."""
+    """How a launch is cut into programs.
 
-    pixels: int
-    """Pixels of one program of the convolution."""
-    warps: int
-    stages: int
-    gram_pixels: int
-    """Pixels at a time in the gradient to the weights."""
-    gram_fields: int
-    """Input fields of one program there, at most `FIELDS`."""
-    gram_warps: int
-    accumulators: int
+    Pixels times fields of a program are at least 32 for each of its warps: a thread owns a pixel
+    and a field.
+    """
+
+    pixels: int = 64
+    """Pixels of one program of the convolution, which takes `FIELDS` fields at a time."""
+    warps: int = 8
+    stages: int = 1
+    accumulators: int = 384
     """Output channels (slots times fields) of one program, at most."""
-    splits: int
+    gram_pixels: int = 128
+    """Pixels at a time in the gradient to the weights."""
+    gram_fields: int = 2
+    """Input fields of one program there, at most `FIELDS`."""
+    gram_warps: int = 8
+    gram_accumulators: int = 384
+    splits: int = 0
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU."""
-    bytes: int
+    bytes: int = 64 << 20
     """The most that is made of the images of one launch: they run in groups."""
 
 
-DEFAULT_TILES = Tiles(64, 8, 1, 128, 2, 8, 384, 0, 64 << 20)
+TUNED: dict[tuple[int, int], Tiles] = {}
+"""The best of what was measured, by targets (a power of two) and output fields.
+
+Made by ``benchmarks/engines.py --device cuda --tune``; what is not there takes the nearest number
+of fields, or the defaults where there is none for its targets.
+"""
 _override: list[Tiles] = []
 
 
@@ -86,7 +96,7 @@ class tiles:  # noqa: N801  # a context manager, named as `econv.engine` is
         self.changes = changes
 
     def __enter__(self) -> Tiles:
-        found = (_override[-1] if _override else DEFAULT_TILES)._replace(**self.changes)
+        found = (_override[-1] if _override else Tiles())._replace(**self.changes)
         _override.append(found)
         return found
 
@@ -94,8 +104,13 @@ class tiles:  # noqa: N801  # a context manager, named as `econv.engine` is
         _override.pop()
 
 
-def _tiles() -> Tiles:
-    return _override[-1] if _override else DEFAULT_TILES
+def _tiles(layout: Scheme, fields: int, dtype: torch.dtype) -> Tiles:
+    if _override:
+        return _override[-1]
+    known = [key for key in TUNED if key[0] == layout.batch]
+    if not known or dtype != torch.float16:
+        return Tiles()
+    return TUNED[min(known, key=lambda key: abs(math.log(key[1] / fields)))]
 
 
 def covers(dtype: torch.dtype, size: int, geometry: Geometry, shape: tuple[int, ...]) -> bool:
@@ -167,8 +182,8 @@ def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.linalg.vector_norm(x, math.inf, dim=dims, dtype=torch.float32)
 
 
-def _groups(x: Tensor, layout: Scheme, geometry: Geometry, more: int = 0) -> list[slice]:
-    """Images in equal groups, such that what is made of one is no more than the tiles allow.
+def _groups(x: Tensor, layout: Scheme, geometry: Geometry, most: int, more: int = 0) -> list[slice]:
+    """Images in equal groups, such that no more than ``most`` bytes are made of one.
 
     That is their spectrum, and ``more`` numbers for each image.
     """
@@ -176,7 +191,7 @@ def _groups(x: Tensor, layout: Scheme, geometry: Geometry, more: int = 0) -> lis
     fields = FIELDS * triton.cdiv(x.shape[1] // layout.plan.analysis.shape[1], FIELDS)
     numbers = grid.places * fields * layout.chunks * layout.width + x.shape[0] * more
     total = numbers * _INTERNAL[x.dtype].itemsize
-    groups = min(x.shape[0], triton.cdiv(total, _tiles().bytes))
+    groups = min(x.shape[0], triton.cdiv(total, most))
     each = triton.cdiv(x.shape[0], groups)
     return [slice(i, i + each) for i in range(0, x.shape[0], each)]
 
@@ -234,7 +249,7 @@ def _cut(fields: int, layout: Scheme, warps: int, accumulators: int, least: int)
     most = max(least * copies, accumulators // (2 * layout.batch))
     programs = triton.cdiv(fields, most)
     each = least * triton.cdiv(fields, least * copies * programs)
-    parts = []
+    parts: list[int] = []
     while each:  # 20 is 16 + 4; 28, which would take three parts, is 32
         size = 1 << (each.bit_length() - 1)
         rest = each - size
@@ -334,13 +349,13 @@ def run_convolve(
     y = _output(x, (x.shape[0], out_fields * channels, height, width))
     if not y.numel():
         return y
-    chosen = _tiles()
-    cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
     internal = _INTERNAL[x.dtype]
+    chosen = _tiles(layout, out_fields, internal)
+    cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
     arranged, w_largest = _arranged(weights, layout, cut, internal, adjoint)
     x_largest = _largest(x, (1, 2, 3))
     analyse, kernel = convolution(layout, cut.parts, cut.copies, _packed(internal))
-    for images in _groups(x, layout, geometry):
+    for images in _groups(x, layout, geometry, chosen.bytes):
         part = y[images]
         pixels = part.shape[0] * height * width
         spectrum = _analysed(analyse, x[images], x_largest[images], layout, geometry)
@@ -409,11 +424,12 @@ def run_gram(
     height, width = g.shape[2:]
     if not g.numel() * x.numel():
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
-    chosen = _tiles()
+    internal = _INTERNAL[x.dtype]
+    chosen = _tiles(layout, out_fields, internal)
     geometry = Geometry(up, down, dilation, before, height, width)
-    cut = _cut(out_fields, layout, chosen.gram_warps, chosen.accumulators, RUN)
+    cut = _cut(out_fields, layout, chosen.gram_warps, chosen.gram_accumulators, RUN)
     laid = cut.padded * 2 * layout.batch  # numbers for each pixel
-    groups = _groups(x, layout, geometry, laid * height * width)
+    groups = _groups(x, layout, geometry, chosen.bytes, laid * height * width)
     tiles_ = triton.cdiv(g[groups[0]].shape[0] * height * width, chosen.gram_pixels)
     in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
     programs = in_padded // chosen.gram_fields * cut.programs
@@ -424,7 +440,6 @@ def run_gram(
     )
     # Images add up: they are scaled alike.
     x_largest, g_largest = (_largest(image, (0, 1, 2, 3)) for image in (x, g))
-    internal = _INTERNAL[x.dtype]
     written = gradient(layout, cut.parts, cut.copies, chosen.gram_pixels, _packed(internal))
     for images, into in zip(groups, partial, strict=True):
         ours = _analysed(written.analyse, x[images], x_largest, layout, geometry)

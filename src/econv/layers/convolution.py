@@ -313,8 +313,8 @@ class PDOConv2d(WithConstants):
                 "torch.export the tables of that engine must be part of the layer"
             )
         given = {name: getattr(self, f"{source}_{name}") for name in spectral.TABLES}
-        names = {"shapes": self._block_shapes[source], "name": self._kernel_names[source]}
-        return spectral.Tables(**given, **names)
+        shapes, name = self._block_shapes[source], self._kernel_names[source]
+        return spectral.Tables(**given, shapes=shapes, name=name)
 
     def _parts(self) -> list[_Part]:
         return [_Part("regular", self.weight.flatten(2), slice(None))]
