@@ -106,8 +106,8 @@ def caught() -> Iterator[list[Launch]]:
         triton.JITFunction.run = run
 
 
-def training_step(layer: Layer) -> list[Launch]:
-    """The launches of the forward pass, then those of both gradients."""
+def training_step(layer: Layer, kind: str = "") -> list[Launch]:
+    """The launches of the forward pass, then those of both gradients; or of one operator alone."""
     plan = spectral_plan(filter_basis(layer.group), "regular", "regular")
     reach = plan.basis.size // 2
     geometry = Geometry(1, 1, 1, reach, layer.size, layer.size)
@@ -117,9 +117,12 @@ def training_step(layer: Layer) -> list[Launch]:
     x = torch.empty(shape, **options).to(memory_format=torch.channels_last)
     weights = torch.empty(layer.fields, layer.fields, plan.weights, device="meta")
     with caught() as launches:
-        triton_ops.run_convolve(x, weights, plan.name, False, *geometry)
-        triton_ops.run_gram(x, x, plan.name, *geometry[:4])
-        triton_ops.run_convolve(x, weights, plan.name, True, *geometry)
+        if kind != "gram":
+            triton_ops.run_convolve(x, weights, plan.name, False, *geometry)
+        if kind != "convolve":
+            triton_ops.run_gram(x, x, plan.name, *geometry[:4])
+        if not kind:
+            triton_ops.run_convolve(x, weights, plan.name, True, *geometry)
     return launches
 
 
@@ -145,16 +148,15 @@ def disassembled(launch: Launch, trips: float) -> tuple[Code, str]:
     used = re.search(r"REG:(\d+) STACK:(\d+)", sass)
     assert used is not None
     lines = [(int(a, 16), op, rest) for a, _, op, rest in _LINE.findall(sass)]
-    loops = []  # backward jumps: from where to where
+    loops: list[tuple[int, int]] = []  # the outermost: from where to where
     for address, op, rest in lines:
         if op.startswith("BRA") and (goal := re.search(r"0x([0-9a-f]+)", rest)):
             to = int(goal[1], 16)
             if to < address:  # one that stays where it is ends the code
-                loops.append((to, address))
-    longest = max(loops, key=lambda ends: ends[1] - ends[0], default=(0, -1))
+                loops = [*(ends for ends in loops if ends[1] < to), (to, address)]
     counts: dict[str, float] = collections.Counter()
     for address, op, _ in lines:
-        inside = longest[0] <= address <= longest[1]
+        inside = any(first <= address <= last for first, last in loops)
         counts[_kind(op)] += trips if inside else 1.0
     spills = int(used[2])
     return Code(int(used[1]), spills, launch.kernel.metadata.shared, dict(counts)), sass
@@ -210,8 +212,9 @@ def shared_traffic(launch: Launch) -> int:
     given = launch.arguments
     if launch.name == "forward":  # a tile of pixels reads all weights
         return launch.grid[0] * _bytes(given["w"]) + launch.grid[1] * _bytes(given["x"])
-    if launch.name == "gram":  # a run of input fields reads all of the gradient
-        return launch.grid[0] * _bytes(given["g"]) + launch.grid[1] * _bytes(given["x"])
+    if launch.name == "gram":  # a run of input fields reads all of the gradient, for each chunk
+        chunks = given["x"].shape[1]
+        return launch.grid[0] * chunks * _bytes(given["g"]) + launch.grid[1] * _bytes(given["x"])
     return traffic(launch)
 
 

@@ -872,15 +872,34 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, p
     write("field = i % FIELDS + tl.arange(0, BF)")
     each = layout.chunks * FIELDS * layout.width
     write(f"source = x + (i // FIELDS).to(tl.int64) * places * {each}")
-    pieces = layout.pieces
-    for part, wide in enumerate(parts):
-        for number, (_, _, size, _) in enumerate(pieces):
+    _Fragments.threads(write)
+    write("power = exponent(tl.load(x_largest)) + exponent(tl.load(g_largest))")
+    write(f"scale = two_to(power - {2 * HEADROOM})")
+    each = 2 * layout.batch * layout.inner
+    write(f"into = partial + split.to(tl.int64) * in_padded * out_padded * {each}")
+    write("product = tl.arange(0, TARGETS * COPIES)")
+    for chunk in range(layout.chunks):
+        _gram_of_chunk(write, layout, parts, pixels, chunk)
+    write.depth -= 1
+    write()
+
+
+def _gram_of_chunk(
+    write: _Writer, layout: Scheme, parts: tuple[int, ...], pixels: int, chunk: int
+) -> None:
+    """The gradient to the weights of one slot chunk: what a program holds at a time."""
+    fields = sum(parts)
+    pieces = [
+        (number, size, start)
+        for number, (owner, _, size, start) in enumerate(layout.pieces)
+        if owner == chunk
+    ]
+    for number, size, _ in pieces:
+        for part, wide in enumerate(parts):
             shape = f"[TARGETS * COPIES, {2 * wide}, BF * {size}]"
             write(f"a{part}_{number} = tl.zeros({shape}, tl.float32)")
-    # As in `forward`, each turn multiplies what the turn before it has left.
-    for number, (_, _, size, _) in enumerate(pieces):
+        # As in `forward`, each turn multiplies what the turn before it has left.
         write(f"z{number} = tl.zeros([TARGETS, BP, BF * {size}], x.dtype.element_ty)")
-    _Fragments.threads(write)
     write("last = tl.minimum(split, tiles - 1)")
 
     def products() -> None:
@@ -889,7 +908,7 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, p
             _Fragments(pixels, 2 * wide, left=True).load(write, "h", f"h{part}")
             write(f"h{part} = tl.trans(h{part}, (0, 2, 1))")
             write(f"h += COPIES * {wide} * (TARGETS * 2 * BP)")
-        for number, (_, _, size, _) in enumerate(pieces):
+        for number, size, _ in pieces:
             shape = f"BP, BF * {size}]"
             write(f"v = tl.broadcast_to(z{number}[:, None, :, :], [TARGETS, COPIES, {shape})")
             write(f"v = tl.reshape(v, [TARGETS * COPIES, {shape})")
@@ -902,29 +921,21 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, p
     products()
     write("pixel = tile * BP + tl.arange(0, BP)")
     _pixels(write, layout)
-    for chunk in range(layout.chunks):
-        _features(write, layout, chunk)
+    _features(write, layout, chunk)
     write("last = tile")
     write.depth -= 1
     products()
-    write("member = tl.arange(0, TARGETS * COPIES)")
-    write("power = exponent(tl.load(x_largest)) + exponent(tl.load(g_largest))")
-    write(f"scale = two_to(power - {2 * HEADROOM})")
-    each = 2 * layout.batch * layout.inner
-    write(f"into = partial + split.to(tl.int64) * in_padded * out_padded * {each}")
     done = 0
     for part, wide in enumerate(parts):
-        for number, (_, _, size, start) in enumerate(pieces):
-            write(f"n = 2 * (first + {done}) + tl.arange(0, {2 * wide})[None, :]")
-            write(f"n = (member % COPIES * {2 * fields})[:, None] + n")
+        for number, size, start in pieces:
+            write(f"out = 2 * (first + {done}) + tl.arange(0, {2 * wide})[None, :]")
+            write(f"out = (product % COPIES * {2 * fields})[:, None] + out")
             write(f"k = tl.arange(0, BF * {size})")
-            write(f"line_of = ((i + k // {size}) * TARGETS)[None, :] + (member // COPIES)[:, None]")
-            write(f"line_of = line_of * {layout.inner} + ({start} + k % {size})[None, :]")
-            write("where = line_of[:, None, :] * (out_padded * 2) + n[:, :, None]")
+            write(f"where = ((i + k // {size}) * TARGETS)[None, :] + (product // COPIES)[:, None]")
+            write(f"where = where * {layout.inner} + ({start} + k % {size})[None, :]")
+            write("where = where[:, None, :] * (out_padded * 2) + out[:, :, None]")
             write(f"tl.store(into + where, a{part}_{number} * scale)")
         done += wide
-    write.depth -= 1
-    write()
 
 
 class Convolution(NamedTuple):

@@ -109,7 +109,8 @@ def _tiles(layout: Scheme, fields: int, dtype: torch.dtype) -> Tiles:
         return _override[-1]
     known = [key for key in TUNED if key[0] == layout.batch]
     if not known or dtype != torch.float16:
-        return Tiles()
+        # Where slots come in several chunks the gradient holds one at a time, of more fields.
+        return Tiles() if layout.chunks == 1 else Tiles(gram_pixels=64, gram_fields=4)
     return TUNED[min(known, key=lambda key: abs(math.log(key[1] / fields)))]
 
 
