@@ -2,6 +2,7 @@
 there.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed")
+pytest.importorskip("triton", minversion="3.6", reason="no Triton 3.6 or later")
 
 HERE = Path(__file__).parent
 PARTS = {"1": "reference or dense_engine", "2": "not (reference or dense_engine)"}
@@ -32,3 +33,22 @@ def test_interpreted(chosen):
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert re.search(r"\b\d\d passed", done.stdout), done.stdout[-500:]
     assert "skipped" not in done.stdout.splitlines()[-1]
+
+
+def test_compiled_for_a_gpu_that_is_not_there(tmp_path):
+    """Every kernel of a layer compiles, soon, and keeps its numbers in registers."""
+    command = [sys.executable, str(HERE.parent / "benchmarks" / "triton_compile.py")]
+    command += ["--layer", "p8,16,64,16", "--json", str(tmp_path / "found.json")]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment.pop("TRITON_INTERPRET", None)
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
+    (record,) = json.loads((tmp_path / "found.json").read_text())
+    assert record["compile_seconds"] < 20
+    kernels = {row["kernel"]: row for row in record["launches"]}
+    assert set(kernels) == {"arrange", "analyse", "forward", "lay", "gram", "spread"}
+    for row in kernels.values():
+        assert row["spills"] == 0, row
+        assert row["shared"] <= 227 * 1024
+    for name in ("forward", "gram"):
+        assert kernels[name]["instructions"]["HMMA"] > 0
+        assert kernels[name]["microseconds"]["tensor"] > 0

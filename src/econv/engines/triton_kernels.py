@@ -30,6 +30,9 @@ import triton.language as tl
 from econv.fourier import butterflies
 from econv.plan import SpectralPlan
 
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+    raise ImportError(f"expected Triton 3.6 or later; got {triton.__version__}")
+
 __all__ = [
     "FIELDS",
     "HEADROOM",

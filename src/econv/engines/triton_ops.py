@@ -192,8 +192,8 @@ def _groups(x: Tensor, layout: Scheme, geometry: Geometry, most: int, more: int 
     fields = FIELDS * triton.cdiv(x.shape[1] // layout.plan.analysis.shape[1], FIELDS)
     numbers = grid.places * fields * layout.chunks * layout.width + x.shape[0] * more
     total = numbers * _INTERNAL[x.dtype].itemsize
-    groups = min(x.shape[0], triton.cdiv(total, most))
-    each = triton.cdiv(x.shape[0], groups)
+    # Multiples of four: kernels are compiled anew for addresses that are less aligned.
+    each = 4 * triton.cdiv(x.shape[0], 4 * triton.cdiv(total, most))
     return [slice(i, i + each) for i in range(0, x.shape[0], each)]
 
 
