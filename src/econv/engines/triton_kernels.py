@@ -17,6 +17,7 @@ where tensors live and what calls what: that is the business of `econv.engines.t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import linecache
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ import triton.language as tl
 from econv.fourier import butterflies
 from econv.plan import SpectralPlan
 
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+if VERSION < (3, 6):
     raise ImportError(f"expected Triton 3.6 or later; got {triton.__version__}")
 
 __all__ = [
@@ -54,6 +56,15 @@ FIELDS = 4
 HEADROOM = 9
 """The largest number of an image is scaled to about 2^9: derivatives stay far from overflow in
 float16, whose largest is 2^16, and all but the smallest 2^-23 of the image keep every digit."""
+
+
+_FIRST = VERSION < (3, 7)
+"""Where a load spreads threads, then warps, beyond the axis of contiguous numbers: along the first
+axes, or along those next to it. What lies otherwise is exchanged before it is used."""
+
+
+_ITEMS = "BF, BP" if _FIRST else "BP, BF"
+"""The axes of what threads own: fields lie side by side in memory, and so do threads."""
 
 
 def _power_of_two(n: int) -> int:
@@ -400,12 +411,24 @@ def _differentiate(write: _Writer, layout: Scheme) -> None:
             started.add(stencil)
             write(f"d{stencil} = {write.scaled(name, value, value, old)}")
 
-    # Taps that mirror each other are loaded as one tensor with an axis of two for each mirror.
+    # Taps that mirror each other are loaded as one tensor with an axis of two for each mirror: in a
+    # thread's registers, where the tensors before and after have the axes of fields and pixels.
+    one = ":, :, None, :" if _FIRST else "None, :, :, :"
+    two = ":, :, None, None, :" if _FIRST else "None, None, :, :, :"
+    first, second = (2, 3) if _FIRST else (0, 1)
+
+    def split(source: str, mirror: int, axes: int) -> str:
+        order = [*(n for n in range(axes) if n != mirror), mirror]
+        return f"tl.split(tl.trans({source}, ({', '.join(map(str, order))})))"
+
+    def mirrored(axis: int, axes: int) -> str:
+        return ", ".join(":" if n == axis else "None" for n in range(axes))
+
     write("side = 1 - 2 * tl.arange(0, 2)")
-    write("above = side[None, None, :, None] * row")
-    write("beside = side[None, None, :, None] * column")
-    write("both = (side * row)[None, None, :, None, None]")
-    write("both_beside = (side * column)[None, None, None, :, None]")
+    write(f"above = side[{mirrored(first, 4)}] * row")
+    write(f"beside = side[{mirrored(first, 4)}] * column")
+    write(f"both = (side * row)[{mirrored(first, 5)}]")
+    write(f"both_beside = (side * column)[{mirrored(second, 5)}]")
     for dy in range(reach + 1):
         for dx in range(reach + 1):
             rows = (dy, reach + dy) if dy else (0,)
@@ -418,20 +441,20 @@ def _differentiate(write: _Writer, layout: Scheme) -> None:
             elif not (dy and dx):
                 # Rows run downwards, in the image as in a stencil.
                 where = f"{dy} * above" if dy else f"{dx} * beside"
-                write(f"t = tl.load(centre[:, :, None, :] + {where})")
-                write("p, m = tl.split(tl.trans(t, (0, 1, 3, 2)))")
+                write(f"t = tl.load(centre[{one}] + {where})")
+                write(f"p, m = {split('t', first, 4)}")
                 for sign, i, j in (("+", dy, dx), ("-", rows[-1], columns[-1])):
                     write(f"u = {write.sum('p', 'm', sign)}")
                     add("u", i, j)
             else:
                 where = f"{dy} * both + {dx} * both_beside"
-                write(f"t = tl.load(centre[:, :, None, None, :] + ({where}))")
-                write("p, m = tl.split(tl.trans(t, (0, 1, 2, 4, 3)))")
+                write(f"t = tl.load(centre[{two}] + ({where}))")
+                write(f"p, m = {split('t', second, 5)}")
                 for sign, j in zip("+-", columns, strict=True):
                     if not coefficients[:, rows, j].any():
                         continue
                     write(f"q = {write.sum('p', 'm', sign)}")
-                    write("q, n = tl.split(tl.trans(q, (0, 1, 3, 2)))")
+                    write(f"q, n = {split('q', first, 4)}")
                     for other, i in zip("+-", rows, strict=True):
                         if coefficients[:, i, j].any():
                             write(f"u = {write.sum('q', 'n', other)}")
@@ -490,8 +513,8 @@ def _derivatives(write: _Writer, layout: Scheme, chunk: int) -> None:
     pairs = layout.width // 2
     for stencil in stencils:
         if pairs > 1:
-            write(f"d = tl.trans(tl.reshape(d{stencil}, [BF, BP, {pairs}, 2]), (0, 1, 3, 2))")
-            write(f"d{stencil} = tl.reshape(d, [BF, BP, 2, {_twos(pairs)}])")
+            write(f"d = tl.trans(tl.reshape(d{stencil}, [{_ITEMS}, {pairs}, 2]), (0, 1, 3, 2))")
+            write(f"d{stencil} = tl.reshape(d, [{_ITEMS}, 2, {_twos(pairs)}])")
         _split(write, f"d{stencil}", [f"d{stencil}_{pair}" for pair in range(pairs)])
     write("turn = (1 - 2 * tl.arange(0, 2))[None, None, :].to(x.dtype.element_ty)")
 
@@ -575,10 +598,10 @@ def _gathered(
                 one, two = other
             column.append(pairs.pair(one, two if two >= 0 else one))
         columns.append(_joined(column))
-    # [field, pixel, 2, target, inner / 2]: the inner axis is joined last, so that a thread holds
+    # [field and pixel, 2, target, inner / 2]: the inner axis is joined last, so that a thread holds
     # neighbours along it and stores them at once.
-    write(f"z = tl.reshape({_joined(columns)}, [BF, BP, 2, {layout.batch}, {size // 2}])")
-    write("z = tl.trans(z, (3, 1, 0, 4, 2))")
+    write(f"z = tl.reshape({_joined(columns)}, [{_ITEMS}, 2, {layout.batch}, {size // 2}])")
+    write(f"z = tl.trans(z, {'(3, 1, 0, 4, 2)' if _FIRST else '(3, 0, 1, 4, 2)'})")
     write(f"z{number} = tl.reshape(z, [{layout.batch}, BP, BF * {size}])")
 
 
@@ -707,7 +730,8 @@ def _pixels(write: _Writer, layout: Scheme) -> None:
     write("dot = p % width")
     write("place = image * image_pitch + line * down * pitch + dot * down")
     write(f"place += {reach} * (pitch + 1) * dilation")
-    write(f"here = place[None, :, None] * {FIELDS} + field[:, None, None]")
+    pixel, field = ("None, :", ":, None") if _FIRST else (":, None", "None, :")
+    write(f"here = place[{pixel}, None] * {FIELDS} + field[{field}, None]")
     write("here = here * SC + slot[None, None, :]")
 
 
@@ -733,18 +757,27 @@ class _Fragments:
         one = min(2, inners) if two == 1 else 1
         self.vector = 4 * one * two
         self.groups = inners // one * (runs // two)
-        # Axes in the order in which Triton gives them to threads, warps and registers:
-        # [column, inner | product | column, inner | column, inner, inner, inner].
-        self.axes = f"[8, 4, TARGETS * COPIES, {runs // two}, {inners // one}, {two}, {one}, 2, 2]"
-        self.order = "(2, 4, 6, 7, 1, 8, 3, 5, 0)"
+        # Axes by name, n for columns and k for the inner number: those of threads, of warps, of
+        # registers, and last those of a thread's neighbours.
+        groups = [
+            [("n0", "8"), ("k1", "4")],
+            [("b", "TARGETS * COPIES")],
+            [("n2", f"{runs // two}"), ("k4", f"{inners // one}")],
+        ]
+        own = [("n1", f"{two}"), ("k3", f"{one}"), ("k2", "2"), ("k0", "2")]
         if left:  # a factor on the left, turned: its threads hold their bits in another order
-            self.axes = f"[8, 4, TARGETS * COPIES, {runs // 2}, {inners}, 2, 2, 2]"
-            self.order = "(2, 4, 5, 1, 7, 3, 6, 0)"
+            own = [("k2", "2"), ("n1", f"{two}"), ("k3", f"{one}"), ("k0", "2")]
+        axes = [*itertools.chain(*(groups if _FIRST else groups[::-1])), *own]
+        names = [name for name, _ in axes]
+        wanted = ("b", "k4", "k3", "k2", "k1", "k0", "n2", "n1", "n0")
+        self.axes = f"[{', '.join(length for _, length in axes)}]"
+        self.order = f"({', '.join(str(names.index(name)) for name in wanted)})"
         self.shape = f"[TARGETS * COPIES, {inner}, {columns}]"
 
     def load(self, write: _Writer, source: str, result: str) -> None:
         """Read the matrices of all products, ``[product, inner, column]``."""
-        write(f"n = tl.arange(0, {self.groups})[:, None]")
+        run = ":, None" if _FIRST else ":, None, None, None"
+        write(f"n = tl.arange(0, {self.groups})[{run}]")
         write(f"n = ((n * (TARGETS * COPIES) + member) * 32 + lane) * {self.vector}")
         write(f"v = tl.load({source} + n + tl.arange(0, {self.vector}))")
         write(f"v = tl.reshape(v, {self.axes})")
@@ -753,7 +786,7 @@ class _Fragments:
     @staticmethod
     def threads(write: _Writer) -> None:
         """What `load` reads with."""
-        write("lane = tl.arange(0, 32)[:, None, None, None]")
+        write(f"lane = tl.arange(0, 32)[{':, None, None, None' if _FIRST else ':, None'}]")
         write("member = tl.arange(0, TARGETS * COPIES)[:, None, None]")
 
 
