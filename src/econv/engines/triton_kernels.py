@@ -891,11 +891,11 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, p
     """The gradient to the weights: features of the input against the output's gradient."""
     fields = sum(parts)
     numbers = ["pixels", "height", "width", "pitch", "image_pitch", "places", "tiles", "in_padded"]
-    write(_jit(*numbers))
+    write(_jit(*numbers, "again"))
     write(
         "def gram(x, g, partial, x_largest, g_largest, pixels, height, width, down, dilation,\n"
-        "         pitch, image_pitch, places, tiles, in_padded, out_padded, BF: tl.constexpr,\n"
-        "         PRECISION: tl.constexpr):"
+        "         pitch, image_pitch, places, tiles, in_padded, out_padded, again,\n"
+        "         BF: tl.constexpr, PRECISION: tl.constexpr):"
     )
     write.depth += 1
     write(f"FIELDS: tl.constexpr = {FIELDS}")
@@ -970,7 +970,9 @@ def _gram_of_chunk(
             write(f"where = ((i + k // {size}) * TARGETS)[None, :] + (product // COPIES)[:, None]")
             write(f"where = where * {layout.inner} + ({start} + k % {size})[None, :]")
             write("where = where[:, None, :] * (out_padded * 2) + out[:, :, None]")
-            write(f"tl.store(into + where, a{part}_{number} * scale)")
+            # A program adds to what it found in the images before these.
+            write("old = tl.load(into + where, mask=(where >= 0) & (again > 0), other=0.0)")
+            write(f"tl.store(into + where, a{part}_{number} * scale + old)")
         done += wide
 
 

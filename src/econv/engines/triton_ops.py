@@ -72,7 +72,7 @@ class Tiles(NamedTuple):
     gram_accumulators: int = 384
     splits: int = 0
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU."""
-    bytes: int = 64 << 20
+    bytes: int = 32 << 20
     """The most that is made of the images of one launch: they run in groups."""
 
 
@@ -436,13 +436,11 @@ def run_gram(
     programs = in_padded // chosen.gram_fields * cut.programs
     splits = min(chosen.splits or max(1, 264 // programs), tiles_)
     count = layout.batch * layout.inner
-    partial = _empty(
-        (len(groups), splits, in_padded, count, cut.padded, 2), torch.float32, x.device
-    )
+    partial = _empty((splits, in_padded, count, cut.padded, 2), torch.float32, x.device)
     # Images add up: they are scaled alike.
     x_largest, g_largest = (_largest(image, (0, 1, 2, 3)) for image in (x, g))
     written = gradient(layout, cut.parts, cut.copies, chosen.gram_pixels, _packed(internal))
-    for images, into in zip(groups, partial, strict=True):
+    for again, images in enumerate(groups):
         ours = _analysed(written.analyse, x[images], x_largest, layout, geometry)
         theirs = g[images]
         pixels = theirs.shape[0] * height * width
@@ -469,7 +467,7 @@ def run_gram(
         written.gram[(in_padded // chosen.gram_fields, cut.programs, splits)](
             ours.values,
             fragments,
-            into,
+            partial,
             x_largest,
             g_largest,
             pixels,
@@ -483,6 +481,7 @@ def run_gram(
             tiles_,
             in_padded,
             cut.padded,
+            again,
             BF=chosen.gram_fields,
             PRECISION=_precision(internal),
             num_warps=chosen.gram_warps,
@@ -500,7 +499,7 @@ def run_gram(
         in_padded,
         cut.padded,
         count,
-        len(groups) * splits,
+        splits,
         MOST=constants.owners.shape[1],
         BLOCK=1024,
         num_warps=8,
