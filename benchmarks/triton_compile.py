@@ -20,7 +20,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -303,26 +303,30 @@ def main(arguments: list[str] | None = None) -> None:
     changes = {name: int(value) for name, value in (text.split("=") for text in args.tiles)}
     found = []
     for layer in layers or LAYERS:
-        with triton_ops.tiles(**changes):
+        with triton_ops.tiles(**changes) if changes else nullcontext():
             record = report(layer, args.dump)
         found.append(record)
         print(f"{layer}: {record['compile_seconds']} s to compile")
-        total: dict[str, float] = collections.Counter()
+        bound = 0.0
+        kinds: dict[str, list[dict[str, Any]]] = {}
         for row in record["launches"]:
-            times = row["microseconds"]
-            slowest = max(times, key=lambda unit: times[unit])
-            total["bound"] += times[slowest]
-            total["sum"] += times["issue"] + times["memory"]
+            kinds.setdefault(row["kernel"], []).append(row)
+        for kernel, rows in kinds.items():
+            row = rows[0]
+            times = {
+                unit: sum(r["microseconds"][unit] for r in rows) for unit in row["microseconds"]
+            }
+            bound += sum(max(r["microseconds"].values()) for r in rows)
             print(
-                f"  {row['kernel']:<8} {row['grid']!s:<16} {row['warps']:>2} warps"
+                f"  {kernel:<8} {len(rows):>2} × {row['grid']!s:<14} {row['warps']:>2} warps"
                 f" {row['registers']:>3} registers, {row['spills']} B spilled,"
                 f" {row['shared'] / 1024:.0f} KiB shared, {row['programs_at_a_time']} at a time;"
-                f" µs: {', '.join(f'{k} {v}' for k, v in times.items())}"
+                f" µs: {', '.join(f'{unit} {time:.0f}' for unit, time in times.items())}"
             )
-            if row["kernel"] in ("forward", "gram"):
+            if kernel in ("forward", "gram"):
                 shown = list(row["instructions"].items())[: args.most]
-                print(f"           {', '.join(f'{k} {n}' for k, n in shown)}")
-        print(f"  in all: ≥ {total['bound']:.0f} µs by the busiest unit of each launch", flush=True)
+                print(f"           {', '.join(f'{kind} {n}' for kind, n in shown)}")
+        print(f"  in all ≥ {bound:.0f} µs, by the busiest unit of each launch", flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -72,7 +72,7 @@ class Tiles(NamedTuple):
     gram_accumulators: int = 384
     splits: int = 0
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU."""
-    bytes: int = 32 << 20
+    bytes: int = 64 << 20
     """The most that is made of the images of one launch: they run in groups."""
 
 
