@@ -63,6 +63,7 @@ bench: $(STAMP)
 	@$(RUN) benchmarks/build_and_size.py $(PEERS:%=--python %) --json outputs/build_and_size.json
 	@$(RUN) benchmarks/compatibility.py $(PEERS:%=--python %) --json outputs/compatibility.json
 	@$(RUN) benchmarks/export_speed.py --json outputs/export_speed.json
+	@$(RUN) benchmarks/convert_and_rotate.py --seeds 3 --json outputs/convert_and_rotate.json
 	@$(RUN) benchmarks/quantisation.py --json outputs/quantisation.json
 	@$(RUN) benchmarks/engines.py --json outputs/engines.json
 	@$(RUN) benchmarks/initialisation.py

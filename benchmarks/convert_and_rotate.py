@@ -180,7 +180,8 @@ def main() -> None:
         )
     if args.json:
         about = {
-            "arguments": {k: str(v) for k, v in vars(args).items()},
+            "arguments": {k: v for k, v in vars(args).items() if k not in ("root", "json")},
+            "training_images": len(training[0]),
             "torch": torch.__version__,
             "econv": econv.__version__,
             "python": sys.version.split()[0],

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -162,11 +163,44 @@ def costs_table(found: dict[str, Any]) -> str:
     return "\n".join([*table(["", *heads], rows), "", note])
 
 
+def conversion_table(found: dict[str, Any]) -> str:
+    """A network and its converted version at every angle: mean ± deviation over the seeds."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        runs.setdefault(row["network"], []).append(row)
+
+    def percent(values: list[float]) -> str:
+        return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+
+    angles = {"upright": "0", "turned by 90°": "90", "by 45°": "45"}
+    rows = [
+        [
+            name,
+            f"{same[0]['parameters']:,}",
+            *(percent([row["error_percent"][angle] for row in same]) for angle in angles.values()),
+            percent([row["mean"] for row in same]),
+        ]
+        for name, same in runs.items()
+        if "epoch" not in name
+    ]
+    settings = found["arguments"]
+    count = len(found["rows"][0]["error_percent"])
+    note = (
+        f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
+        f"{settings['epochs']} epochs, no augmentation, {settings['seeds']} seeds; "
+        "`benchmarks/convert_and_rotate.py`.)"
+    )
+    head = ["trained on upright digits", "parameters", *angles, f"mean of {count} angles"]
+    return "\n".join([*table(head, rows), "", note])
+
+
 # For each file its tables: the name between the markers, the results, and what makes the table.
 TABLES: dict[str, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
     "README.md": {
         "equivariance": ("equivariance.json", equivariance_table),
         "compatibility": ("compatibility.json", compatibility_summary),
+        "conversion": ("convert_and_rotate.json", conversion_table),
+        "costs": ("build_and_size.json", costs_table),
     },
     "docs/compatibility.md": {
         "compatibility": ("compatibility.json", compatibility_details),

@@ -141,5 +141,4 @@ def test_the_cost_model_picks_well_over_the_recorded_grid():
             picked = times[min(costs, key=lambda engine: costs[engine])]
             losses.append(picked / min(times["dense"], times["spectral"]) - 1)
     assert len(losses) >= 2 * 60
-    assert sum(loss <= 0.05 for loss in losses) >= 0.95 * len(losses)
-    assert max(losses) <= 0.2
+    assert max(losses) <= 0.05

@@ -85,3 +85,12 @@ def test_the_reference_begins_with_every_public_name():
 def test_the_page_of_the_layers_has_them_all():
     page = (DOCS / "reference" / "layers.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^ +- (\w+)$", page, re.M)) == sorted(econv.layers.__all__)
+
+
+def test_the_layers_that_the_migration_page_names_exist():
+    libraries = [pytest.importorskip(name) for name in ("escnn.nn", "e2cnn.nn")]
+    text = (DOCS / "migrating.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.*?) \|", text.split("## Layers")[1].split("\n## ")[0], re.M)
+    names = {name for row in rows for name in re.findall(r"`([A-Z]\w+)", row)}
+    assert len(names) > 30
+    assert {n for n in names if not any(hasattr(library, n) for library in libraries)} == set()

@@ -32,10 +32,11 @@ from econv import (
     Spread2d,
     Upsample2d,
     VectorConv2d,
+    convert_sync_batchnorm,
     reference,
     restrict,
 )
-from econv.layers import recentre
+from econv.layers import Enlarge2d, recentre
 from econv.stencils import Gaussian
 from econv.testing import assert_equivariant, equivariance_error, transform
 
@@ -59,6 +60,7 @@ LAYERS = {
     "GroupUpsampleConv2d by 3": lambda: GroupUpsampleConv2d(2, 3, "p4", factor=3, excess=-1),
     "GroupBatchNorm2d": lambda: GroupBatchNorm2d(2, "p4"),
     "GroupBatchNorm2d eval": lambda: GroupBatchNorm2d(2, "p4").eval(),
+    "SyncGroupBatchNorm2d": lambda: convert_sync_batchnorm(GroupBatchNorm2d(2, "p4")),
     "GroupInstanceNorm2d": lambda: GroupInstanceNorm2d(2, "p4", affine=True),
     "GroupGroupNorm2d": lambda: GroupGroupNorm2d(2, 2, "p4"),
     "GroupLayerNorm2d": lambda: GroupLayerNorm2d(2, "p4"),
@@ -74,6 +76,7 @@ LAYERS = {
     "Downsample2d": lambda: Downsample2d(),
     "Downsample2d max": lambda: Downsample2d("max"),
     "Upsample2d": lambda: Upsample2d(),
+    "Enlarge2d": lambda: Enlarge2d(3, excess=-1),
     "Restrict2d": lambda: Restrict2d("p4", "p2"),
 }
 PDO_LAYERS = ["LiftConv2d", "LiftConv2d vectors", "GroupConv2d", "VectorConv2d"]
@@ -961,15 +964,24 @@ class EveryLayer(nn.Module):
         self.restrict = Restrict2d("p4", "p2")
         self.pool = GroupPool2d("p2")
         self.vector = VectorConv2d(2, 1, "p4")
+        self.spread = Spread2d("p4")
+        self.gate = GroupLinear(2, 2, "p4")
+        self.groups = GroupGroupNorm2d(2, 2, "p4")
+        self.slope = GroupPReLU2d(2, "p4")
+        self.scale = FieldParameter(2, "p4", initial=0.5)
+        self.enlarge = Enlarge2d(3, excess=-1)
 
     def forward(self, x):
-        full = torch.relu(self.norm(self.lift(x)))
+        full = torch.relu(self.norm(self.lift(x))) + self.spread(torch.cat([x, x], dim=1))
+        full = full * torch.sigmoid(self.gate(full.mean(dim=(2, 3))))[:, :, None, None]
         half = self.layer(self.instance(self.conv(self.halve(full))))
+        half = half + self.scale() * self.slope(self.groups(half))
         half = half + self.up_conv(self.highest(half), size=half.shape[2:])
         full = full + self.up(half, size=x.shape[2:])
         images = self.pool(self.restrict(self.dropout(full)))
         sampled = self.third(full), self.rounded(full), self.strided(full), self.even(full)
-        return images, self.vector(full), self.up(half), *sampled, self.tripled(full)
+        larger = self.up(half), self.tripled(full), self.enlarge(half)
+        return images, self.vector(full), *larger, *sampled
 
 
 def test_export_keeps_height_and_width_dynamic():

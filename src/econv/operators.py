@@ -73,7 +73,7 @@ class Polynomial:
         return dict(self.terms).get(exponents, 0.0)
 
     def in_frame(self, matrix: npt.ArrayLike) -> Polynomial:
-        """The same operator in the turned frame: χ^(A), every ∂ replaced by A⁻¹∇ (equation 5).
+        """The same operator in the turned frame: χ^(A), every ∂ replaced by A⁻¹∇ (equations 5, 7).
 
         ``matrix`` is A, orthogonal, ``[d, d]``.
         """

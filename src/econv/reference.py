@@ -1,7 +1,7 @@
 """The paper's sums as plain loops in float64: slow, obvious, and independent of `basis`.
 
 Everything fast in this library is tested against this file. Nothing here is shared with the
-engines: a filter is built term by term from equations 14 and 16, a convolution tap by tap.
+engines: a filter is built term by term from equations 20 and 22, a convolution tap by tap.
 The functions take and give tensors, so that autograd gives the reference for every gradient.
 """
 
@@ -60,7 +60,7 @@ def group_filters(
 ) -> Tensor:
     """Φ̃ as a filter bank: β ``[out, in, order, operators]`` → ``[out * order, in * order, …]``.
 
-    Equation 16: output orientation A reads input orientation Ak through χ_k^(A).
+    Equation 22: output orientation A reads input orientation Ak through χ_k^(A).
     """
     found = Group(group)
     out_fields, in_fields, order, _ = coefficients.shape
@@ -109,7 +109,7 @@ def turned_filter(
     size: int,
     spacing: float,
 ) -> Tensor:
-    """χ̃^(A) = Σ_i C_i^(A) ũ_i (equation 14), for one element and one β, ``[size, size]``."""
+    """χ̃^(A) = Σ_i C_i^(A) ũ_i (equation 20), for one element and one β, ``[size, size]``."""
     total = torch.zeros(size, size, dtype=torch.float64)
     differences = stencil_set(stencils, rotations=group.rotations)
     polynomials = operator_set(operators).polynomials

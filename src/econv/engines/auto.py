@@ -22,8 +22,8 @@ __all__ = ["Part", "Workload", "choose", "costs", "terms"]
 # Seconds for each count of `terms`, on one core. A device that is not here runs dense.
 COEFFICIENTS: dict[str, dict[str, tuple[float, ...]]] = {
     "cpu": {
-        "dense": (1.73e-11, 1.1e-09, 1.66e-10, 0.000123, 0.000119),
-        "spectral": (1.76e-11, 1.95e-11, 1.47e-10, 1.55e-10, 5.83e-11, 0.000171, 0.00011),
+        "dense": (1.73e-11, 7.721e-10, 1.475e-10, 0.0001134, 0.0001398),
+        "spectral": (1.845e-11, 2.394e-11, 6.635e-11, 1.551e-10, 4.269e-11, 0.0001684, 9.799e-05),
     },
 }
 
@@ -88,11 +88,14 @@ def terms(work: Workload) -> dict[str, tuple[float, ...]]:
         outputs = out_fields * plan.synthesis.shape[0]
         images = work.batch * work.groups
         out, back = images * work.out_pixels, images * work.in_pixels
-        # conv2d fills whole vectors with output channels, and backwards with input channels too.
-        filled = _rounded(outputs) * (_rounded(inputs) if work.backward else inputs)
+        # conv2d fills whole vectors with output channels; the gradient to its input with input
+        # channels, that to its weight with both.
+        filled = _rounded(outputs) * inputs
+        if work.backward:
+            filled += _rounded(inputs) * (outputs + _rounded(outputs))
         taps = plan.basis.size**2
         dense += [
-            passes * out * filled * taps,
+            out * filled * taps,
             passes * work.groups * inputs * outputs * taps,
             passes * (back * inputs + out * outputs),
             0,

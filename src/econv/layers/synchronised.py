@@ -101,8 +101,8 @@ def _normalised(norm: SyncGroupBatchNorm2d | SyncBatchNorm, folded: Tensor, fiel
             if share is None:
                 share = 1.0 / norm.num_batches_tracked.to(mean.dtype)
             unbiased = spread * (count / (count - 1).clamp_min(1)).to(spread.dtype)
-            mean.lerp_(now.to(mean.dtype), share)
-            variance.lerp_(unbiased.to(variance.dtype), share)
+            mean.add_(share * (now.to(mean.dtype) - mean))
+            variance.add_(share * (unbiased.to(variance.dtype) - variance))
     return normed
 
 
@@ -117,9 +117,11 @@ def _processes(group: Any) -> Any:
 class _Normalise(torch.autograd.Function):
     """Batch norm of ``[n, fields, m]`` whose sums run over all processes."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = x.to(_wide(x, weight))
         samples = x.numel() // x.shape[1]
@@ -131,7 +133,7 @@ class _Normalise(torch.autograd.Function):
             variance, mean = torch.var_mean(wide, (0, 2), correction=0)
         else:  # an empty batch takes part, with nothing
             variance = mean = wide.new_zeros(x.shape[1])
-        count = torch.full((), float(samples), dtype=torch.float64, device=x.device)
+        count = torch.full((), samples, dtype=torch.float64, device=x.device)
         if group is not None:
             m, v = mean.double(), variance.double()
             sums = torch.stack([m, v + m * m, torch.ones_like(m)]) * count
@@ -139,21 +141,25 @@ class _Normalise(torch.autograd.Function):
             count = sums[2, 0]
             m, square = sums[:2] / count
             mean, variance = m.to(mean.dtype), (square - m * m).clamp_min_(0).to(mean.dtype)
-        deviation = torch.rsqrt(variance + eps)
-        scale = deviation if weight is None else weight.to(wide.dtype) * deviation
+        scale = _scale(torch.rsqrt(variance + eps), weight)
         shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
-        ctx.save_for_backward(x, mean, deviation, scale, count)
-        ctx.group = group
-        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
-        ctx.mark_non_differentiable(mean, variance, count)
-        ctx.set_materialize_grads(False)
         normed = torch.addcmul(shift[:, None], wide, scale[:, None]).to(x.dtype)
         return normed, mean, variance, count
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, ctx.eps, ctx.group = inputs
+        ctx.save_for_backward(x, weight, *output[1:])
+        ctx.dtypes = [None if p is None else p.dtype for p in (weight, bias)]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, mean, deviation, scale, count = ctx.saved_tensors
+        x, weight, mean, variance, count = ctx.saved_tensors
+        deviation = torch.rsqrt(variance + ctx.eps)
+        scale = _scale(deviation, weight)
         wide = gradient.to(mean.dtype)
         offset = mean * deviation
         normed = torch.addcmul(-offset[:, None], x.to(mean.dtype), deviation[:, None])
@@ -170,6 +176,10 @@ class _Normalise(torch.autograd.Function):
         to_x = torch.addcmul(first[:, None], normed, second[:, None])
         to_x.add_(wide).mul_(scale[:, None])
         return to_x.to(x.dtype), to_weight, to_bias, None, None
+
+
+def _scale(deviation: Tensor, weight: Tensor | None) -> Tensor:
+    return deviation if weight is None else weight.to(deviation.dtype) * deviation
 
 
 def _wide(x: Tensor, weight: Tensor | None) -> torch.dtype:
