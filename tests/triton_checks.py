@@ -1,13 +1,15 @@
 """Checks of the kernels for GPUs: `test_triton` runs them interpreted, `test_cuda_triton` there."""
 
 import copy
+import re
 
+import numpy as np
 import pytest
 import torch
 
 import econv
 from econv import GroupConv2d, filter_basis
-from econv.engines import spectral, triton_ops
+from econv.engines import spectral, triton_kernels, triton_ops
 from econv.engines.spectral import Geometry
 from econv.engines.triton_kernels import INTERPRETED
 from econv.plan import spectral_plan
@@ -201,6 +203,49 @@ def test_every_way_to_cut_gives_the_same(chosen):
     wanted = results(layer, x, probe, "spectral")
     with triton_ops.tiles(**chosen):
         found = results(layer, x, probe, "spectral")
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert error(ours, theirs) <= 1e-3
+
+
+def two_halves(code, registers, operands, dtype, is_pure, pack):
+    """The few instructions on two halves at a time that the kernels are made of, on arrays."""
+    from triton.runtime.interpreter import TensorHandle
+
+    values = [operand.handle.data for operand in operands]
+    if found := re.search(r"mov\.b32 c, (0x[0-9a-f]+)", code):
+        pair = np.array([int(found[1], 16)], dtype=np.uint32).view(np.float16)
+        values.insert(1, np.resize(pair, values[0].shape[-1]))
+    name = re.search(r"\b(add|sub|mul|fma\.rn|prmt)\b", code)[1]
+    if name == "prmt":
+        halves = values[0].reshape(*values[0].shape[:-1], -1, 2)
+        result = halves[..., ::-1].reshape(values[0].shape)
+    else:
+        one, other, *more = (value.astype(np.float32) for value in values)
+        sums = {"add": one + other, "sub": one - other}
+        result = sums.get(name, one * other + sum(more))
+    result = np.ascontiguousarray(result.astype(np.float16))
+    return type(operands[0])(TensorHandle(result, operands[0].handle.dtype), operands[0].type)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU runs the instructions themselves")
+@pytest.mark.parametrize("group", ["p8", "p4m"])
+def test_sums_of_two_halves_at_a_time_are_the_same(monkeypatch, group):
+    layer, x, probe = case(group, (2, 2), dtype=torch.float16)
+    wanted = results(layer, x, probe, "spectral")
+    seen = []
+
+    def read(source, layout):
+        seen.append(source.count("tl.inline_asm_elementwise"))
+        return original(source.replace("tl.inline_asm_elementwise", "tl.two_halves"), layout)
+
+    original = triton_kernels._read
+    monkeypatch.setattr(triton_kernels, "_read", read)
+    monkeypatch.setattr(triton_kernels.tl, "two_halves", two_halves, raising=False)
+    monkeypatch.setattr(triton_ops, "_packed", lambda dtype: True)
+    found = results(layer, x, probe, "spectral")
+    triton_kernels.convolution.cache_clear()
+    triton_kernels.gradient.cache_clear()
+    assert min(seen) > 50
     for ours, theirs in zip(found, wanted, strict=True):
         assert error(ours, theirs) <= 1e-3
 
