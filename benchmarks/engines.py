@@ -7,13 +7,24 @@ instead, which says little with several threads but holds on a busy machine with
     python benchmarks/engines.py --threads 2                       # the layers of the table
     python benchmarks/engines.py --grid --threads 1 --clock cpu    # for the cost model
     python benchmarks/engines.py --fit benchmarks/results/engines_cpu.json   # and how well it picks
+
+On a GPU (bfloat16, channels-last, dense = cuDNN with `benchmark=True`) a time is that of several
+passes queued one after the other, as in training, and beside it that of the same pass as a CUDA
+graph, free of what Python costs.
+
+    python benchmarks/engines.py --device cuda --json benchmarks/results/engines_cuda.json
+    python benchmarks/engines.py --device cuda --tune 60 --json benchmarks/results/tiles_cuda.json
+    python benchmarks/engines.py --table benchmarks/results/tiles_cuda.json   # for `TUNED`
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
+import math
+import multiprocessing
 import os
 import platform
 import statistics
@@ -21,6 +32,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +43,15 @@ from torch import Tensor
 
 import econv
 from econv.engines import auto, native
+from econv.engines.spectral import Geometry
 from econv.files import write_atomically
+from econv.plan import spectral_plan
+
+try:
+    from econv.engines import triton_ops
+    from econv.engines.triton_kernels import scheme
+except ImportError:  # no Triton: all but the measurements on a GPU
+    pass
 
 ENGINES = ("dense", "spectral")
 MEASURED = (*ENGINES, "auto")
@@ -66,6 +87,11 @@ class Case(NamedTuple):
         return ", ".join([text, *more, *[self.dtype] * (self.dtype != "float32")])
 
 
+# Equal fields in a group four times as large: at most 6 times the time, wanted 5.
+GROWTH = (
+    Case("p8", 20, 20, 64, 32, dtype="bfloat16"),
+    Case("p32", 20, 20, 64, 32, dtype="bfloat16"),
+)
 TARGETS = {  # least and wanted speed-up over dense, forward+backward
     "cpu": {
         Case("p8", 16, 16, 8, 32): (2.5, 5.0),
@@ -118,8 +144,7 @@ def measure(
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     layer = case.layer(device)
-    shape = (case.batch, layer.in_channels, case.size, case.size)
-    x = torch.randn(shape, device=device, dtype=DTYPES[case.dtype])
+    x = image(case, layer, device)
     outputs = {}
     for engine in MEASURED:
         with torch.no_grad(), econv.engine(engine) as ran:
@@ -131,31 +156,126 @@ def measure(
         error = float((found - outputs["dense"][0]).abs().max()) / scale
         if not error <= tolerance:
             raise AssertionError(f"{engine} is off by {error:.1e} on {case}")
-    x.requires_grad_()
     record: dict[str, Any] = {"case": case._asdict(), "ran": {}}
-    for name, run in passes(layer, x, torch.randn_like(outputs["dense"][0])).items():
+    record["spectral"] = outputs["spectral"][1]
+    gradient = torch.randn_like(outputs["dense"][0])
+    del outputs
+    x.requires_grad_()
+    for name, run in passes(layer, x, gradient).items():
         with econv.engine("auto") as ran:
             run("auto")
         record["ran"][name] = ran[-1]
-        times: dict[str, list[float]] = {engine: [] for engine in MEASURED}
-        for engine in MEASURED:
-            run(engine)
-        stop = time.perf_counter() + seconds
-        for repeat in itertools.count():
-            if repeat >= repeats or (repeat >= 3 and time.perf_counter() > stop):
-                break
-            for engine in MEASURED if repeat % 2 else reversed(MEASURED):
-                start = clock()
-                run(engine)
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                times[engine].append(clock() - start)
-        record[name] = {
-            "repeats": len(times["dense"]),
-            "median": {e: rounded(statistics.median(t)) for e, t in times.items()},
-            "least": {e: rounded(min(t)) for e, t in times.items()},
-        }
+        runs = {engine: partial(run, engine) for engine in MEASURED}
+        record[name] = interleaved(runs, device, clock, repeats, seconds)
+        if device == "cuda":
+            graphs = {engine: captured(runs[engine]) for engine in ENGINES}
+            record[name]["graph"] = interleaved(graphs, device, clock, repeats, seconds)["median"]
     return record
+
+
+def image(case: Case, layer: econv.layers.PDOConv2d, device: str) -> Tensor:
+    shape = (case.batch, layer.in_channels, case.size, case.size)
+    x = torch.randn(shape, device=device, dtype=DTYPES[case.dtype])
+    return x.to(memory_format=torch.channels_last) if device == "cuda" else x
+
+
+def interleaved(
+    runs: dict[str, Callable[[], None]],
+    device: str,
+    clock: Callable[[], float],
+    repeats: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """Median and least time of each, in turns."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    stop = time.perf_counter() + seconds
+    for repeat in itertools.count():
+        if repeat >= repeats or (repeat >= 3 and time.perf_counter() > stop):
+            break
+        for name in runs if repeat % 2 else reversed(runs):
+            times[name].append(timed(runs[name], device, clock))
+    return {
+        "repeats": repeat,
+        "median": {name: rounded(statistics.median(t)) for name, t in times.items()},
+        "least": {name: rounded(min(t)) for name, t in times.items()},
+    }
+
+
+QUEUED = 5  # passes of one measurement on a GPU
+
+
+def timed(run: Callable[[], None], device: str, clock: Callable[[], float]) -> float:
+    if device != "cuda":
+        start = clock()
+        run()
+        return clock() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run()  # the queue is not empty when the time begins
+    begin.record()
+    for _ in range(QUEUED):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / QUEUED
+
+
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """The same as one CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def cuda_peak(case: Case) -> dict[str, int]:
+    """Bytes by which a training step raises what is allocated on the GPU, at its most."""
+    found = {}
+    for engine in ENGINES:
+        layer = case.layer("cuda")
+        x = image(case, layer, "cuda").requires_grad_()
+        with econv.engine(engine):
+            for _ in range(2):
+                layer.zero_grad(set_to_none=True)
+                x.grad = None
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                layer(x).sum().backward()
+        found[engine] = torch.cuda.max_memory_allocated() - before
+    return found
+
+
+def errors(case: Case) -> dict[str, dict[str, float]]:
+    """Relative errors against float64: output, gradient to the input, gradient to the weights."""
+    torch.manual_seed(0)
+    layer = case._replace(batch=4).layer("cuda")
+    x = image(case._replace(batch=4), layer, "cuda")
+    exact = copy.deepcopy(layer).double()
+    probe = torch.randn_like(layer(x))
+
+    def results(layer: torch.nn.Module, dtype: torch.dtype) -> list[Tensor]:
+        given = x.detach().to(dtype).requires_grad_()
+        out = layer(given)
+        return [out, *torch.autograd.grad(out, [given, layer.weight], probe.to(dtype))]
+
+    with econv.engine("dense"):
+        wanted = results(exact, torch.float64)
+    found = {}
+    for engine in ENGINES:
+        with econv.engine(engine):
+            ours = results(layer, x.dtype)
+        found[engine] = {
+            name: rounded(float((a.double() - b).norm() / b.norm()))
+            for name, a, b in zip(("output", "input", "weights"), ours, wanted, strict=True)
+        }
+    return found
 
 
 def rounded(seconds: float) -> float:
@@ -266,6 +386,129 @@ def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
         kept &= found > 0
 
 
+# What is tried, in this order: small programs and large ones, few launches and many.
+CONVOLUTION_TILES: tuple[dict[str, int], ...] = (
+    {},
+    {"pixels": 32, "warps": 4},
+    {"stages": 2},
+    {"accumulators": 192},
+    {"accumulators": 256},
+    {"pixels": 128, "accumulators": 192},
+    {"pixels": 32, "warps": 4, "accumulators": 192},
+    {"pixels": 64, "warps": 4, "accumulators": 192},
+)
+GRADIENT_TILES: tuple[dict[str, int], ...] = (
+    {},
+    {"gram_pixels": 64, "gram_fields": 4},
+    {"gram_pixels": 64, "gram_fields": 4, "gram_accumulators": 192},
+    {"gram_pixels": 64, "gram_warps": 4},
+    {"gram_pixels": 32, "gram_fields": 4, "gram_warps": 4, "gram_accumulators": 192},
+    {"gram_accumulators": 192},
+)
+# Those of the best, which need no compiler.
+GROUPS = ({"bytes": 32 << 20}, {"bytes": 128 << 20}, {"bytes": 1 << 33})
+SPLITS = (1, 2, 3, 4)  # times as many programs as the default
+
+
+def tune(cases: list[Case], seconds: float, path: Path | None) -> None:
+    """The best tiles for each layer, in at most so many seconds each; kept as they are found."""
+    work = [
+        (case, changes, kind)
+        for case in cases
+        for kind, several in (("convolve", CONVOLUTION_TILES), ("gram", GRADIENT_TILES))
+        for changes in several
+    ]
+    start = time.perf_counter()
+    # One process for each core, none of which touches the GPU: Triton keeps what they compile.
+    with ProcessPoolExecutor(
+        max(1, (os.cpu_count() or 2) - 2), multiprocessing.get_context("spawn")
+    ) as pool:
+        for (case, changes, kind), problem in zip(
+            work, pool.map(precompiled, *zip(*work, strict=True)), strict=True
+        ):
+            if problem:
+                print(f"{case}: {kind} {changes}: {problem}", flush=True)
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    records = []
+    for case in cases:
+        records.append(tuned(case, seconds))
+        print(json.dumps(records[-1]), flush=True)
+        if path:
+            record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+            write_atomically(path, _one_line_each({**record, "layers": records}).encode())
+
+
+def precompiled(case: Case, changes: dict[str, int], kind: str) -> str:
+    """Compile what a layer needs, without a GPU; what went wrong, or nothing."""
+    import triton_compile
+
+    shape = triton_compile.Layer(case.group, case.out_fields, case.batch, case.size, case.dtype)
+    try:
+        with triton_ops.tiles(**changes):
+            triton_compile.training_step(shape, kind)
+    except Exception as error:  # one that does not compile is one less to try
+        return f"{type(error).__name__}: {error}"[:200]
+    return ""
+
+
+def tuned(case: Case, seconds: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    layer = case.layer("cuda")
+    plan = spectral_plan(layer.basis, "regular", "regular")
+    x = image(case, layer, "cuda")
+    weights = torch.randn(case.out_fields, case.in_fields, plan.weights, device="cuda")
+    geometry = Geometry(1, 1, 1, layer.padding, case.size, case.size)
+    runs = {
+        "convolve": lambda: triton_ops.convolve(x, weights, plan.name, False, *geometry),
+        "gram": lambda: triton_ops.gram(x, x, plan.name, *geometry[:4]),
+    }
+    stop = time.perf_counter() + seconds
+    found: dict[str, Any] = {"case": case._asdict(), "tried": []}
+    best: dict[str, int] = {}
+    for kind, several in (("convolve", CONVOLUTION_TILES), ("gram", GRADIENT_TILES)):
+        fastest, chosen = math.inf, {}
+        # The size of a group is settled by the convolution; the programs by the gradient.
+        more = list(GROUPS) if kind == "convolve" else [{"splits": n} for n in SPLITS]
+        for changes in itertools.chain(several, more):
+            extra = changes in more
+            if time.perf_counter() > stop:
+                break
+            trial = {**best, **(chosen if extra else {}), **changes}
+            if "splits" in changes:
+                trial["splits"] = changes["splits"] * splits(layer, trial)
+            try:
+                with triton_ops.tiles(**trial):
+                    runs[kind]()
+                    took = min(timed(runs[kind], "cuda", time.perf_counter) for _ in range(5))
+            except Exception as error:  # too much shared memory, say
+                found["tried"].append([kind, trial, f"{type(error).__name__}: {error}"[:120]])
+                continue
+            found["tried"].append([kind, trial, rounded(took)])
+            if took < fastest:
+                fastest, chosen = took, trial
+        best.update(chosen)
+        found[kind] = fastest
+    found["tiles"] = best
+    return found
+
+
+def splits(layer: econv.layers.PDOConv2d, changes: dict[str, int]) -> int:
+    """Programs that share pixels where each processor of the GPU has one program."""
+    chosen = triton_ops.Tiles(**changes)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    return max(1, processors * chosen.gram_fields // layer.in_fields)
+
+
+def print_table(path: Path) -> None:
+    """What a record of `--tune` says, as the table `triton_ops.TUNED`."""
+    for record in json.loads(path.read_text())["layers"]:
+        case = Case(**record["case"])
+        plan = spectral_plan(case.layer("meta").basis, "regular", "regular")
+        batch = scheme(plan, 8).batch
+        changes = ", ".join(f"{name}={value}" for name, value in record["tiles"].items())
+        print(f"    ({batch}, {case.out_fields}): Tiles({changes}),")
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -276,6 +519,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20.0, help="for a layer (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record to FILE")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--tune", type=float, metavar="SECONDS", help="tiles of a layer, at most")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print tuned tiles as source")
     parser.add_argument("--fit", type=Path, metavar="FILE", help="fit the cost model to a record")
     return parser.parse_args(arguments)
 
@@ -294,9 +539,16 @@ def main(arguments: list[str] | None = None) -> None:
         return
     torch.backends.cudnn.benchmark = True
     targets = TARGETS[args.device]
+    if args.table:
+        print_table(args.table)
+        return
+    if args.tune:
+        tune([*targets, GROWTH[1]], args.tune, args.json)
+        return
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     records = []
-    for case in grid() if args.grid else targets:
+    cases = list(grid()) if args.grid else [*targets, *(GROWTH if args.device == "cuda" else ())]
+    for case in cases:
         layer = case.layer("meta")
         maps = layer.in_channels * layer.out_channels * layer.basis.size**2
         if args.grid and maps * case.batch * (case.size // case.stride) ** 2 > MOST:
@@ -304,6 +556,9 @@ def main(arguments: list[str] | None = None) -> None:
         record = measure(case, args.device, clock, args.repeats, args.seconds)
         if not args.grid and args.device == "cpu" and Path("/proc/self/status").exists():
             record["peak_bytes"] = peak_bytes(case)
+        if args.device == "cuda":
+            record["peak_bytes"] = cuda_peak(case)
+            record["errors"] = errors(case)
         records.append(record)
         ratios = [
             record[name]["median"]["dense"] / record[name]["median"]["spectral"] for name in PASSES
@@ -318,21 +573,42 @@ def main(arguments: list[str] | None = None) -> None:
             line += f"   (≥ {least}, aim {aim}: {verdict})"
         if memory := record.get("peak_bytes"):
             line += f"   peak MB {memory['dense'] / 1e6:.0f} / {memory['spectral'] / 1e6:.0f}"
+        if "errors" in record:
+            graph = record["forward+backward"]["graph"]
+            line += f"   as a graph {graph['dense'] / graph['spectral']:.2f}"
+            worst = max(
+                record["errors"]["spectral"][name] / value
+                for name, value in record["errors"]["dense"].items()
+            )
+            line += f"   error {worst:.2f} of dense's"
         print(line, flush=True)
+        if args.json:  # as far as it has come
+            write_record(args, records)
     if args.device == "cpu":
         print_choices(records)
-    if args.json:
-        record = {
-            "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
-            "threads": torch.get_num_threads(),
-            "clock": args.clock,
-            "load": os.getloadavg(),
-            "native": native.reason() or "available",
-            "torch": torch.__version__,
-            "python": sys.version.split()[0],
-            "layers": records,
-        }
-        write_atomically(args.json, _one_line_each(record).encode())
+    else:
+        print_growth(records)
+
+
+def print_growth(records: list[dict[str, Any]]) -> None:
+    times = {Case(**record["case"]): record["forward+backward"]["median"] for record in records}
+    small, large = (times[case] for case in GROWTH)
+    for engine in ENGINES:
+        print(f"p32 / p8, {engine}: {large[engine] / small[engine]:.2f}")
+
+
+def write_record(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    record = {
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "clock": args.clock,
+        "load": os.getloadavg(),
+        "native": native.reason() or "available",
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "layers": records,
+    }
+    write_atomically(args.json, _one_line_each(record).encode())
 
 
 def _one_line_each(record: dict[str, Any]) -> str:

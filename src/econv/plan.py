@@ -18,6 +18,7 @@ float64; who runs the steps, and in which order, is the business of the engines.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,13 +27,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from econv.basis import FilterBasis
+from econv.basis import FilterBasis, filter_basis
 from econv.fourier import KINDS, Copy, commutant, couple, decompose, transform
 from econv.groups import FloatArray, IntArray, frozen
 from econv.operators import Polynomial, action, monomials
 from econv.stencils import harmonic
 
-__all__ = ["Block", "ParityError", "SpectralPlan", "spectral_plan"]
+__all__ = ["Block", "ParityError", "SpectralPlan", "plan_named", "spectral_plan"]
 
 
 class ParityError(ValueError):
@@ -196,6 +197,33 @@ class SpectralPlan:
     def _atoms(self) -> _Atoms:
         return _atoms(self)
 
+    @cached_property
+    def name(self) -> str:
+        """What stands for the plan where there is room for a text only, as in an exported graph.
+
+        It says how to make the plan where words can say that, and holds in every process then;
+        otherwise it holds in this one.
+        """
+        basis = self.basis
+        words = {
+            "group": basis.group.name,
+            "operators": basis.operators.name,
+            "stencils": basis.stencils.name,
+            "size": basis.size,
+            "accuracy": basis.stencils.accuracy,
+            "source": self.source,
+            "target": self.target,
+        }
+        name = json.dumps(words)
+        try:
+            if plan_named(name) == self:
+                return name
+        except ValueError:
+            pass
+        name = json.dumps({"plan": len(_named), **words})
+        _named[name] = self
+        return name
+
     def __reduce__(self) -> tuple[Any, ...]:
         return spectral_plan, (self.basis, self.source, self.target)
 
@@ -210,6 +238,27 @@ def spectral_plan(basis: FilterBasis, source: str, target: str) -> SpectralPlan:
         if kind not in KINDS:
             raise ValueError(f"unknown kind of field {kind!r}: expected one of {KINDS}")
     return SpectralPlan(basis, source, target)
+
+
+_named: dict[str, SpectralPlan] = {}
+
+
+def plan_named(name: str) -> SpectralPlan:
+    """The plan whose `SpectralPlan.name` this is.
+
+    >>> from econv import filter_basis
+    >>> plan = spectral_plan(filter_basis("p8"), "regular", "regular")
+    >>> plan_named(plan.name) is plan
+    True
+    """
+    found = _named.get(name)
+    if found is None:
+        words = json.loads(name)
+        if "plan" in words:
+            raise ValueError(f"expected the name of a plan of this process; got {name}")
+        ends = words.pop("source"), words.pop("target")
+        found = _named[name] = spectral_plan(filter_basis(**words), *ends)
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -9,15 +9,17 @@ are formed again, from the output's gradient, in the backward pass: one set of d
 the gradient to the input and that to the weights.
 
 This room knows tensors; what the numbers mean is the business of `plan`. The same sums run as plain
-torch operations (here) or in compiled code (`econv.engines.native`).
+torch operations (here) or in compiled code (`econv.engines.native` on the CPU and
+`econv.engines.triton_ops` on GPUs).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -30,11 +32,13 @@ from econv.plan import SpectralPlan
 
 __all__ = [
     "TABLES",
+    "TRITON",
     "Geometry",
     "Tables",
     "apply",
     "apply_with_gram",
     "arrays",
+    "kernel_name",
     "result_dtype",
     "run",
     "shapes",
@@ -95,6 +99,7 @@ class Tables:
     pick: Tensor  # [2, features], into slots × stencils
     factors: Tensor  # [2, features]
     shapes: tuple[tuple[int, int, int], ...]  # rows, inner, columns of each block
+    name: str  # what the kernels for GPUs call the plan; empty where they do not know it
 
 
 @lru_cache(maxsize=512)
@@ -122,6 +127,34 @@ def shapes(plan: SpectralPlan) -> tuple[tuple[int, int, int], ...]:
     return tuple((block.rows, block.inner, block.columns) for block in plan.blocks)
 
 
+def kernel_name(plan: SpectralPlan) -> str:
+    """What the kernels for GPUs call a plan; empty where they do not know it."""
+    return plan.name if (plan.source, plan.target) == ("regular", "regular") else ""
+
+
+TRITON = {"cuda"}
+"""The kinds of device that the kernels in Triton run on."""
+
+
+def _kernels(x: Tensor) -> Any:
+    """The kernels for the device of ``x``, or nothing where there are none."""
+    if x.device.type not in TRITON or os.environ.get("ECONV_TRITON") == "0":
+        return None
+    if torch.version.hip is not None:
+        return None
+    try:
+        from econv.engines import triton_ops
+    except ImportError:
+        return None
+    return triton_ops
+
+
+def _transformed() -> bool:
+    """Whether functions are being transformed (vmap, jvp …) in ways that kernels do not know."""
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return forward_mode or torch._C._are_functorch_transforms_active()
+
+
 _MADE: dict[tuple[SpectralPlan, torch.device, torch.dtype], Tables] = {}
 
 
@@ -137,7 +170,7 @@ def tables(plan: SpectralPlan, device: torch.device, dtype: torch.dtype) -> Tabl
                 )
                 for name, array in arrays(plan).items()
             }
-        found = Tables(**made, shapes=shapes(plan))
+        found = Tables(**made, shapes=shapes(plan), name=kernel_name(plan))
         if type(found.stencils) is Tensor:  # not one of a mode that was on by chance
             _MADE[key] = found
     return found
@@ -402,11 +435,16 @@ def traced(
     ``weight`` is ``[out fields, in fields / groups, coordinates]``, coordinates in the order of
     `SpectralPlan.weight_map`.
     """
+    kernels = _kernels(x) if table.name else None
 
     def plain(x: Tensor, weights: Tensor, geometry: Geometry) -> Tensor:
-        return apply(x, weights, table, geometry)
+        if kernels is not None and kernels.covers(x.dtype, size, geometry, x.shape):
+            return cast(Tensor, kernels.convolve(x, weights, table.name, False, *geometry))
+        return apply(x.to(weights.dtype), weights, table, geometry)
 
-    weights = weight @ table.weight_map
+    size = table.stencils.shape[-1]
+    working = weight.dtype if kernels is None else torch.promote_types(x.dtype, torch.float32)
+    weights = weight.to(working) @ table.weight_map.to(working)
     return _convolve(plain, x, weights, table, stride, padding, padding_mode, dilation, groups)
 
 
@@ -425,9 +463,18 @@ def run(
     working = torch.promote_types(x.dtype, torch.float32)
     table = tables(plan, x.device, working)
     adjoint = tables(plan.adjoint, x.device, working)
-    compiled = native.supports(x.to(working), plan)
+    ran: list[str] = []
+    kernels = None
+    if table.name and not torch._C._is_tracing() and not _transformed():
+        kernels = _kernels(x)
 
     def saving(x: Tensor, weights: Tensor, geometry: Geometry) -> Tensor:
+        if kernels is not None and kernels.covers(x.dtype, plan.basis.size, geometry, x.shape):
+            ran.append("spectral/triton")
+            return cast(Tensor, kernels.convolve(x, weights, table.name, False, *geometry))
+        x = x.to(working)
+        compiled = native.supports(x, plan)
+        ran.append("spectral/native" if compiled else "spectral/torch")
         if torch._C._is_tracing():
             return apply(x, weights, table, geometry)
         transposed = geometry.transposed(plan.basis.size, *x.shape[2:])
@@ -436,9 +483,10 @@ def run(
         return found
 
     weights = weight.to(working) @ table.weight_map
-    note("spectral/native" if compiled else "spectral/torch")
     geometry = (stride, padding, padding_mode, dilation, groups)
-    return _convolve(saving, x, weights, table, *geometry)
+    found = _convolve(saving, x, weights, table, *geometry)
+    note(ran[0])
+    return found
 
 
 def _convolve(
@@ -454,7 +502,6 @@ def _convolve(
 ) -> Tensor:
     """Padding modes, groups, dtypes and layouts around the layer itself."""
     layout, dtype = memory_format(x), x.dtype
-    x = x.to(weights.dtype)
     if padding_mode != "zeros" and padding:
         x = functional.pad(x, (padding,) * 4, mode=padding_mode)
         padding = 0

@@ -126,6 +126,7 @@ class PDOConv2d(WithConstants):
         self.init = init
         self._order = self.group.order
         self._block_shapes: dict[str, tuple[tuple[int, int, int], ...]] = {}
+        self._kernel_names: dict[str, str] = {}
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"expected a floating-point dtype; got {dtype}")
         self.weight = nn.Parameter(
@@ -157,6 +158,7 @@ class PDOConv2d(WithConstants):
                 arrays = spectral.arrays(plan)
                 constants.update({f"{plan.source}_{n}": a for n, a in arrays.items()})
                 self._block_shapes[plan.source] = spectral.shapes(plan)
+                self._kernel_names[plan.source] = spectral.kernel_name(plan)
         return constants
 
     def _constants_like(self, name: str) -> Tensor:
@@ -311,7 +313,8 @@ class PDOConv2d(WithConstants):
                 "torch.export the tables of that engine must be part of the layer"
             )
         given = {name: getattr(self, f"{source}_{name}") for name in spectral.TABLES}
-        return spectral.Tables(**given, shapes=self._block_shapes[source])
+        shapes, name = self._block_shapes[source], self._kernel_names[source]
+        return spectral.Tables(**given, shapes=shapes, name=name)
 
     def _parts(self) -> list[_Part]:
         return [_Part("regular", self.weight.flatten(2), slice(None))]

@@ -1,0 +1,113 @@
+"""The kernels on a GPU: the checks of the interpreter, and what only a device can show."""
+
+import copy
+
+import pytest
+import torch
+
+import econv
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device found", allow_module_level=True)
+
+from triton_checks import *  # noqa: F403
+from triton_checks import error, exact, results
+
+BFLOAT16 = {"device": "cuda", "dtype": torch.bfloat16, "engine": "spectral"}
+ROWS = [("p8", 40, 16), ("p8", 80, 8), ("p16", 20, 32), ("p8m", 20, 32), ("p32", 20, 16)]
+
+
+def row(group, fields, size, batch=4):
+    layer = econv.GroupConv2d(fields, fields, group, **BFLOAT16)
+    x = torch.randn(batch, layer.in_channels, size, size, device="cuda", dtype=torch.bfloat16)
+    x = x.to(memory_format=torch.channels_last)
+    return layer, x, torch.randn_like(x)
+
+
+@pytest.mark.parametrize(("group", "fields", "size"), ROWS)
+def test_layers_of_the_benchmark_err_little_more_than_the_dense_engine(group, fields, size):
+    layer, x, probe = row(group, fields, size)
+    wanted = exact(layer, x, probe)
+    with econv.engine() as ran:
+        ours = results(layer, x, probe, "spectral")
+    assert ran == ["spectral/triton"]
+    assert ours[0].is_contiguous(memory_format=torch.channels_last)
+    for a, b, truth in zip(ours, results(layer, x, probe, "dense"), wanted, strict=True):
+        assert error(a, truth) <= 1.5 * error(b, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_large_batch_equals_its_images_one_by_one(dtype):
+    """Many programs, many groups of images, and more pixels than a tile divides."""
+    layer, x, probe = row("p8", 12, 19, batch=300)
+    layer, x, probe = layer.to(dtype), x.to(dtype), probe.to(dtype)
+    found = results(layer, x, probe, "spectral")
+    parts = [
+        results(layer, *(t[i : i + 100] for t in (x, probe)), "spectral")
+        for i in range(0, 300, 100)
+    ]
+    assert torch.equal(found[0], torch.cat([part[0] for part in parts]))
+    assert torch.equal(found[1], torch.cat([part[1] for part in parts]))
+    total = sum(part[2].double() for part in parts)
+    assert error(found[2], total) <= (1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_a_training_step_is_captured_as_a_graph():
+    layer, x, probe = row("p8", 8, 16)
+    x.requires_grad_()
+
+    def step():
+        return torch.autograd.grad(layer(x), [x, layer.weight], probe)
+
+    wanted = step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for gradient in found:
+        gradient.zero_()
+    graph.replay()
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_nothing_waits_for_the_device():
+    layer, x, probe = row("p8", 8, 16)
+    x.requires_grad_()
+    torch.autograd.grad(layer(x), [x, layer.weight], probe)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(layer(x), [x, layer.weight], probe)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+# torch warns of its own deprecated parts while the compiler is imported.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_inductor_runs_the_operator_and_gives_the_same():
+    layer, x, probe = row("p8", 8, 16)
+    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True)
+    x.requires_grad_()
+    for module in (layer, compiled):
+        module(x).backward(probe)
+    assert error(compiled.weight.grad, layer.weight.grad) <= 1e-2
+
+
+def test_a_training_step_takes_no_more_memory_than_the_dense_engine():
+    peaks = {}
+    for engine in ("dense", "spectral"):
+        layer, x, probe = row("p8", 40, 16, batch=256)
+        layer.engine = engine
+        x.requires_grad_()
+        for _ in range(2):
+            x.grad = layer.weight.grad = None
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            layer(x).backward(probe)
+        peaks[engine] = torch.cuda.max_memory_allocated() - before
+    assert peaks["spectral"] <= peaks["dense"], peaks

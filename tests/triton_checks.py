@@ -1,0 +1,386 @@
+"""Checks of the kernels for GPUs: `test_triton` runs them interpreted, `test_cuda_triton` there."""
+
+import copy
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import econv
+from econv import GroupConv2d, filter_basis
+from econv.engines import spectral, triton_kernels, triton_ops
+from econv.engines.spectral import Geometry
+from econv.engines.triton_kernels import INTERPRETED
+from econv.plan import spectral_plan
+from test_engines import run_reference
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+FLOAT32 = 1e-6 if INTERPRETED else 1e-5  # a GPU multiplies with 21 digits of 24
+
+# What the interpreter does with the bounds of loops, and with numbers that are none.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Conversion of an array with ndim", "ignore:invalid value encountered:RuntimeWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(monkeypatch):
+    """Kernels take the tensors of the device here, and float32 has all its digits."""
+    monkeypatch.setattr(spectral, "TRITON", {DEVICE})
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    if not INTERPRETED:
+        yield
+        return
+    with triton_ops.tiles(gram_fields=4, splits=1):  # fewer programs, one after the other
+        yield
+
+
+def error(found, wanted):
+    """The relative distance to what is wanted, in the mean square."""
+    found, wanted = found.detach().double().cpu(), wanted.detach().double().cpu()
+    assert found.shape == wanted.shape
+    assert float(wanted.norm()) > 1e-3
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def ran_by(layer, x):
+    with econv.engine() as ran:
+        layer(x)
+    return ran
+
+
+def results(layer, x, probe, engine, run=None):
+    """Output, and the gradients to input and parameters, as one list."""
+    layer = copy.deepcopy(layer)
+    layer.engine = engine
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    out = (run or (lambda layer, x: layer(x)))(layer, x)
+    gradients = torch.autograd.grad(out, [x, *layer.parameters()], probe.to(out))
+    return [out, *gradients]
+
+
+def exact(layer, x, probe, run=None):
+    layer = copy.deepcopy(layer).double().cpu()
+    return results(layer, x.double().cpu(), probe.double().cpu(), "dense", run)
+
+
+def case(group, fields=(2, 3), shape=(2, 7, 6), dtype=torch.float32, **options):
+    layer = GroupConv2d(*fields, group, engine="spectral", device=DEVICE, **options)
+    layer = layer.to(dtype)
+    shape = (shape[0], layer.in_channels, *shape[1:])
+    x = torch.randn(shape).to(device=DEVICE, dtype=dtype)
+    with econv.engine() as ran:
+        out = layer(x)
+    assert set(ran) == {"spectral/triton"}
+    return layer, x, torch.randn_like(out)
+
+
+REFERENCE = {
+    "plain": {},
+    "stride 2": {"stride": 2, "bias": True},
+    "dilation 2": {"dilation": 2, "shape": (1, 9, 11)},
+    "no padding": {"padding": 0},
+    "stride, dilation, padding": {"stride": 3, "dilation": 2, "padding": 1, "shape": (2, 10, 12)},
+    "circular": {"padding_mode": "circular", "stride": 2, "shape": (1, 8, 7)},
+    "order<=2, 3×3": {"operators": "order<=2", "size": 3},
+    "one image, one field": {"shape": (1, 5, 5), "fields": (1, 1)},
+    "fields beyond a tile": {"fields": (5, 9)},
+    "groups": {"fields": (4, 2), "groups": 2},
+}
+
+
+@pytest.mark.parametrize("options", REFERENCE.values(), ids=REFERENCE.keys())
+def test_outputs_and_gradients_equal_the_reference(options):
+    layer, x, probe = case("p4", **options)
+    wanted = exact(layer, x, probe, run_reference)
+    for ours, theirs in zip(results(layer, x, probe, "spectral"), wanted, strict=True):
+        assert error(ours, theirs) <= FLOAT32
+
+
+LOW = {"operators": "order<=2", "size": 3}
+GROUPS = [("p6", {}), ("p8", {}), ("p16", {}), ("p4m", {}), ("p8m", {})]
+GROUPS += [("p6m", LOW), ("p8", LOW), ("p16", LOW), ("p8m", LOW), ("p8", {"size": 7})]
+
+
+@pytest.mark.parametrize(("group", "options"), GROUPS)
+def test_every_kind_of_group_equals_the_dense_engine_in_float64(group, options):
+    layer, x, probe = case(group, shape=(1, 8, 7), **options)
+    wanted = exact(layer, x, probe)
+    for ours, theirs in zip(results(layer, x, probe, "spectral"), wanted, strict=True):
+        assert error(ours, theirs) <= FLOAT32
+
+
+# In float16 the derivatives themselves are rounded, to as many digits as the input has.
+HALF = [("p4", torch.bfloat16, 1.5), ("p8", torch.bfloat16, 1.5), ("p16", torch.bfloat16, 1.5)]
+HALF += [("p8m", torch.bfloat16, 1.5), ("p8", torch.float16, 2.5)]
+
+
+@pytest.mark.parametrize(("group", "dtype", "factor"), HALF)
+def test_half_precisions_err_little_more_than_the_dense_engine(group, dtype, factor):
+    layer, x, probe = case(group, shape=(2, 6, 7), dtype=dtype, bias=True)
+    wanted = exact(layer, x, probe)
+    ours, theirs = (results(layer, x, probe, engine) for engine in ("spectral", "dense"))
+    for a, b, truth in zip(ours, theirs, wanted, strict=True):
+        assert a.dtype == dtype
+        assert error(a, truth) <= factor * error(b, truth)
+
+
+def test_images_of_any_magnitude_keep_their_digits():
+    layer, x, _ = case("p4", shape=(4, 6, 6), dtype=torch.bfloat16)
+    scales = torch.tensor([1.0, 1e-20, 1e20, 0.0]).to(DEVICE)[:, None, None, None]
+    scaled = (x * scales).bfloat16()
+    found = layer(scaled).double().cpu()
+    wanted = copy.deepcopy(layer).double().cpu()(scaled.double().cpu())
+    for scale, ours, theirs in zip(scales.flatten().tolist()[:3], found, wanted, strict=False):
+        assert error(ours / scale, theirs / scale) <= 5e-3
+    assert not found[3].any()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_no_number_reaches_its_neighbours_and_no_other_image(value):
+    layer, x, _ = case("p4", dtype=torch.float16, shape=(2, 7, 7))
+    clean = layer(x)
+    x[0, 0, 3, 3] = value
+    out = layer(x)
+    assert not out[0, :, 3, 3].isfinite().any()
+    assert torch.equal(out[1], clean[1])
+
+
+@pytest.mark.parametrize(("group", "dtype"), [("p6", torch.float32), ("p4", torch.bfloat16)])
+def test_buffers_are_filled_before_they_are_read(monkeypatch, group, dtype):
+    layer, x, probe = case(group, (5, 3), (1, 5, 7), dtype, stride=2)
+    wanted = results(layer, x, probe, "spectral")
+    shapes = []
+
+    def poisoned(shape, dtype, device):
+        shapes.append(shape)
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+    monkeypatch.setattr(triton_ops, "_empty", poisoned)
+    for ours, theirs in zip(results(layer, x, probe, "spectral"), wanted, strict=True):
+        assert torch.equal(ours, theirs)
+    assert len(shapes) == 8  # two for each convolution, four for the gradient to the weights
+
+
+def test_poison_that_is_read_is_seen(monkeypatch):
+    """The check above says no where one kernel leaves its buffer as it is."""
+    layer, x, _ = case("p4")
+
+    class Idle:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: None
+
+    full = torch.full
+    monkeypatch.setattr(triton_ops, "arrange", Idle())
+    monkeypatch.setattr(
+        triton_ops,
+        "_empty",
+        lambda shape, dtype, device: full(shape, torch.nan, dtype=dtype, device=device),
+    )
+    assert layer(x).isnan().all()
+
+
+def test_images_in_groups_and_programs_that_share_pixels_give_the_same():
+    layer, x, probe = case("p4", (3, 5), (6, 5, 5))
+    wanted = results(layer, x, probe, "spectral")
+    with triton_ops.tiles(bytes=1, splits=3):
+        found = results(layer, x, probe, "spectral")
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+    assert error(found[2], wanted[2]) <= FLOAT32
+
+
+TILES = {
+    "few pixels": {"pixels": 32, "warps": 4, "gram_pixels": 64, "gram_warps": 4},
+    "few fields": {"pixels": 128, "accumulators": 8, "gram_fields": 2},
+}
+
+
+@pytest.mark.parametrize("chosen", TILES.values(), ids=TILES.keys())
+def test_every_way_to_cut_gives_the_same(chosen):
+    layer, x, probe = case("p4", (3, 13), dtype=torch.float16)
+    wanted = results(layer, x, probe, "spectral")
+    with triton_ops.tiles(**chosen):
+        found = results(layer, x, probe, "spectral")
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert error(ours, theirs) <= 1e-3
+
+
+def two_halves(code, registers, operands, dtype, is_pure, pack):
+    """The few instructions on two halves at a time that the kernels are made of, on arrays."""
+    from triton.runtime.interpreter import TensorHandle
+
+    values = [operand.handle.data for operand in operands]
+    if found := re.search(r"mov\.b32 c, (0x[0-9a-f]+)", code):
+        pair = np.array([int(found[1], 16)], dtype=np.uint32).view(np.float16)
+        values.insert(1, np.resize(pair, values[0].shape[-1]))
+    name = re.search(r"\b(add|sub|mul|fma\.rn|prmt)\b", code)[1]
+    if name == "prmt":
+        halves = values[0].reshape(*values[0].shape[:-1], -1, 2)
+        result = halves[..., ::-1].reshape(values[0].shape)
+    else:
+        one, other, *more = (value.astype(np.float32) for value in values)
+        sums = {"add": one + other, "sub": one - other}
+        result = sums.get(name, one * other + sum(more))
+    result = np.ascontiguousarray(result.astype(np.float16))
+    return type(operands[0])(TensorHandle(result, operands[0].handle.dtype), operands[0].type)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU runs the instructions themselves")
+@pytest.mark.parametrize("group", ["p8", "p4m"])
+def test_sums_of_two_halves_at_a_time_are_the_same(monkeypatch, group):
+    layer, x, probe = case(group, (2, 2), dtype=torch.float16)
+    wanted = results(layer, x, probe, "spectral")
+    seen = []
+
+    def read(source, layout):
+        seen.append(source.count("tl.inline_asm_elementwise"))
+        return original(source.replace("tl.inline_asm_elementwise", "tl.two_halves"), layout)
+
+    original = triton_kernels._read
+    monkeypatch.setattr(triton_kernels, "_read", read)
+    monkeypatch.setattr(triton_kernels.tl, "two_halves", two_halves, raising=False)
+    monkeypatch.setattr(triton_ops, "_packed", lambda dtype: True)
+    found = results(layer, x, probe, "spectral")
+    triton_kernels.convolution.cache_clear()
+    triton_kernels.gradient.cache_clear()
+    assert min(seen) > 50
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert error(ours, theirs) <= 1e-3
+
+
+def test_gradients_of_gradients_equal_the_dense_engine_in_float64():
+    layer, x, probe = case("p4", (1, 2), (1, 6, 5))
+
+    def second(layer, x, probe):
+        x = x.detach().clone().requires_grad_()
+        first = torch.autograd.grad(layer(x), [x, layer.weight], probe.to(x), create_graph=True)
+        total = (first[0] ** 3).sum() + (first[1] ** 2).sum() * first[0].sum()
+        return torch.autograd.grad(total, [x, layer.weight])
+
+    twin = copy.deepcopy(layer).double().cpu()
+    twin.engine = "dense"
+    wanted = second(twin, x.double().cpu(), probe.cpu())
+    for ours, theirs in zip(second(layer, x, probe), wanted, strict=True):
+        assert error(ours, theirs) <= 10 * FLOAT32
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_layout_of_the_input_is_that_of_the_output(layout):
+    layer, x, probe = case("p4", shape=(2, 6, 5))
+    wanted = results(layer, x, probe, "spectral")
+    found = results(layer, x.to(memory_format=layout), probe.to(memory_format=layout), "spectral")
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours, theirs)
+    assert found[0].is_contiguous(memory_format=layout)
+    assert found[1].is_contiguous(memory_format=layout)
+
+
+def test_a_view_with_gaps_is_read_as_it_lies():
+    layer, x, _ = case("p4", shape=(2, 6, 6))
+    wide = torch.randn(4, x.shape[1], 12, 12).to(DEVICE)
+    view = wide[::2, :, 1:7, ::2]
+    assert torch.equal(layer(view), layer(view.contiguous()))
+
+
+def test_autocast_runs_in_its_own_precision():
+    layer, x, probe = case("p4")
+    with torch.autocast(DEVICE, torch.bfloat16), econv.engine() as ran:
+        found = results(layer, x, probe, "spectral")
+    assert ran == ["spectral/triton"]
+    assert found[0].dtype == torch.bfloat16
+    assert [gradient.dtype for gradient in found[1:]] == [torch.float32] * 2
+    for ours, theirs in zip(found, exact(layer, x, probe), strict=True):
+        assert error(ours, theirs) <= 5e-3
+
+
+def test_no_images_give_no_output_and_no_gradient():
+    layer, x, _ = case("p4")
+    out = layer(x[:0].requires_grad_())
+    assert out.shape == (0, 12, 7, 6)
+    out.sum().backward()
+    assert not layer.weight.grad.any()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_the_kernels_do_not_know_runs_otherwise(monkeypatch):
+    layer, x, _ = case("p4")
+    assert ran_by(copy.deepcopy(layer).double(), x.double())[0] != "spectral/triton"
+    padded = GroupConv2d(2, 3, "p4", engine="spectral", padding=5, device=DEVICE)
+    assert ran_by(padded, x)[0] != "spectral/triton"
+    assert ran_by(econv.LiftConv2d(2, 3, "p4", engine="spectral", device=DEVICE), x[:, :2])[
+        0
+    ] not in ("spectral/triton", "dense")
+    _, tangent = torch.func.jvp(layer, (x,), (x,))
+    assert error(tangent, layer(x)) <= 1e-5
+    monkeypatch.setenv("ECONV_TRITON", "0")
+    assert ran_by(layer, x)[0] != "spectral/triton"
+
+
+def operands(group="p4"):
+    plan = spectral_plan(filter_basis(group), "regular", "regular")
+    x = torch.randn(1, 2 * plan.basis.group.order, 5, 6, device=DEVICE)
+    g = torch.randn(1, plan.basis.group.order, 3, 3, device=DEVICE)
+    weights = torch.randn(1, 2, plan.weights, device=DEVICE)
+    return plan, x, g, weights, Geometry(1, 2, 1, 2, 3, 3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_the_operators_pass_the_checks_of_torch():
+    plan, x, g, weights, geometry = operands()
+    x.requires_grad_()
+    weights.requires_grad_()
+    torch.library.opcheck(triton_ops.convolve, (x, weights, plan.name, False, *geometry))
+    g.requires_grad_()
+    torch.library.opcheck(triton_ops.gram, (x, g, plan.name, *geometry[:4]))
+
+
+def test_the_adjoint_and_the_gram_are_those_of_the_layer():
+    plan, x, g, weights, geometry = operands("p6")
+    back = geometry.transposed(plan.basis.size, *x.shape[2:])
+    out = triton_ops.convolve(x, weights, plan.name, False, *geometry)
+    adjoint = triton_ops.convolve(g, weights, plan.name, True, *back)
+    gram = triton_ops.gram(x, g, plan.name, *geometry[:4])
+    scalar = (out * g).sum()
+    for other in ((adjoint * x).sum(), (gram * weights).sum()):
+        torch.testing.assert_close(other, scalar, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_compiled_layer_is_one_graph_with_the_operator_in_it():
+    from torch._dynamo.backends.common import aot_autograd
+
+    layer, x, probe = case("p4", bias=True)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.code)
+        return graph
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    inputs = [x.requires_grad_(), *layer.parameters()]
+    out = compiled(x)
+    found = [out, *torch.autograd.grad(out, inputs, probe)]
+    for ours, theirs in zip(found, results(layer, x, probe, "spectral"), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    forward, backward = graphs
+    assert "econv.convolve" in forward
+    assert "econv.convolve" in backward
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_an_exported_layer_holds_the_operator():
+    layer, x, _ = case("p4")
+    program = torch.export.export(layer, (x,))
+    assert "econv.convolve.default" in str(program.graph)
+    torch.testing.assert_close(program.module()(x), layer(x))
+
+
+def test_results_repeat_to_the_last_bit():
+    layer, x, probe = case("p8", shape=(3, 9, 9), dtype=torch.bfloat16)
+    for first, second in zip(
+        *(results(layer, x, probe, "spectral") for _ in range(2)), strict=True
+    ):
+        assert torch.equal(first, second)
