@@ -35,13 +35,16 @@ from econv.layers import (
     GroupPool2d,
     GroupPReLU2d,
     GroupUpsampleConv2d,
+    NearestResize2d,
     PDOConv2d,
+    Recentre2d,
     Restrict2d,
     Spread2d,
     SyncBatchNorm,
     Upsample2d,
 )
-from econv.layers.sampling import halve, points_about_centre
+from econv.layers.checks import expect
+from econv.layers.sampling import halve, nearest_pixels, points_about_centre
 
 __all__ = ["export", "plain_form"]
 
@@ -199,6 +202,16 @@ def _(layer: Enlarge2d) -> nn.Module:
 
 
 @plain_form.register
+def _(layer: Recentre2d) -> nn.Module:
+    return _graph(_PointsAboutCentre(layer.fill), "PointsAboutCentre")
+
+
+@plain_form.register
+def _(layer: NearestResize2d) -> nn.Module:
+    return _graph(_NearestPixels(), "NearestPixels")
+
+
+@plain_form.register
 def _(layer: GroupPool2d) -> nn.Module:
     return _graph(_Pool(layer.group.order, layer.reduce), "OrientationPool")
 
@@ -330,6 +343,20 @@ class _EnlargeBy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.enlarge(x, points_about_centre)
+
+
+class _PointsAboutCentre(nn.Module):
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.fill = fill
+
+    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
+        return points_about_centre(x, height, width, self.fill)
+
+
+class _NearestPixels(nn.Module):
+    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
+        return nearest_pixels(x, height, width)
 
 
 class _Numbers(_Fixed):
@@ -497,6 +524,8 @@ def _with_forms(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     for node in graph.nodes:
         if node.op == "get_attr":
             targets[node.target] = reduce(getattr, node.target.split("."), module)
+        elif node.op == "call_function" and node.target is expect:
+            node.target = torch._assert
         elif node.op == "call_module":
             layer = module.get_submodule(node.target)
             if _is_layer(layer):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from econv.conversion.fit import Kept
-from econv.conversion.functions import convert_node, find_heads
+from econv.conversion.functions import convert_node, find_heads, pair_with_training
 from econv.conversion.modules import is_leaf
 from econv.conversion.network import ConvertedNetwork
 from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
@@ -135,6 +135,7 @@ def _plan(
     found = trace(model, inputs, is_leaf)
     plan = Plan(found, group, pool, options, strict)
     plan.heads = find_heads(found.graph, found.modules)
+    pair_with_training(plan)
     for node in found.graph.nodes:
         convert_node(plan, node)
     if not any(part.out for part in plan.parts.values()):
@@ -203,7 +204,7 @@ def _build(
     root: dict[str, Any] = dict(modules)
     for node in emission.graph.nodes:
         if node.op == "get_attr":
-            root[str(node.target)] = _own_copy(model, str(node.target))
+            root[str(node.target)] = _own_copy(plan.trace.attribute(str(node.target)))
     used = {str(node.target) for node in emission.graph.nodes if node.op == "call_module"}
     network = ConvertedNetwork(
         {name: root[name] for name in root if name in used or name not in modules},
@@ -236,9 +237,7 @@ def _drop_unused(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _own_copy(model: nn.Module, name: str) -> Any:
-    holder, _, leaf = name.rpartition(".")
-    given = getattr(model.get_submodule(holder), leaf)
+def _own_copy(given: Any) -> Any:
     copied = given.detach().clone()
     if isinstance(given, nn.Parameter):
         return nn.Parameter(copied, requires_grad=given.requires_grad)
@@ -339,7 +338,7 @@ def _called_parameters(plan: Plan, model: nn.Module) -> int:
 
 
 def _notes(plan: Plan, model: nn.Module) -> list[str]:
-    notes = [*plan.notes, *(f"as for the example input: {fixed}" for fixed in plan.trace.fixed)]
+    notes = list(plan.notes)
     idle = _idle(plan, model)
     if idle:
         more = f" and {len(idle) - 5} more" if len(idle) > 5 else ""

@@ -21,6 +21,7 @@ from econv.conversion.convolutions import (
     transposed_convolution,
 )
 from econv.conversion.plan import Emission, Part, Plan, Row, Value, describe
+from econv.conversion.resizing import PADS, Resizing, adaptive_size, resize
 from econv.conversion.shapes import IMAGE, VECTOR, reshape
 from econv.conversion.trace import ConversionError, value_of
 from econv.conversion.widths import Sizes, Width, join
@@ -44,7 +45,6 @@ __all__ = [
     "is_leaf",
     "max_pool",
     "pool_step",
-    "resizes_symmetrically",
 ]
 
 POINTWISE = (*ACTIVATIONS, nn.Threshold, nn.Dropout, nn.AlphaDropout)
@@ -181,46 +181,32 @@ def _on_image(plan: Plan, node: fx.Node) -> Value:
     return plan.copy(node, plan.value(node.args[0]))
 
 
-def _batch_norm(plan: Plan, node: fx.Node, module: Any) -> Value:
-    value = plan.value(node.args[0])
-    if value.kind == "image":
-        return _on_image(plan, node)
-    if value.axes not in (IMAGE, VECTOR):
-        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+def _statistics_norm(
+    layer: type[GroupBatchNorm2d | GroupInstanceNorm2d], layouts: tuple[tuple[str, ...], ...]
+) -> Callable[[Plan, fx.Node, Any], Value]:
+    """The rule of norms that may keep running statistics."""
 
-    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
-        return GroupBatchNorm2d(
-            sizes.fields(value.widths),
-            plan.group,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            **where,
-        )
+    def rule(plan: Plan, node: fx.Node, module: Any) -> Value:
+        value = plan.value(node.args[0])
+        if value.kind == "image":
+            return _on_image(plan, node)
+        if value.axes not in layouts:
+            raise ConversionError("", f"it reads a tensor with axes {value.axes}")
 
-    return _norm(plan, node, module, value.widths, make, value)
+        def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+            return layer(
+                sizes.fields(value.widths),
+                plan.group,
+                module.eps,
+                module.momentum,
+                module.affine,
+                module.track_running_stats,
+                **where,
+            )
 
+        return _norm(plan, node, module, value.widths, make, value)
 
-def _instance_norm(plan: Plan, node: fx.Node, module: Any) -> Value:
-    value = plan.value(node.args[0])
-    if value.kind == "image":
-        return _on_image(plan, node)
-    if value.axes != IMAGE:
-        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
-
-    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
-        return GroupInstanceNorm2d(
-            sizes.fields(value.widths),
-            plan.group,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            **where,
-        )
-
-    return _norm(plan, node, module, value.widths, make, value)
+    return rule
 
 
 def _group_norm(plan: Plan, node: fx.Node, module: nn.GroupNorm) -> Value:
@@ -342,30 +328,14 @@ def _blur_pool(plan: Plan, node: fx.Node, module: Any) -> Value:
     return pool_step(plan, node, plan.value(node.args[0]), Downsample2d)
 
 
-def _symmetric(plan: Plan, node: fx.Node, module: nn.Module) -> Value:
-    value = plan.value(node.args[0])
-    if value.axes != IMAGE:
-        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
-    return plan.copy(node, value)
+def _symmetric(plan: Plan, node: fx.Node, module: Any) -> Value:
+    return adaptive_size(plan, node, getattr(module, "output_size", 1))
 
 
 def _upsample(plan: Plan, node: fx.Node, module: nn.Upsample) -> Value:
-    value = plan.value(node.args[0])
-    if value.axes != IMAGE:
-        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
-    if not resizes_symmetrically(node, module.mode):
-        # Nearest pixels of sizes that do not divide each other lie to one side.
-        size, factor = module.size, module.scale_factor
-        return pool_step(plan, node, value, lambda: nn.Upsample(size, factor, mode="bilinear"))
-    return plan.copy(node, value)
-
-
-def resizes_symmetrically(node: fx.Node, mode: str) -> bool:
-    """Whether an interpolation commutes with quarter turns."""
-    if not mode.startswith("nearest"):
-        return True
-    before, after = value_of(node.args[0]).shape[2:], value_of(node).shape[2:]  # type: ignore[arg-type]
-    return all(n % m == 0 for m, n in zip(before, after, strict=True))
+    corners = getattr(module, "align_corners", None)
+    given = Resizing(module.size, module.scale_factor, module.mode, corners)
+    return resize(plan, node, given)
 
 
 def _flatten(plan: Plan, node: fx.Node, module: nn.Flatten) -> Value:
@@ -391,8 +361,8 @@ _RULES: dict[type[nn.Module], Callable[[Plan, fx.Node, Any], Value]] = {
     nn.Conv2d: convolution,
     nn.ConvTranspose2d: transposed_convolution,
     nn.Linear: linear,
-    _BatchNorm: _batch_norm,
-    _InstanceNorm: _instance_norm,
+    _BatchNorm: _statistics_norm(GroupBatchNorm2d, (IMAGE, VECTOR)),
+    _InstanceNorm: _statistics_norm(GroupInstanceNorm2d, (IMAGE,)),
     nn.GroupNorm: _group_norm,
     nn.LayerNorm: _layer_norm,
     nn.PReLU: _prelu,
@@ -407,4 +377,5 @@ _RULES: dict[type[nn.Module], Callable[[Plan, fx.Node, Any], Value]] = {
     nn.PixelUnshuffle: _sub_pixels,
     **dict.fromkeys(POINTWISE, _pointwise),
     **dict.fromkeys(_SYMMETRIC, _symmetric),
+    **PADS,
 }
