@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
 from econv.conversion.fit import Kept
 from econv.conversion.functions import convert_node, find_heads, pair_with_training
@@ -19,7 +21,8 @@ from econv.conversion.widths import Sizes, match_widths
 from econv.groups import Group, GroupLike
 from econv.lab import calibrate
 from econv.layers import ConvOptions
-from econv.testing import equivariance_error
+from econv.layers.checks import expect
+from econv.testing import equivariance_error, transform
 
 __all__ = ["MATCHES", "convert"]
 
@@ -89,8 +92,8 @@ def convert(
     if match not in MATCHES:
         raise ValueError(f"expected match as one of {MATCHES}; got {match!r}")
     inputs = example_input if isinstance(example_input, tuple) else (example_input,)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"expected an nn.Module; got {type(model).__name__}")
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(f"expected an nn.Module that is not scripted; got {type(model).__name__}")
     images = [x for x in inputs if isinstance(x, Tensor) and x.ndim == 4]
     if not images:
         raise ValueError(
@@ -100,12 +103,18 @@ def convert(
     unknown = set(options or {}) - _OPTIONS
     if unknown:
         raise ValueError(f"expected options among {sorted(_OPTIONS)}; got {sorted(unknown)}")
+    _check_source(model, strict)
+    if is_leaf(model):  # one layer: what is traced must contain it
+        model = nn.Sequential(model).train(model.training)
     plan = _plan(model, inputs, found, pool, options or {}, strict)
     sizes = _choose(plan, match, model)
     own = next(model.parameters(), torch.empty(0))
     where = {"device": own.device, "dtype": own.dtype}
     network, lines = _build(plan, sizes, where, model, pretrained)
     kind = _output_kind(plan)
+    errors = _errors(model, network, inputs, found, kind, measure)
+    if strict and measure:
+        _check_exact(network, inputs, found, kind, errors["error"])
     report = Report(
         group=found.name,
         match=match,
@@ -115,11 +124,33 @@ def convert(
         parameters=parameters(network),
         source_multiply_adds=_source_multiply_adds(plan),
         multiply_adds=plan.count(sizes, "flops"),
-        **_errors(model, network, inputs, found, kind, measure),
+        **errors,
         left=tuple(plan.left),
-        notes=tuple(_notes(plan, model)),
+        notes=tuple(_notes(plan, model, pretrained)),
     )
-    return network.describe_as(group=found, output_kind=kind, report=report)
+    missed = report.missed()
+    if missed is not None:
+        report = replace(report, notes=(*report.notes, missed))
+    return network.describe_as(group=found, output_kind=kind.kind, report=report)
+
+
+def _check_source(model: nn.Module, strict: bool) -> None:
+    """Refuse what would be converted into something else without a word."""
+    for name, module in model.named_modules():
+        ours = type(module).__module__.partition(".")[0] == __name__.partition(".")[0]
+        if ours or isinstance(module, ConvertedNetwork):
+            kind = type(module).__name__
+            raise ConversionError(name, f"it is made by econv already: {kind}; expected plain torch")
+        if strict and _hooks(module):
+            raise ConversionError(
+                name, "it has forward hooks, which would be lost: remove them, or use strict=False"
+            )
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """Hooks that someone registered; those that reparametrise weights are torch's own."""
+    found = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return [hook for hook in found if not type(hook).__module__.startswith("torch.nn.utils.")]
 
 
 def _plan(
@@ -188,6 +219,7 @@ def _build(
             kept.source = part.source
             if part.fit is not None:
                 errors[name] = part.fit(kept, modules[name])
+                _freeze(modules[name], part.source)
             elif isinstance(part.source, nn.Conv2d | nn.Linear) and not part.kept:
                 plan.notes.append(f"{name}: its weights are drawn anew")
             if part.out and part.fit is not None and errors[name] is None:
@@ -227,11 +259,22 @@ def _build(
     return network, lines
 
 
+def _freeze(layer: nn.Module, source: nn.Module | None) -> None:
+    """Let what was frozen in the source be frozen."""
+    if source is None:
+        return
+    for name, parameter in source.named_parameters():
+        leaf = name.rpartition(".")[2]
+        for own, found in layer.named_parameters():
+            if own.rpartition(".")[2] == leaf:
+                found.requires_grad_(parameter.requires_grad)
+
+
 def _drop_unused(graph: fx.Graph) -> None:
     """Remove questions and parameters that nothing reads; what works in place stays."""
     for node in reversed(list(graph.nodes)):
         name = getattr(node.target, "__name__", str(node.target))
-        does_more = name.endswith("_") or "assert" in name
+        does_more = name.endswith("_") or "assert" in name or node.target is expect
         plain = node.op in ("get_attr", "call_function", "call_method") and not does_more
         if plain and not node.users:
             graph.erase_node(node)
@@ -252,18 +295,40 @@ def _draw_anew(plan: Plan, modules: dict[str, nn.Module]) -> None:
                 reset = getattr(module, "reset_parameters", None)
                 if callable(reset):
                     reset()
+                    module.requires_grad_(True)
 
 
-def _output_kind(plan: Plan) -> str:
+@dataclass(frozen=True)
+class _Output:
+    """How the (first) output of a network turns."""
+
+    kind: str
+    axes: tuple[str, ...] = ()
+
+    @property
+    def turns_as(self) -> str:
+        """The kind that :func:`as_image` has."""
+        return "scalar" if {"H", "W"} <= set(self.axes) else self.kind
+
+    def as_image(self, x: Tensor) -> Tensor:
+        """The output with the axes of an image."""
+        if self.turns_as != "scalar" or len(self.axes) != x.ndim:
+            return x
+        order = [self.axes.index(axis) for axis in "NCHW" if axis in self.axes]
+        image = x.permute(order)
+        for place, axis in enumerate("NC"):
+            image = image if axis in self.axes else image.unsqueeze(place)
+        return image
+
+
+def _output_kind(plan: Plan) -> _Output:
     (output,) = (node for node in plan.trace.graph.nodes if node.op == "output")
     first = output.all_input_nodes[0]
     value = plan.value(first)
     shape = value_of(first)
-    return (
-        "scalar"
-        if isinstance(shape, Tensor) and shape.ndim == 4 and value.has_pixels
-        else "invariant"
-    )
+    pixels = isinstance(shape, Tensor) and shape.ndim == 4 and value.has_pixels
+    axes = value.axes if value.kind in ("image", "fields") else ()
+    return _Output("scalar" if pixels else "invariant", axes)
 
 
 def _errors(
@@ -271,29 +336,91 @@ def _errors(
     network: nn.Module,
     inputs: tuple[Any, ...],
     group: Group,
-    kind: str,
+    kind: _Output,
     measure: bool,
 ) -> dict[str, Any]:
     """The relative change of the output under a rotation, before and after."""
-    element = next((e for e in group.grid_symmetries if e), min(1, group.order - 1))
+    element = _turn(inputs, group)
     quarter = 360 * (element % group.rotations) / group.rotations
     turn = f"{quarter:.4g}°" if element < group.rotations else "mirror"
     if not measure or element == 0:
         return {"turn": turn, "source_error": None, "error": None}
+    return {
+        "turn": turn,
+        "source_error": _error(model, inputs, group, kind, element),
+        "error": _error(network, inputs, group, kind, element),
+    }
+
+
+def _turn(inputs: tuple[Any, ...], group: Group) -> int:
+    """The symmetry of the pixels to measure; of an oblong image one that leaves it its sides."""
+    image = next(x for x in inputs if isinstance(x, Tensor) and x.ndim == 4)
+    exact = [element for element in group.grid_symmetries if element]
+    if image.shape[2] != image.shape[3]:
+        same = [e for e in exact if transform(image, group, e, "scalar").shape == image.shape]
+        exact = same or exact
+    return exact[0] if exact else min(1, group.order - 1)
+
+
+def _error(
+    measured: nn.Module, inputs: tuple[Any, ...], group: Group, kind: _Output, element: int
+) -> float:
     place = next(i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.ndim == 4)
+    run = _with_statistics(measured, inputs)
+    turned = tuple(_turned(x, inputs[place], group, element) for x in inputs)
 
-    def error(measured: nn.Module) -> float:
-        run = _with_statistics(measured, inputs)
-        return equivariance_error(
-            lambda x: _first(run(*inputs[:place], x, *inputs[place + 1 :])),
-            inputs[place],
-            element,
-            group,
-            input_kind="scalar",
-            output_kind=kind,
+    def output(x: Tensor) -> Tensor:
+        others = inputs if x is inputs[place] else turned
+        return kind.as_image(_first(run(*others[:place], x, *others[place + 1 :])))
+
+    return equivariance_error(
+        output, inputs[place], element, group, input_kind="scalar", output_kind=kind.turns_as
+    )
+
+
+def _turned(x: Any, image: Tensor, group: Group, element: int) -> Any:
+    """An argument of a turned image: images beside it, and maps without channels, turn with it."""
+    if not isinstance(x, Tensor):
+        return x
+    if x.ndim == 4:
+        return transform(x, group, element, "scalar")
+    if tuple(x.shape) == (image.shape[0], *image.shape[2:]):
+        return transform(x[:, None], group, element, "scalar")[:, 0]
+    return x
+
+
+_ROUNDING = 1e-6
+
+
+def _check_exact(
+    network: nn.Module, inputs: tuple[Any, ...], group: Group, kind: _Output, error: float | None
+) -> None:
+    """Refuse a network that a quarter turn or a flip changes by more than rounding can."""
+    element = _turn(inputs, group)
+    image = next(x for x in inputs if isinstance(x, Tensor) and x.ndim == 4)
+    rounding = max(_ROUNDING, 1e3 * torch.finfo(image.dtype).eps)
+    if error is None or not error > rounding or element not in group.grid_symmetries:
+        return
+    if image.device.type != "mps":  # which has no float64
+        wide = tuple(
+            x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
         )
+        precise = copy.deepcopy(network).double()
+        error = _error(precise, wide, group, kind, element)
+        if not error > _ROUNDING or _is_random(precise, wide):
+            return
+    raise ConversionError(
+        "",
+        f"a symmetry of the pixels changes the output by {error:.2g}, far above rounding: something "
+        "in it knows where up is; strict=False converts it all the same",
+    )
 
-    return {"turn": turn, "source_error": error(model), "error": error(network)}
+
+def _is_random(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
+    """Whether a network in eval mode gives the same twice."""
+    with torch.no_grad(), torch.random.fork_rng():
+        first, second = (_first(network.eval()(*inputs)) for _ in range(2))
+    return not torch.equal(first, second)
 
 
 def _with_statistics(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
@@ -337,10 +464,29 @@ def _called_parameters(plan: Plan, model: nn.Module) -> int:
     return parameters(model) - sum(p.numel() for found in idle for p in found)
 
 
-def _notes(plan: Plan, model: nn.Module) -> list[str]:
+def _notes(plan: Plan, model: nn.Module, pretrained: bool) -> list[str]:
     notes = list(plan.notes)
+    if not pretrained and not all(p.requires_grad for p in model.parameters()):
+        notes.append("frozen parameters of the source are trained: their numbers are new")
+    hooked = [name or "the network" for name, m in model.named_modules() if _hooks(m)]
+    if hooked:
+        notes.append(f"forward hooks are gone: {_some(hooked)}")
+    reparametrised = [
+        name
+        for name, m in model.named_modules()
+        if parametrize.is_parametrized(m) or len(m._forward_pre_hooks) > len(_hooks(m))
+    ]
+    if reparametrised:
+        notes.append(
+            f"weights are parameters of their own, no longer normalised or reparametrised: "
+            f"{_some(reparametrised)}"
+        )
     idle = _idle(plan, model)
     if idle:
-        more = f" and {len(idle) - 5} more" if len(idle) > 5 else ""
-        notes.append(f"not called by the traced pass, and gone: {', '.join(idle[:5])}{more}")
+        notes.append(f"not called by the traced pass, and gone: {_some(idle)}")
     return notes
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,16 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from econv.conversion.answers import check_answers
-from econv.conversion.modules import avg_pool, convert_module, max_pool, pool_step
-from econv.conversion.plan import OTHER, Emission, Part, Plan, Row, Step, Value
+from econv.conversion.modules import (
+    avg_pool,
+    convert_module,
+    gate_halves,
+    max_pool,
+    most_groups,
+    normalised,
+    pool_step,
+)
+from econv.conversion.plan import OTHER, Emission, Part, Plan, Row, Step, Value, describe
 from econv.conversion.resizing import Resizing, adaptive_size, crop, pad, resize
 from econv.conversion.shapes import IMAGE, VECTOR, permute, reshape
 from econv.conversion.trace import (
@@ -28,6 +37,8 @@ from econv.layers import (
     CentredAvgPool2d,
     FieldParameter,
     GroupDropout2d,
+    GroupGroupNorm2d,
+    GroupInstanceNorm2d,
     GroupPool2d,
 )
 
@@ -189,6 +200,8 @@ def sizes_in_order(x: Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
 def _tensor_function(plan: Plan, node: fx.Node, name: str, values: list[Value]) -> Value:
     if name == "getitem":
         return _getitem(plan, node)
+    if name == "getattr" and values[0].axes == ("extrema",):
+        return _values_of_extrema(plan, node, values[0])
     if any(value.kind == "list" for value in values):
         raise ConversionError("", f"{name} of parts of a feature map")
     if name in _DROPS:
@@ -457,13 +470,9 @@ def _getitem(plan: Plan, node: fx.Node) -> Value:
     index: Any = node.args[1]
     value = plan.value(read)
     if value.kind == "list":
+        if value.axes == ("extrema",):
+            return _values_of_extrema(plan, node, value)
         item = value.items[_known(index)]
-        if item is PLACES and not node.users:
-            return plan.emit(node, OTHER, lambda e: None)
-        if item is PLACES:
-            raise ConversionError("", "it reads the places of maxima, which a rotation exchanges")
-        if value.axes == ("maxima",):
-            return plan.emit(node, item, lambda e: e[read])
         if item.kind == "image":
             return plan.copy(node, item)
         return plan.emit(node, item, _slice_fields(read, item))
@@ -525,11 +534,11 @@ def _reduce(plan: Plan, node: fx.Node, name: str) -> Value:
         if keep:
             pixels = "H" not in gone
             return plan.copy(node, Value("image" if pixels else "invariant", value.axes))
-        axes = tuple(a for a in value.axes if a not in gone)
+        axes = _without(value.axes, gone)
         return plan.copy(node, Value("image" if "H" in axes else "invariant", axes))
     if "N" in gone:
         raise ConversionError("", f"{name} over the batch")
-    axes = value.axes if keep else tuple(a for a in value.axes if a not in gone)
+    axes = value.axes if keep else _without(value.axes, gone)
     if "C" not in gone and not keep:
         axes = VECTOR
     new_dims = sorted(value.place(axis) for axis in gone)
@@ -577,17 +586,40 @@ def _reduction(node: fx.Node, name: str) -> tuple[Any, bool, dict[str, Any]]:
     return options.pop("dim", None), bool(options.pop("keepdim", False)), options
 
 
-PLACES = Value("other", ("places",))
-
-
 def _extremum(plan: Plan, node: fx.Node) -> Value:
     """`max` and `min`: of two tensors, or along an axis, with the places beside the numbers."""
     if len([r for r in node.all_input_nodes if isinstance(value_of(r), Tensor)]) > 1:
         return _elementwise(plan, node)
-    found = _reduce(plan, node, name_of(node))
     if isinstance(value_of(node), Tensor):
-        return found
-    return Value("list", ("maxima",), items=(found, PLACES))
+        return _reduce(plan, node, name_of(node))
+    if any(user.users and not _reads_values(user) for user in node.users):
+        raise ConversionError("", "it reads the places of extrema, which a rotation exchanges")
+    found = _reduce(plan, node, name_of(node))
+    return Value("list", ("extrema",), items=(found,))
+
+
+def _reads_values(node: fx.Node) -> bool:
+    return name_of(node) in ("getitem", "getattr") and _known(node.args[1]) in (0, "values")
+
+
+def _values_of_extrema(plan: Plan, node: fx.Node, value: Value) -> Value:
+    if not _reads_values(node):  # and nothing reads it
+        return plan.emit(node, OTHER, lambda e: None)
+    return plan.emit(node, value.items[0], lambda e: e[node.args[0]])  # type: ignore[index]
+
+
+def _place_of_extremum(plan: Plan, node: fx.Node) -> Value:
+    """`argmax` of the classes of a map that has been read out."""
+    value = plan.value(node.args[0])
+    axis = _known(_argument(node, 1, "dim"))
+    if value.kind != "image" or axis is None or not _channel_axis(value, axis):
+        raise ConversionError("", "it takes the place of an extremum that a rotation moves")
+    keep = bool(_known(_argument(node, 2, "keepdim", False)))
+    return plan.copy(node, value if keep else Value("image", _without(value.axes, {"C"})))
+
+
+def _without(axes: tuple[str, ...], gone: set[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis not in gone)
 
 
 def _softmax(plan: Plan, node: fx.Node) -> Value:
@@ -598,6 +630,101 @@ def _softmax(plan: Plan, node: fx.Node) -> Value:
     if axis is None or not _channel_axis(value, axis) or value.axes not in (IMAGE, VECTOR):
         raise ConversionError("", "softmax over positions: attention has no counterpart here")
     return plan.copy(node, value)
+
+
+# Norms
+
+
+def _learned(
+    plan: Plan, node: fx.Node, value: Value, weight: Any, bias: Any
+) -> Callable[[Emission, Any], Any]:
+    """What a norm does last: numbers for every channel, as numbers for every field."""
+    last = value if value.axes == VECTOR else replace(value, axes=("N", "H", "W", "C"))
+    scale, shift = (
+        _field_parameter(plan, node, found, last) if isinstance(found, fx.Node) else None
+        for found in (weight, bias)
+    )
+
+    def step(e: Emission, x: Any) -> Any:
+        if scale is not None:
+            x = e.function(operator.mul, x, scale(e))
+        return x if shift is None else e.function(operator.add, x, shift(e))
+
+    return step
+
+
+def _norm_over_channels(plan: Plan, node: fx.Node) -> Value:
+    """`layer_norm` and `rms_norm` of the channels of every pixel."""
+    read: Any = node.args[0]
+    value = plan.value(read)
+    shape = _known(_argument(node, 1, "normalized_shape"))
+    if len(shape) != 1 or value.axes[-1] != "C":
+        raise ConversionError("", f"it normalises the last of the axes {value.axes}")
+    if value.kind == "image":
+        return plan.copy(node, value)
+    centred = name_of(node) == "layer_norm"
+    bias = _argument(node, 3, "bias") if centred else None
+    learned = _learned(plan, node, value, _argument(node, 2, "weight"), bias)
+    eps = _known(_argument(node, 4, "eps", 1e-5) if centred else _argument(node, 3, "eps"))
+
+    def step(e: Emission) -> Any:
+        return learned(e, normalised(e, e[read], centred, eps, value_of(read).dtype))
+
+    return plan.emit(node, value, step)
+
+
+def _norm_of_fields(plan: Plan, node: fx.Node) -> Value:
+    """`instance_norm` and `group_norm`: the layer without numbers of its own, and the numbers."""
+    read: Any = node.args[0]
+    value = plan.value(read)
+    instances = name_of(node) == "instance_norm"
+    if value.kind == "image":
+        return plan.copy(node, value)
+    if value.axes != IMAGE:
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+    places = (("weight", 3), ("bias", 4), ("eps", 7)) if instances else _GROUP_NORM
+    weight, bias, eps = (_argument(node, place, name) for name, place in places)
+    if instances and (
+        _argument(node, 1, "running_mean") is not None
+        or not _known(_argument(node, 5, "use_input_stats", True))
+    ):
+        raise ConversionError("", "its running statistics belong to channels: use the module")
+    known = 1e-5 if eps is None else float(_known(eps))
+    groups = None if instances else int(_known(_argument(node, 1, "num_groups")))
+    learned = _learned(plan, node, value, weight, bias)
+
+    def make(sizes: Any, where: dict[str, Any]) -> nn.Module:
+        fields = sizes.fields(value.widths)
+        if groups is None:
+            return GroupInstanceNorm2d(fields, plan.group, known, affine=False)
+        fitting = most_groups(groups, value.channels, fields)
+        return GroupGroupNorm2d(fitting, fields, plan.group, known, affine=False)
+
+    name = plan.new_name(f"{owner(node)}_{node.name}" if owner(node) else node.name)
+    plan.add_part(Part(name, make, None, 0, value.widths))
+    plan.rows.append(Row(name, name_of(node), describe))
+    return plan.emit(node, value, lambda e: learned(e, e.module(name, e[read])))
+
+
+_GROUP_NORM = (("weight", 2), ("bias", 3), ("eps", 4))
+
+
+def _normalize(plan: Plan, node: fx.Node) -> Value:
+    """`normalize`: each pixel's channels to length one."""
+    read: Any = node.args[0]
+    value = plan.value(read)
+    if not _channel_axis(value, _argument(node, 2, "dim", 1)):
+        raise ConversionError("", "it normalises over positions, or over the batch")
+    if value.kind == "image":
+        return plan.copy(node, value)
+    options = {"p": _known(_argument(node, 1, "p", 2.0)), "eps": _argument(node, 3, "eps", 1e-12)}
+    return plan.emit(
+        node, value, lambda e: e.function(functional.normalize, e[read], dim=1, **options)
+    )
+
+
+def _glu(plan: Plan, node: fx.Node) -> Value:
+    return gate_halves(plan, node, _known(_argument(node, 1, "dim", -1)))
 
 
 # Functions that have modules
@@ -726,6 +853,14 @@ _RULES: dict[str, Callable[[Plan, fx.Node], Value]] = {
     "pad": _pad,
     "max": _extremum,
     "min": _extremum,
+    "argmax": _place_of_extremum,
+    "argmin": _place_of_extremum,
+    "layer_norm": _norm_over_channels,
+    "rms_norm": _norm_over_channels,
+    "instance_norm": _norm_of_fields,
+    "group_norm": _norm_of_fields,
+    "normalize": _normalize,
+    "glu": _glu,
 }
 
 

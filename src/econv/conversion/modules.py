@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,12 +26,13 @@ from econv.conversion.plan import Emission, Part, Plan, Row, Value, describe
 from econv.conversion.resizing import PADS, Resizing, adaptive_size, resize
 from econv.conversion.shapes import IMAGE, VECTOR, reshape
 from econv.conversion.trace import ConversionError, value_of
-from econv.conversion.widths import Sizes, Width, join
+from econv.conversion.widths import Sizes, Width, join, slice_runs
 from econv.lab.flow import ACTIVATIONS
 from econv.layers import (
     CentredAvgPool2d,
     CentredMaxPool2d,
     Downsample2d,
+    FieldParameter,
     GroupBatchNorm2d,
     GroupDropout2d,
     GroupGroupNorm2d,
@@ -42,12 +45,15 @@ __all__ = [
     "POINTWISE",
     "avg_pool",
     "convert_module",
+    "gate_halves",
     "is_leaf",
     "max_pool",
+    "most_groups",
+    "normalised",
     "pool_step",
 ]
 
-POINTWISE = (*ACTIVATIONS, nn.Threshold, nn.Dropout, nn.AlphaDropout)
+POINTWISE = (*ACTIVATIONS, nn.Threshold, nn.RReLU, nn.Dropout, nn.AlphaDropout)
 # Classes of other libraries, by name: drops of whole samples, and pointwise functions as modules.
 _POINTWISE_NAMES = {"StochasticDepth", "DropPath", "Swish", "HardSwish", "HardSigmoid", "GELUTanh"}
 _SYMMETRIC: tuple[type[nn.Module], ...] = (
@@ -218,11 +224,81 @@ def _group_norm(plan: Plan, node: fx.Node, module: nn.GroupNorm) -> Value:
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         fields = sizes.fields(value.widths)
-        most = fields if module.num_groups == module.num_channels else module.num_groups
-        groups = max(n for n in range(1, min(most, fields) + 1) if fields % n == 0)
+        groups = most_groups(module.num_groups, module.num_channels, fields)
         return GroupGroupNorm2d(groups, fields, plan.group, module.eps, module.affine, **where)
 
     return _norm(plan, node, module, value.widths, make, value)
+
+
+def most_groups(groups: int, channels: int, fields: int) -> int:
+    """How many groups a norm of fields has; one for each field if it was so for channels."""
+    most = fields if groups == channels else groups
+    return max(n for n in range(1, min(most, fields) + 1) if fields % n == 0)
+
+
+def normalised(e: Emission, x: Any, centred: bool, eps: float | None, dtype: torch.dtype) -> Any:
+    """Group features with the channels of every pixel at mean square one, and at mean zero."""
+    if centred:
+        x = e.function(operator.sub, x, e.method("mean", x, 1, True))
+    power = e.method("mean", e.method("square", x), 1, True)
+    least = torch.finfo(dtype).eps if eps is None else eps
+    return e.function(operator.mul, x, e.method("rsqrt", e.function(operator.add, power, least)))
+
+
+def _rms_norm(plan: Plan, node: fx.Node, module: Any) -> Value:
+    read: Any = node.args[0]
+    value = plan.value(read)
+    if len(module.normalized_shape) != 1 or value.axes[-1] != "C":
+        raise ConversionError("", f"it normalises the last of the axes {value.axes}")
+    if value.kind == "image":
+        return _on_image(plan, node)
+    name = str(node.target)
+    initial = _constant(module.weight)
+
+    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+        start = 1.0 if initial is None else initial
+        return FieldParameter(
+            sizes.fields(value.widths), plan.group, start, value.axes != VECTOR, **where
+        )
+
+    if name in plan.parts:
+        join(plan.parts[name].into, value.widths)
+    elif module.weight is not None:
+        fit = _fit_by_channel(value.widths, module, ("weight",))
+        plan.add_part(Part(name, make, module, 0, value.widths, (), fit))
+
+    def step(e: Emission) -> Any:
+        found = normalised(e, e[read], False, module.eps, value_of(read).dtype)
+        if module.weight is None:
+            return found
+        return e.function(operator.mul, found, e.module(name))
+
+    return plan.emit(node, value, step)
+
+
+def _glu(plan: Plan, node: fx.Node, module: nn.GLU) -> Value:
+    return gate_halves(plan, node, module.dim)
+
+
+def gate_halves(plan: Plan, node: fx.Node, dim: int) -> Value:
+    """The first half of the channels, times a sigmoid of the second."""
+    read: Any = node.args[0]
+    value = plan.value(read)
+    if value.axes[dim] != "C":
+        raise ConversionError("", f"it halves the axis {value.axes[dim]}")
+    if value.kind == "image":
+        return plan.copy(node, value)
+    half = value.channels // 2
+    before, second = slice_runs(value.widths, half, 2 * half)
+    join(before, second)
+    widths = tuple(before)
+
+    def step(e: Emission) -> Any:
+        number = e.sizes.fields(widths) * e.plan.group.order
+        first, gate = (e.method("narrow", e[read], 1, start, number) for start in (0, number))
+        return e.function(operator.mul, first, e.method("sigmoid", gate))
+
+    return plan.emit(node, replace(value, widths=widths), step)
 
 
 def _layer_norm(plan: Plan, node: fx.Node, module: nn.LayerNorm) -> Value:
@@ -366,6 +442,8 @@ _RULES: dict[type[nn.Module], Callable[[Plan, fx.Node, Any], Value]] = {
     nn.GroupNorm: _group_norm,
     nn.LayerNorm: _layer_norm,
     nn.PReLU: _prelu,
+    nn.RMSNorm: _rms_norm,
+    nn.GLU: _glu,
     nn.Dropout2d: _dropout_of_maps,
     nn.MaxPool2d: max_pool,
     nn.AvgPool2d: avg_pool,
