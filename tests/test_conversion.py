@@ -490,6 +490,26 @@ def test_the_report_says_what_became_what():
     assert f"{report.source_parameters:,} → {report.parameters:,}" in text
 
 
+def test_the_table_has_every_module():
+    source = nn.Sequential(
+        *(conv_norm(3, 8), nn.Dropout(0.1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+    )
+    report = converted(source).report
+    became = {line.name: line.became for line in report.lines}
+    assert {"0.0", "0.1", "0.2", "1", "2", "4"} <= set(became)
+    assert became["0.2"] == became["1"] == became["2"] == "as it is"
+
+
+def test_a_count_that_is_missed_is_noted():
+    source = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 5, 3), nn.Conv2d(5, 2, 1))
+    report = convert(
+        source, "p8", "params", example_input=torch.randn(1, 3, 16, 16), measure=False
+    ).report
+    missed = report.parameters / report.source_parameters - 1
+    assert abs(missed) > 0.02
+    assert any(f"{missed:+.1%} parameters" in note for note in report.notes)
+
+
 def test_errors_are_measured_only_where_wanted():
     report = converted(conv_norm(3, 8)).report
     assert report.error is None
@@ -692,6 +712,88 @@ def test_an_asymmetric_kernel_left_alone_breaks_what_the_others_keep():
     assert quarter_turn_error(network, images()) > 1e-2
 
 
+class Sided(nn.Module):
+    """A leaf that looks harmless and is not."""
+
+    def forward(self, x):
+        return x.roll(1, 3)
+
+
+def test_a_network_that_a_quarter_turn_changes_is_refused_whatever_it_is_made_of(monkeypatch):
+    monkeypatch.setattr("econv.conversion.modules._POINTWISE_NAMES", {"Sided"})
+    for dtype in (torch.float32, torch.float64):
+        source, x = between(Sided()).to(dtype), images().to(dtype)
+        with pytest.raises(ConversionError, match="changes the output by .*, far above rounding"):
+            convert(source, "p4", "width", example_input=x)
+        assert convert(source, "p4", "width", example_input=x, strict=False).report.error > 1e-2
+        assert convert(between().to(dtype), "p4", "width", example_input=x).report.error < 1e-5
+
+
+class TwoImages(nn.Module):
+    def __init__(self, end):
+        super().__init__()
+        self.conv, self.head, self.end = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 1, 1), end
+
+    def forward(self, image, weights, mask):
+        y = self.conv(image) * weights * mask.unsqueeze(1)
+        return self.end(self.head(y))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda y: y,
+        lambda y: y.squeeze(1),
+        lambda y: y.permute(0, 2, 3, 1),
+        lambda y: torch.cat([y, -y], 1).argmax(1),
+        lambda y: y.mean((1, 2, 3)),
+    ],
+)
+@pytest.mark.parametrize("sides", [(12, 12), (12, 10)])
+def test_images_beside_the_first_and_outputs_of_every_layout_are_measured(end, sides):
+    inputs = (
+        torch.randn(2, 3, *sides, **DOUBLE),
+        torch.rand(2, 1, *sides, **DOUBLE),
+        torch.rand(2, *sides, **DOUBLE) > 0.5,
+    )
+    network = convert(TwoImages(end).double(), "p4", "width", example_input=inputs)
+    assert network.report.error <= 1e-9
+    assert network.report.turn == ("90°" if sides == (12, 12) else "180°")
+    assert network(*inputs).shape == TwoImages(end).double()(*inputs).shape
+
+
+def test_one_convolution_is_a_network():
+    source = nn.Conv2d(3, 5, 3, padding=1).double()
+    network = convert(source, "p4", "width", example_input=images())
+    assert network(images()).shape == (2, 5, 24, 24)
+    assert quarter_turn_error(network, images()) <= 1e-12
+
+
+def test_functions_left_alone_have_plain_names():
+    network = converted(Of(lambda s, x, y: torch.roll(y, 1, 2)), strict=False)
+    assert [name for name, _ in network.report.left] == ["roll"]
+
+
+def refuses(self, x, y):
+    raise RuntimeError("not today")
+
+
+def reads_numbers(self, x, y):
+    return y * sum(y.tolist())
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (refuses, "torch.fx cannot follow it: RuntimeError: not today"),
+        (reads_numbers, "asks for the numbers in a tensor"),
+    ],
+)
+def test_what_cannot_be_traced_is_a_conversion_error(function, reason):
+    with pytest.raises(ConversionError, match=reason):
+        converted(Of(function))
+
+
 class Undecided(nn.Module):
     def __init__(self):
         super().__init__()
@@ -719,9 +821,29 @@ def test_a_course_that_depends_on_numbers_is_named():
     ],
 )
 def test_bad_arguments_say_what_was_expected(options, message):
-    arguments = {"example_input": torch.randn(1, 3, 24, 24), "measure": False, **options}
+    default = {"model": conv_norm(3, 8), "example_input": torch.randn(1, 3, 24, 24)}
     with pytest.raises(ValueError, match=message):
-        convert(conv_norm(3, 8), **arguments)
+        convert(**{"measure": False, **default, **options})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_network_is_refused():
+    with pytest.raises(ValueError, match="that is not scripted; got RecursiveScriptModule"):
+        converted(torch.jit.script(nn.Conv2d(3, 8, 3)))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: econv.create_model("resnet8_p4"), ""),
+        (lambda: nn.Sequential(econv.LiftConv2d(3, 8, "p4")), "0"),
+        (lambda: converted(conv_norm(3, 8)), ""),
+    ],
+)
+def test_an_equivariant_network_is_refused(make, name):
+    with pytest.raises(ConversionError, match="made by econv already") as caught:
+        converted(make())
+    assert caught.value.module == name
 
 
 def test_a_network_without_convolutions_is_refused():

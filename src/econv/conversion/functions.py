@@ -61,6 +61,7 @@ _BINARY = {
 _DROPS = frozenset({"dropout", "dropout2d", "feature_dropout", "alpha_dropout"})
 _REDUCTIONS = {"mean", "sum", "amax", "amin", "std", "var", "norm", "logsumexp", "vector_norm"}
 _RESHAPES = {"flatten", "reshape", "view", "squeeze", "unsqueeze", "reshape_as", "view_as"}
+_PERMUTATIONS = {"permute", "transpose", "swapaxes", "movedim"}
 _SPLITS = {"chunk", "split", "tensor_split"}
 _SOFTMAX = {"softmax", "log_softmax"}
 _ATTENTION = {"matmul", "bmm", "scaled_dot_product_attention", "einsum", "baddbmm"}
@@ -218,7 +219,7 @@ def _tensor_function(plan: Plan, node: fx.Node, name: str, values: list[Value]) 
         return _reduce(plan, node, name)
     if name in _RESHAPES:
         return reshape(plan, node)
-    if name in ("permute", "transpose", "swapaxes", "movedim"):
+    if name in _PERMUTATIONS:
         return permute(plan, node, _order(node, name))
     if name in _SOFTMAX:
         return _softmax(plan, node)
@@ -479,6 +480,8 @@ def _getitem(plan: Plan, node: fx.Node) -> Value:
     if value.kind == "invariant":
         return plan.copy(node, value)
     entries = index if isinstance(index, tuple) else (index,)
+    if None in entries and all(entry in (None, slice(None)) for entry in entries):
+        return reshape(plan, node)
     if Ellipsis in entries or len(entries) > len(value.axes):
         raise ConversionError("", f"it indexes group features by {index}")
     if any(not isinstance(entry, slice) for entry in entries):
@@ -787,7 +790,9 @@ def pair_with_training(plan: Plan) -> None:
     """Find what each node is when the source is trained; say so where it is something else."""
     trained = plan.trace.training
     if isinstance(trained, str):
-        plan.notes.append(f"in training the source could not be followed: {trained}")
+        plan.notes.append(
+            f"in training the source computes something else, which was not followed: {trained}"
+        )
         return
     ours, theirs = live_nodes(plan.trace.graph), live_nodes(trained.graph)
     calls, others = calls_of(ours, _DROPS), calls_of(theirs, _DROPS)
@@ -882,7 +887,8 @@ _TRANSPARENT = (
     _POINTWISE
     | _RESHAPES
     | _SOFTMAX
-    | {"add", "iadd", "sub", "mean", "interpolate", "adaptive_avg_pool2d", "squeeze", "argmax"}
+    | _PERMUTATIONS
+    | {"add", "iadd", "sub", "mean", "interpolate", "adaptive_avg_pool2d", "argmax", "cat"}
 )
 
 

@@ -181,7 +181,7 @@ class _Source:
         except Exception as error:  # the source's own code, which may do anything
             raise ConversionError(
                 tracer.where,
-                f"torch.fx cannot follow it: {type(error).__name__}: {error}",
+                f"torch.fx cannot follow it: {type(error).__name__}: {_first_line(error)}",
             ) from error
         constants = {n: v for n, v in vars(blank).items() if n not in before}
         constants |= {n: v for n, v in blank.named_buffers() if n.startswith("_tensor_constant")}
@@ -478,10 +478,14 @@ class _Tracer(fx.Tracer):
                 if node.op == "call_method":
                     return getattr(args[0], target)(*args[1:], **kwargs)
                 return target(*args, **kwargs)
+        except NotImplementedError as error:  # of tensors without data
+            raise ConversionError(
+                owner(node) or self._here(), f"it asks for the numbers in a tensor: {error}"
+            ) from error
         except Exception as error:
             raise ConversionError(
                 owner(node) or self._here(),
-                f"it does not run on the example input: {type(error).__name__}: {error}",
+                f"it does not run on the example input: {type(error).__name__}: {_first_line(error)}",
             ) from error
         finally:
             self.running = False
@@ -492,6 +496,10 @@ def _attribute(root: nn.Module, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _without_data(value: Any) -> Any:
