@@ -145,6 +145,30 @@ def cbam_max(self, x, y):
     return y * torch.sigmoid(self.conv(spatial))
 
 
+def selective(self, x, y):
+    paths = torch.stack([torch.relu(self.conv(y)), torch.tanh(y)], dim=1)
+    weights = self.select(paths.sum(1).mean((2, 3), keepdim=True))
+    weights = torch.softmax(weights.view(y.size(0), 2, 8, 1, 1), dim=1)
+    return (paths * weights).sum(dim=1)
+
+
+def paths_and_back(self, x, y):
+    b, c, h, w = y.shape
+    paths = y.reshape(b, 2, c // 2, h, w)
+    return torch.cat([paths.sum(1), (paths * paths).reshape(b, c, h, w)], 1)
+
+
+def efficient_channels(self, x, y):
+    z = self.conv(y.mean((2, 3)).view(y.shape[0], 1, -1))
+    return y * torch.sigmoid(z).view(y.shape[0], -1, 1, 1).expand_as(y)
+
+
+def efficient_channels_squeezed(self, x, y):
+    z = functional.adaptive_avg_pool2d(y, 1)
+    z = self.conv(z.squeeze(-1).transpose(-1, -2)).transpose(-1, -2).unsqueeze(-1)
+    return y * torch.sigmoid(z).expand_as(y)
+
+
 def norms_last(self, x, y):
     z = self.rms(y.permute(0, 2, 3, 1))
     z = functional.layer_norm(z, (8,), self.weight, self.bias, 1e-6)
@@ -245,6 +269,16 @@ OPERATIONS = {
     ),
     "variance": Of(lambda s, x, y: y / (1 + y.var((2, 3), False, True))),
     "deviation": Of(lambda s, x, y: y / (1 + torch.std(y, (1, 2, 3), keepdim=True))),
+    "selective kernels": Of(
+        selective, conv=nn.Conv2d(8, 8, 3, padding=1), select=nn.Conv2d(8, 16, 1)
+    ),
+    "paths and back": Of(paths_and_back, out=12),
+    "efficient channel attention": Of(
+        efficient_channels, conv=nn.Conv1d(1, 1, 3, padding=1, bias=False)
+    ),
+    "efficient channel attention, squeezed": Of(
+        efficient_channels_squeezed, conv=nn.Conv1d(1, 1, 3, padding=1)
+    ),
     "random leaks": Of(lambda s, x, y: s.act(y), act=nn.RReLU()),
     "uniform channel": Of(
         lambda s, x, y: s.conv(torch.cat([x, s.level.expand(x.size(0), 1, *x.shape[2:])], 1)),

@@ -23,7 +23,7 @@ from econv.conversion.modules import (
 )
 from econv.conversion.plan import OTHER, Emission, Part, Plan, Row, Step, Value, describe
 from econv.conversion.resizing import Resizing, adaptive_size, crop, pad, resize
-from econv.conversion.shapes import IMAGE, VECTOR, permute, reshape
+from econv.conversion.shapes import IMAGE, PATHS, VECTOR, permute, reshape
 from econv.conversion.trace import (
     ConversionError,
     calls_of,
@@ -64,6 +64,7 @@ _RESHAPES = {"flatten", "reshape", "view", "squeeze", "unsqueeze", "reshape_as",
 _PERMUTATIONS = {"permute", "transpose", "swapaxes", "movedim"}
 _SPLITS = {"chunk", "split", "tensor_split"}
 _SOFTMAX = {"softmax", "log_softmax"}
+_FILTERING = {"conv1d", "conv2d", "conv_transpose2d", "linear", "unfold", "conv3d"}
 _ATTENTION = {"matmul", "bmm", "scaled_dot_product_attention", "einsum", "baddbmm"}
 
 
@@ -170,11 +171,11 @@ def _known(argument: Any) -> Any:
 def _question(plan: Plan, node: fx.Node, values: list[Value]) -> Value:
     """A size, a dtype, a device: asked of the converted tensor, in the source's order of axes."""
     value = values[0] if values else OTHER
-    moved = value.kind == "fields" and value.axes != tuple(a for a in "NCHW" if a in value.axes)
+    moved = value.kind == "fields" and value.axes != value.layout
     if not moved:
         return plan.copy(node, OTHER)
     name, read = name_of(node), node.args[0]
-    if name == "size" and len(node.args) == 2:
+    if name == "size" and len(node.args) == 2 and value.axes[_known(node.args[1])] != "1":
         axis = value.axes[_known(node.args[1])]
         return plan.emit(
             node,
@@ -183,6 +184,8 @@ def _question(plan: Plan, node: fx.Node, values: list[Value]) -> Value:
         )
     if name == "getattr" and node.args[1] in ("dtype", "device"):
         return plan.copy(node, OTHER)
+    if "1" in value.axes:
+        raise ConversionError(owner(node), f"{name} of a tensor with axes {value.axes}")
     order = tuple(value.place(axis) for axis in value.axes)
     if name == "size" or (name == "getattr" and node.args[1] == "shape"):
         return plan.emit(
@@ -232,6 +235,12 @@ def _tensor_function(plan: Plan, node: fx.Node, name: str, values: list[Value]) 
             "", f"{name}: attention over positions has no equivariant counterpart"
         )
     inside = type(plan.trace.modules.get(owner(node))).__name__
+    if name in _FILTERING:
+        raise ConversionError(
+            "",
+            f"there is no rule for the function {name} of {inside}: only modules with filters of "
+            "their own become PDO-eConvs",
+        )
     raise ConversionError("", f"there is no rule for the function {name} of {inside}")
 
 
@@ -439,6 +448,23 @@ def _concatenate(plan: Plan, node: fx.Node) -> Value:
     return plan.emit(node, replace(whole, widths=tuple(widths)), step)
 
 
+def _stack(plan: Plan, node: fx.Node) -> Value:
+    """Maps of equally many fields, as paths."""
+    parts: Any = _argument(node, 0, "tensors")
+    values = [plan.value(part) for part in parts]
+    first = values[0]
+    paths = _known(_argument(node, 1, "dim", 0)) in (1, -4)
+    if not paths or any(value.kind != "fields" or value.axes != IMAGE for value in values):
+        raise ConversionError("", "it stacks tensors other than maps of features along a new axis 1")
+    for value in values[1:]:
+        join(first.widths, value.widths)
+    return plan.emit(
+        node,
+        replace(first, axes=PATHS),
+        lambda e: e.function(torch.stack, [e[part] for part in parts], 1),
+    )
+
+
 def _check_positions(parts: Any, values: list[Value], whole: Value) -> None:
     for part, value in zip(parts, values, strict=True):
         if value.kind in ("invariant", "parameter"):
@@ -542,10 +568,10 @@ def _reduce(plan: Plan, node: fx.Node, name: str) -> Value:
     if "N" in gone:
         raise ConversionError("", f"{name} over the batch")
     axes = value.axes if keep else _without(value.axes, gone)
-    if "C" not in gone and not keep:
-        axes = VECTOR
+    if "1" in value.axes or ("P" in gone and keep):
+        raise ConversionError("", f"{name} of group features with axes {value.axes}")
     new_dims = sorted(value.place(axis) for axis in gone)
-    order = [a for a in "NCHW" if a in value.axes]
+    order = value.layout
 
     def step(e: Emission) -> fx.Node:
         target: Any = node.target
@@ -556,7 +582,7 @@ def _reduce(plan: Plan, node: fx.Node, name: str) -> Value:
             found = e.graph.call_method(target, (e[read],), wanted)
         else:
             found = e.graph.call_function(target, (e[read],), wanted)
-        if "C" in gone and keep and value.axes != tuple(order):
+        if "C" in gone and keep and value.axes != order:
             found = e.method("permute", found, *(order.index(axis) for axis in value.axes))
         return found
 
@@ -630,6 +656,8 @@ def _softmax(plan: Plan, node: fx.Node) -> Value:
     if value.kind == "image":
         return plan.copy(node, value)
     axis = _argument(node, 1, "dim")
+    if axis is not None and value.axes == PATHS and _known(axis) == 1:
+        return plan.copy(node, value)
     if axis is None or not _channel_axis(value, axis) or value.axes not in (IMAGE, VECTOR):
         raise ConversionError("", "softmax over positions: attention has no counterpart here")
     return plan.copy(node, value)
@@ -856,6 +884,7 @@ _RULES: dict[str, Callable[[Plan, fx.Node], Value]] = {
     "interpolate": _interpolate,
     "upsample": _interpolate,
     "pad": _pad,
+    "stack": _stack,
     "max": _extremum,
     "min": _extremum,
     "argmax": _place_of_extremum,

@@ -70,6 +70,7 @@ _KNOWN_VARIANTS = {
 }
 _CHANNELS_FIRST = {"LayerNorm2d", "LayerNormAct2d", "LayerNorm2dFp32"}
 _BLUR = {"BlurPool2d"}
+_RADIX = {"RadixSoftmax"}
 
 
 def _rule_of(module: nn.Module) -> Callable[[Plan, fx.Node, Any], Value] | None:
@@ -78,6 +79,8 @@ def _rule_of(module: nn.Module) -> Callable[[Plan, fx.Node, Any], Value] | None:
         return _pointwise
     if kind.__name__ in _BLUR:
         return _blur_pool
+    if kind.__name__ in _RADIX:
+        return _radix_softmax
     for base in kind.__mro__:
         if base in _RULES:
             same = kind.forward is base.forward or kind.__name__ in _KNOWN_VARIANTS
@@ -429,6 +432,53 @@ def _softmax(plan: Plan, node: fx.Node, module: Any) -> Value:
     return plan.copy(node, value)
 
 
+def _radix_softmax(plan: Plan, node: fx.Node, module: Any) -> Value:
+    """Weights of the paths of split attention, from features without positions."""
+    read: Any = node.args[0]
+    value = plan.value(read)
+    if module.cardinality != 1 or value.axes != IMAGE:
+        raise ConversionError("", "its paths are divided into groups")
+    if module.radix == 1:
+        return plan.emit(
+            node,
+            replace(value, axes=VECTOR),
+            lambda e: e.method("sigmoid", e.method("flatten", e[read], 1)),
+        )
+    number = value.channels // module.radix
+    rows = [slice_runs(value.widths, i * number, (i + 1) * number)[1] for i in range(module.radix)]
+    for row in rows[1:]:
+        join(rows[0], row)
+
+    def step(e: Emission) -> fx.Node:
+        paths = e.method("unflatten", e.method("flatten", e[read], 1), 1, (module.radix, -1))
+        return e.method("flatten", e.method("softmax", paths, 1), 1)
+
+    return plan.emit(node, replace(value, axes=VECTOR), step)
+
+
+def _along_channels(plan: Plan, node: fx.Node, module: nn.Conv1d) -> Value:
+    """A filter along the channels, as in efficient channel attention: along fields, for each
+    orientation alone."""
+    read: Any = node.args[0]
+    value = plan.value(read)
+    reach = module.dilation[0] * (module.kernel_size[0] - 1)
+    same = module.padding == "same" or (module.stride[0], 2 * int(module.padding[0])) == (1, reach)
+    one = module.in_channels == module.out_channels == 1
+    if value.kind != "fields" or value.axes != ("N", "1", "C") or not one or not same:
+        raise ConversionError("", f"it filters a tensor with axes {value.axes}")
+    plan.keep(node, "as it is, along the fields of every orientation")
+
+    def step(e: Emission) -> fx.Node:
+        order = e.plan.group.order
+        fields = e.method("transpose", e.method("unflatten", e[read], 1, (-1, order)), 1, 2)
+        rows = e.method("unsqueeze", e.method("flatten", fields, 0, 1), 1)
+        found = e.method("squeeze", e.module(str(node.target), rows), 1)
+        back = e.method("transpose", e.method("unflatten", found, 0, (-1, order)), 1, 2)
+        return e.method("flatten", back, 1)
+
+    return plan.emit(node, value, step)
+
+
 def _sub_pixels(plan: Plan, node: fx.Node, module: nn.Module) -> Value:
     raise ConversionError("", "it lays channels out as pixels in a frame that does not turn")
 
@@ -437,6 +487,7 @@ _RULES: dict[type[nn.Module], Callable[[Plan, fx.Node, Any], Value]] = {
     nn.Conv2d: convolution,
     nn.ConvTranspose2d: transposed_convolution,
     nn.Linear: linear,
+    nn.Conv1d: _along_channels,
     _BatchNorm: _statistics_norm(GroupBatchNorm2d, (IMAGE, VECTOR)),
     _InstanceNorm: _statistics_norm(GroupInstanceNorm2d, (IMAGE,)),
     nn.GroupNorm: _group_norm,

@@ -32,9 +32,10 @@ class Value:
     numbers and sizes alone), ``"list"`` (of fields), ``"left"`` (follows something that was left
     alone), ``"other"`` (no tensor).
 
-    Group features are always ``[N, C, H, W]`` or ``[N, C]`` in the converted network, whatever the
-    order of the axes in the source: ``axes`` are the source's. Flattened maps, ``("N", "CHW")``,
-    stay maps.
+    Group features are always ``[N, C, H, W]``, ``[N, C]`` or, for stacked paths, ``[N, P, C, H, W]``
+    in the converted network, whatever the order of the axes in the source: ``axes`` are the
+    source's, with ``"1"`` for one that the converted network does without. Flattened maps,
+    ``("N", "CHW")``, stay maps.
     """
 
     kind: str
@@ -58,7 +59,12 @@ class Value:
 
     def place(self, axis: str) -> int:
         """The dimension of an axis in the converted network."""
-        return [a for a in "NCHW" if a in "".join(self.axes)].index(axis)
+        return self.layout.index(axis)
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """The axes in the converted network."""
+        return tuple(a for a in "NPCHW" if a in "".join(self.axes))
 
 
 OTHER = Value("other")
@@ -236,8 +242,10 @@ class Plan:
 
     def pooled(self, node: fx.Node, value: Value, beside: str) -> Step:
         """A step that pools a node over orientations and gives it the source's axes."""
-        name = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, self.reduce))
         axes = value.axes
+        if "P" in axes or "1" in axes:
+            raise ConversionError(beside, f"it reads group features with axes {axes}")
+        name = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, self.reduce))
 
         def step(e: Emission) -> fx.Node:
             found = e.module(name, e[node])
@@ -245,7 +253,7 @@ class Plan:
                 if axes[1] == "HWC":
                     found = e.method("permute", found, 0, 2, 3, 1)
                 return e.method("flatten", found, 1)
-            if axes != tuple(a for a in "NCHW" if a in axes):
+            if axes != value.layout:
                 found = e.method("permute", found, *(value.place(axis) for axis in axes))
             return found
 
