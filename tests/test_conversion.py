@@ -280,6 +280,12 @@ OPERATIONS = {
         efficient_channels_squeezed, conv=nn.Conv1d(1, 1, 3, padding=1)
     ),
     "random leaks": Of(lambda s, x, y: s.act(y), act=nn.RReLU()),
+    "channel of ones": Of(
+        lambda s, x, y: s.conv(
+            torch.cat([x, torch.ones(x.size(0), 1, *x.shape[2:], dtype=x.dtype)], 1)
+        ),
+        conv=nn.Conv2d(4, 8, 3),
+    ),
     "uniform channel": Of(
         lambda s, x, y: s.conv(torch.cat([x, s.level.expand(x.size(0), 1, *x.shape[2:])], 1)),
         conv=nn.Conv2d(4, 8, 3),
@@ -465,10 +471,13 @@ def test_the_source_is_not_changed():
     assert source(x).shape == (2, 10)
 
 
+@pytest.mark.parametrize("kind", ["map", "classes"])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_computes_the_same_and_says_the_same(how):
-    network = converted(nn.Sequential(conv_norm(3, 8), SqueezeExcitation(8, 4), nn.Conv2d(8, 2, 1)))
-    network.eval()
+def test_a_copy_computes_the_same_and_says_the_same(how, kind):
+    end = nn.Conv2d(8, 2, 1)
+    if kind == "classes":
+        end = nn.Sequential(nn.MaxPool2d(4), nn.Flatten(), nn.Linear(8 * 36, 2))
+    network = converted(nn.Sequential(conv_norm(3, 8), SqueezeExcitation(8, 4), end)).eval()
     if how == "deepcopy":
         other = copy.deepcopy(network)
     elif how == "pickle":
@@ -481,6 +490,21 @@ def test_a_copy_computes_the_same_and_says_the_same(how):
     x = images()
     assert torch.equal(network(x), other(x))
     assert (other.group, other.report, other.training) == (network.group, network.report, False)
+    if kind == "classes":
+        with pytest.raises(ValueError, match="reads a map of 6×6"):
+            other(images(32))
+
+
+def test_the_weights_are_saved_and_read_into_a_network_converted_again():
+    source = nn.Sequential(conv_norm(3, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+    network, other = (converted(source).eval() for _ in range(2))
+    assert not torch.equal(network(images() * 0 + 1), other(images() * 0 + 1))
+    buffer = io.BytesIO()
+    torch.save(network.state_dict(), buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    x = images()
+    assert torch.equal(network(x), other(x))
 
 
 def test_a_converted_network_trains_compiles_its_shapes_and_exports():
@@ -637,6 +661,11 @@ IMPOSSIBLE = {
         "mul",
         r"shape \(24,\) belongs to positions",
     ),
+    "noise of positions": (
+        lambda: Of(lambda s, x, y: y + torch.rand(1, 1, y.size(2), y.size(3))),
+        "add",
+        r"shape \(1, 1, 24, 24\) belongs to positions",
+    ),
     "gate of positions": (
         lambda: Of(lambda s, x, y: y * s.gate.expand_as(y), gate=buffer(1, 8, 24, 24)),
         "expand_as",
@@ -757,7 +786,7 @@ def test_a_network_that_a_quarter_turn_changes_is_refused_whatever_it_is_made_of
     monkeypatch.setattr("econv.conversion.modules._POINTWISE_NAMES", {"Sided"})
     for dtype in (torch.float32, torch.float64):
         source, x = between(Sided()).to(dtype), images().to(dtype)
-        with pytest.raises(ConversionError, match="changes the output by .*, far above rounding"):
+        with pytest.raises(ConversionError, match=r"changes the output by .*, far above"):
             convert(source, "p4", "width", example_input=x)
         assert convert(source, "p4", "width", example_input=x, strict=False).report.error > 1e-2
         assert convert(between().to(dtype), "p4", "width", example_input=x).report.error < 1e-5
@@ -801,6 +830,14 @@ def test_one_convolution_is_a_network():
     network = convert(source, "p4", "width", example_input=images())
     assert network(images()).shape == (2, 5, 24, 24)
     assert quarter_turn_error(network, images()) <= 1e-12
+
+
+def test_an_output_that_does_not_turn_is_measured_as_such():
+    source = Of(
+        lambda s, x, y: s.conv(functional.interpolate(x, size=(48, 24))), conv=conv3()
+    ).double()
+    report = convert(source, "p4", "width", example_input=images(), strict=False).report
+    assert report.error == float("inf")
 
 
 def test_functions_left_alone_have_plain_names():

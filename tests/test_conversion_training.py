@@ -100,8 +100,7 @@ def test_reparametrised_weights_are_taken_over_and_noted():
     parametrizations.weight_norm(source[0])
     options = {"pretrained": True, "options": {"stencils": "central"}, "measure": False}
     network, expected = (
-        convert(each, "p4", "fields", example_input=images(), **options)
-        for each in (source, plain)
+        convert(each, "p4", "fields", example_input=images(), **options) for each in (source, plain)
     )
     assert torch.allclose(network(images() * 0 + 1), expected(images() * 0 + 1))
     assert any("no longer normalised or reparametrised: 0" in n for n in network.report.notes)

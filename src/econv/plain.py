@@ -7,11 +7,12 @@ mode, and nothing of how it is trained.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import reduce, singledispatch
 from typing import Any
 
@@ -46,7 +47,7 @@ from econv.layers import (
 from econv.layers.checks import expect
 from econv.layers.sampling import halve, nearest_pixels, points_about_centre
 
-__all__ = ["export", "plain_form"]
+__all__ = ["export", "plain_form", "traced_factories"]
 
 
 def export(model: nn.Module, example_input: Any = None) -> nn.Module:
@@ -452,7 +453,8 @@ def _plain(module: nn.Module) -> nn.Module:
     reason = _optional_arguments(module)
     if reason is None:
         try:
-            graph = _Tracer().trace(module)
+            with traced_factories():
+                graph = _Tracer().trace(module)
         except Exception as error:  # a tracer meets code of any kind
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
         else:
@@ -504,7 +506,37 @@ class _Tracer(fx.Tracer):
 
 
 def _graph(module: nn.Module, name: str) -> fx.GraphModule:
-    return _bare(module, fx.Tracer().trace(module), name)
+    with traced_factories():
+        return _bare(module, fx.Tracer().trace(module), name)
+
+
+_FACTORIES = ("arange", "linspace", "zeros", "ones", "full", "rand", "randn", "empty")
+
+
+@contextlib.contextmanager
+def traced_factories() -> Iterator[None]:
+    """Let torch.fx follow `torch.arange(x.shape[3])` and its like, which it does not by itself."""
+    made = {name: getattr(torch, name) for name in _FACTORIES}
+
+    def following(make: Callable[..., Any]) -> Callable[..., Any]:
+        def follow(*args: Any, **kwargs: Any) -> Any:
+            found: list[fx.Proxy] = []
+            fx.node.map_aggregate(
+                (args, kwargs), lambda a: found.append(a) if isinstance(a, fx.Proxy) else None
+            )
+            if not found:
+                return make(*args, **kwargs)
+            return found[0].tracer.create_proxy("call_function", make, args, kwargs)
+
+        return follow
+
+    try:
+        for name, make in made.items():
+            setattr(torch, name, following(make))
+        yield
+    finally:
+        for name, make in made.items():
+            setattr(torch, name, make)
 
 
 def _bare(root: nn.Module | dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphModule:

@@ -1,4 +1,4 @@
-"""What the source's code was told about sizes: where it matters, the converted network checks it."""
+"""What the source's code was told about sizes: where it matters, the network checks it."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,19 +48,23 @@ def convert(
     Convolutions become PDO-eConvs, the first of them the lifting one; norms, poolings, squeeze and
     excitation, dropout, strides and upsampling become their equivariant versions; orientations are
     pooled before the classifier, or before the last 1×1 convolution of a network that returns
-    maps. Quarter turns and flips are exact to rounding on every image size. Names of modules, the
-    call signature and, for classes and maps, the shape of the output stay.
+    maps. Quarter turns and flips are exact to rounding on every image size that the network runs
+    on: those of the source, but where its code asks about sizes, those with the answers of the
+    example (the report names them, and other sizes are an error). Names of modules, the call
+    signature and, for classes and maps, the shape of the output stay.
 
     Args:
-        model: the network; it is not changed. It must be possible to trace it with torch.fx.
+        model: the network; it is not changed. It must be possible to trace it with torch.fx, and
+            its operations must have rules; it is converted as it computes in eval mode.
         group: a :class:`~econv.Group` or its name.
         match: what stays as it is in the source: ``"params"`` (the number of parameters),
             ``"flops"`` (multiply-adds of the dense filters), ``"width"`` (the number of channels:
             fields = channels / order), ``"fields"`` (a field for every channel).
         example_input: an image batch ``[batch, channels, height, width]`` of the size that will be
             used, or the tuple of all positional arguments.
-        strict: stop with :class:`ConversionError` at what cannot be converted; otherwise leave it
-            alone, and say so in the report. Asymmetric kernels and unequal strides then stay
+        strict: stop with :class:`ConversionError` at what cannot be converted, at forward hooks,
+            and (with ``measure``) at a network that a symmetry of the pixels changes by more than
+            rounding; otherwise leave it alone, and say so in the report. Asymmetric kernels and unequal strides then stay
             ordinary convolutions of the group features; after anything else that is left alone, the
             rest of the network is.
         pretrained: start from the model's weights: every field keeps one channel of the source and
@@ -69,7 +74,8 @@ def convert(
             the layers say.
         pool: ``"max"`` or ``"mean"`` over orientations.
         options: keywords of every PDO-eConv: ``stencils``, ``accuracy``, ``init``, ``engine``.
-        measure: whether to run both networks to report their error under a rotation.
+        measure: whether to run both networks to report their error under a rotation, and the
+            converted one in float64 if that error is above rounding.
 
     Returns:
         The converted network, in the source's mode, dtype and device; its ``report`` says what
@@ -140,7 +146,9 @@ def _check_source(model: nn.Module, strict: bool) -> None:
         ours = type(module).__module__.partition(".")[0] == __name__.partition(".")[0]
         if ours or isinstance(module, ConvertedNetwork):
             kind = type(module).__name__
-            raise ConversionError(name, f"it is made by econv already: {kind}; expected plain torch")
+            raise ConversionError(
+                name, f"it is made by econv already: {kind}; expected plain torch"
+            )
         if strict and _hooks(module):
             raise ConversionError(
                 name, "it has forward hooks, which would be lost: remove them, or use strict=False"
@@ -373,9 +381,14 @@ def _error(
         others = inputs if x is inputs[place] else turned
         return kind.as_image(_first(run(*others[:place], x, *others[place + 1 :])))
 
-    return equivariance_error(
-        output, inputs[place], element, group, input_kind="scalar", output_kind=kind.turns_as
-    )
+    try:
+        return equivariance_error(
+            output, inputs[place], element, group, input_kind="scalar", output_kind=kind.turns_as
+        )
+    except ValueError as error:
+        if "the output for the turned input has shape" in str(error):
+            return math.inf  # rows and columns are treated differently
+        raise
 
 
 def _turned(x: Any, image: Tensor, group: Group, element: int) -> Any:
@@ -398,7 +411,8 @@ def _check_exact(
     """Refuse a network that a quarter turn or a flip changes by more than rounding can."""
     element = _turn(inputs, group)
     image = next(x for x in inputs if isinstance(x, Tensor) and x.ndim == 4)
-    rounding = max(_ROUNDING, 1e3 * torch.finfo(image.dtype).eps)
+    own = next((p.dtype for p in network.parameters()), torch.float32)
+    rounding = max(_ROUNDING, 1e3 * torch.finfo(own).eps)
     if error is None or not error > rounding or element not in group.grid_symmetries:
         return
     if image.device.type != "mps":  # which has no float64
@@ -411,8 +425,8 @@ def _check_exact(
             return
     raise ConversionError(
         "",
-        f"a symmetry of the pixels changes the output by {error:.2g}, far above rounding: something "
-        "in it knows where up is; strict=False converts it all the same",
+        f"a symmetry of the pixels changes the output by {error:.2g}, far above rounding: "
+        "something in it knows where up is; strict=False converts it all the same",
     )
 
 

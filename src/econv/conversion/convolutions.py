@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 
 from econv.basis import filter_basis
-from econv.conversion.plan import Emission, Part, Plan, Value, positions_of
 from econv.conversion.answers import expect_that
+from econv.conversion.plan import Emission, Part, Plan, Value, positions_of
 from econv.conversion.resizing import equal
 from econv.conversion.shapes import FLAT, IMAGE, VECTOR
 from econv.conversion.trace import ConversionError, value_of

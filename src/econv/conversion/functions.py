@@ -104,6 +104,8 @@ def _convert(plan: Plan, node: fx.Node) -> Value:
     if not kinds & {"fields", "image", "list"}:
         if name in ("expand", "expand_as", "repeat") and _is_uniform(node):
             return plan.copy(node, Value("image", IMAGE))
+        if name in ("zeros", "ones", "full") and value_of(node).ndim == 4:
+            return plan.copy(node, Value("image", IMAGE))
         return plan.copy(node, Value("invariant" if "invariant" in kinds else "parameter"))
     try:
         return _tensor_function(plan, node, name, values)
@@ -455,7 +457,9 @@ def _stack(plan: Plan, node: fx.Node) -> Value:
     first = values[0]
     paths = _known(_argument(node, 1, "dim", 0)) in (1, -4)
     if not paths or any(value.kind != "fields" or value.axes != IMAGE for value in values):
-        raise ConversionError("", "it stacks tensors other than maps of features along a new axis 1")
+        raise ConversionError(
+            "", "it stacks tensors other than maps of features along a new axis 1"
+        )
     for value in values[1:]:
         join(first.widths, value.widths)
     return plan.emit(
@@ -603,7 +607,7 @@ _NAMES_OF_REDUCTIONS = {
 def _reduction(node: fx.Node, name: str) -> tuple[Any, bool, dict[str, Any]]:
     """The axes of a reduction, whether they stay, and its other arguments by name."""
     given = [_known(argument) for argument in node.args[1:]]
-    names = _NAMES_OF_REDUCTIONS.get(name, ("dim", "keepdim"))
+    names: tuple[str, ...] = _NAMES_OF_REDUCTIONS.get(name, ("dim", "keepdim"))
     if name in ("std", "var") and given and isinstance(given[0], bool):
         names = names[1:]
     options = dict(zip(names, given, strict=False))
@@ -843,7 +847,9 @@ def _dropout(plan: Plan, node: fx.Node, name: str) -> Value:
     if drops:
         if value.kind == "fields" and name in ("dropout2d", "feature_dropout"):
             raise ConversionError("", "it drops whole maps in eval mode too")
-        plan.notes.append(f"{owner(node) or node.name}: it drops in eval mode too, as in the source")
+        plan.notes.append(
+            f"{owner(node) or node.name}: it drops in eval mode too, as in the source"
+        )
         return plan.copy(node, value)
     if trained is not None and not _drops(trained, name):
         plan.notes.append(f"{owner(node) or node.name}: it never drops, and is gone")

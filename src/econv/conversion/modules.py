@@ -458,7 +458,8 @@ def _radix_softmax(plan: Plan, node: fx.Node, module: Any) -> Value:
 
 def _along_channels(plan: Plan, node: fx.Node, module: nn.Conv1d) -> Value:
     """A filter along the channels, as in efficient channel attention: along fields, for each
-    orientation alone."""
+    orientation alone.
+    """
     read: Any = node.args[0]
     value = plan.value(read)
     reach = module.dilation[0] * (module.kernel_size[0] - 1)

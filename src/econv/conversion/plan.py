@@ -32,10 +32,10 @@ class Value:
     numbers and sizes alone), ``"list"`` (of fields), ``"left"`` (follows something that was left
     alone), ``"other"`` (no tensor).
 
-    Group features are always ``[N, C, H, W]``, ``[N, C]`` or, for stacked paths, ``[N, P, C, H, W]``
-    in the converted network, whatever the order of the axes in the source: ``axes`` are the
-    source's, with ``"1"`` for one that the converted network does without. Flattened maps,
-    ``("N", "CHW")``, stay maps.
+    Group features are always ``[N, C, H, W]``, ``[N, C]`` or, for stacked paths,
+    ``[N, P, C, H, W]`` in the converted network, whatever the order of the axes in the source:
+    ``axes`` are the source's, with ``"1"`` for one that the converted network does without.
+    Flattened maps, ``("N", "CHW")``, stay maps.
     """
 
     kind: str

@@ -46,19 +46,17 @@ def adaptive_size(plan: Plan, node: fx.Node, size: Any) -> Value:
 
 def _check_size(node: fx.Node, size: Any, what: str) -> None:
     """Sizes that are numbers must be equal; sizes read off a map turn with it."""
-    both = tuple(size) if isinstance(size, tuple | list) else (size,)
-    if not any(isinstance(n, fx.Node) for n in both):
-        known = fx.node.map_arg(size, value_of) if isinstance(size, fx.Node) else size
-        if not isinstance(size, fx.Node):
-            equal(known, what)
-    elif not all(isinstance(n, fx.Node) for n in both):
+    both = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    follow = [isinstance(n, fx.Node) for n in both]
+    if not any(follow):
+        equal(size, what)
+    elif not all(follow):
         raise ConversionError("", f"{what}: only one of them follows the image")
-    (height, width), (tall, wide) = (
-        value_of(n).shape[2:]
-        for n in (node.args[0], node)  # type: ignore[arg-type]
-    )
-    if height == width and tall != wide:
-        raise ConversionError("", f"{what}: a quarter turn would exchange {(tall, wide)}")
+    read: Any = node.args[0]
+    height, width = value_of(read).shape[2:]
+    new = tuple(value_of(node).shape[2:])
+    if height == width and new[0] != new[1]:
+        raise ConversionError("", f"{what}: a quarter turn would exchange {new}")
 
 
 @dataclass(frozen=True)

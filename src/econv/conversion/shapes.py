@@ -88,9 +88,7 @@ def _divided(value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> V
     paths, channels = after[1:3]
     if after != (before[0], paths, channels, *before[2:]) or paths * channels != before[1]:
         return None
-    rows = [
-        slice_runs(value.widths, i * channels, (i + 1) * channels)[1] for i in range(paths)
-    ]
+    rows = [slice_runs(value.widths, i * channels, (i + 1) * channels)[1] for i in range(paths)]
     for row in rows[1:]:
         join(rows[0], row)
     return replace(value, axes=PATHS, widths=tuple(rows[0]))

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from econv.plain import traced_factories
+
 __all__ = [
     "Answer",
     "ConversionError",
@@ -174,7 +176,7 @@ class _Source:
         given = {p.name: p.default for p in rest if p.default is not p.empty}
         before = set(vars(blank))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), traced_factories():
                 graph = tracer.trace(blank, concrete_args=given)
         except ConversionError:
             raise
@@ -282,7 +284,8 @@ def _changes_something(node: fx.Node) -> bool:
 
 def _calls(graph: fx.Graph, answers: Sequence[Answer]) -> list[Any]:
     """What a graph computes, as a list to compare; resizing that answers led to and that changes
-    no size is left out, and with it the sizes that only it reads."""
+    no size is left out, and with it the sizes that only it reads.
+    """
     same = {}
     for node in graph.nodes:
         read: Any = node.args[0] if node.args else None
@@ -313,7 +316,7 @@ def calls_of(nodes: list[fx.Node], apart_from: frozenset[str] = frozenset()) -> 
     for node in nodes:
         args = fx.node.map_arg((node.args, node.kwargs), lambda n: place.get(n, "%"))
         if node.op in ("call_function", "call_method") and name_of(node) in apart_from:
-            args = ((args[0][:1]), {})  # type: ignore[index]
+            args = (args[0][:1], {})
         found.append((node.op, node.target, repr(args)))
     return found
 
@@ -390,7 +393,7 @@ class _Tracer(fx.Tracer):
         differ: frozenset[tuple[str, int]],
     ) -> None:
         # Without torch.fx's patches of `math`: what is imported during the pass would keep them.
-        super().__init__(autowrap_modules=())
+        super().__init__(autowrap_modules=())  # type: ignore[arg-type]
         self.inputs: Iterator[Any] = iter(inputs)
         self.is_leaf = is_leaf
         self.differ = differ
@@ -485,7 +488,8 @@ class _Tracer(fx.Tracer):
         except Exception as error:
             raise ConversionError(
                 owner(node) or self._here(),
-                f"it does not run on the example input: {type(error).__name__}: {_first_line(error)}",
+                "it does not run on the example input: "
+                f"{type(error).__name__}: {_first_line(error)}",
             ) from error
         finally:
             self.running = False
