@@ -113,6 +113,18 @@ def test_questions_about_channels_and_the_batch_are_not_refused():
     assert network(images(27, batch=5)).shape == (5, 5, 27, 27)
 
 
+def test_questions_about_device_dtype_and_layout_are_not_refused():
+    def function(self, x, y):
+        if y.is_cuda or y.device.type == "cpu" or not y.is_contiguous():
+            y = y + 0
+        return y * 2 if y.dtype == torch.float16 else y
+
+    network = converted(Of(function))
+    x = images(26).to(memory_format=torch.channels_last)
+    assert network(x).shape == (2, 5, 26, 26)
+    assert network.float()(x.float()).dtype == torch.float32
+
+
 def test_rounded_sizes_are_computed_anew():
     import math
 
@@ -201,8 +213,9 @@ source = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv
 network = econv.convert(source, "p4", "width", example_input=x, measure=False).eval()
 compiled = torch.compile(network, fullgraph=True, backend="eager")
 assert torch.allclose(compiled(x), network(x), atol=1e-6)
-own = torch.compile(lambda x: x * math.prod((2, x.shape[2])), fullgraph=True, backend="eager")
-assert torch.equal(own(x), x * 24)
+def own(x):
+    return x * math.prod((2, x.shape[2])) + torch.arange(x.shape[3]) + torch.zeros(x.shape[3])
+assert torch.equal(torch.compile(own, fullgraph=True, backend="eager")(x), own(x))
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -13,7 +13,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import reduce, singledispatch
+from functools import reduce, singledispatch, wraps
 from typing import Any
 
 import torch
@@ -514,29 +514,35 @@ _FACTORIES = ("arange", "linspace", "zeros", "ones", "full", "rand", "randn", "e
 
 
 @contextlib.contextmanager
-def traced_factories() -> Iterator[None]:
-    """Let torch.fx follow `torch.arange(x.shape[3])` and its like, which it does not by itself."""
-    made = {name: getattr(torch, name) for name in _FACTORIES}
+def traced_factories(follow: bool = True) -> Iterator[None]:
+    """Let torch.fx follow `torch.arange(x.shape[3])` and its like, which it does not by itself.
 
-    def following(make: Callable[..., Any]) -> Callable[..., Any]:
-        def follow(*args: Any, **kwargs: Any) -> Any:
-            found: list[fx.Proxy] = []
-            fx.node.map_aggregate(
-                (args, kwargs), lambda a: found.append(a) if isinstance(a, fx.Proxy) else None
-            )
-            if not found:
-                return make(*args, **kwargs)
-            return found[0].tracer.create_proxy("call_function", make, args, kwargs)
-
-        return follow
-
+    ``follow=False`` within it: functions as they are, for what is run while something is traced
+    (and for what that imports).
+    """
+    before = {name: getattr(torch, name) for name in _FACTORIES}
+    made = {name: getattr(found, "__wrapped__", found) for name, found in before.items()}
     try:
         for name, make in made.items():
-            setattr(torch, name, following(make))
+            setattr(torch, name, _followed(make) if follow else make)
         yield
     finally:
-        for name, make in made.items():
-            setattr(torch, name, make)
+        for name, found in before.items():
+            setattr(torch, name, found)
+
+
+def _followed(make: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(make)
+    def follow(*args: Any, **kwargs: Any) -> Any:
+        found: list[fx.Proxy] = []
+        fx.node.map_aggregate(
+            (args, kwargs), lambda a: found.append(a) if isinstance(a, fx.Proxy) else None
+        )
+        if not found:
+            return make(*args, **kwargs)
+        return found[0].tracer.create_proxy("call_function", make, args, kwargs)
+
+    return follow
 
 
 def _bare(root: nn.Module | dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphModule:

@@ -25,7 +25,8 @@ def check_answers(plan: Plan, node: fx.Node) -> None:
     whole = _whole_shapes(node)
     value = value_of(node)
     # A number of the batch alone mostly goes into a shape, which the converted network has anew.
-    matters = isinstance(answer.value, bool) or bool(axes - {"N"})
+    # A device or a layout is not the example's either: the traced pass had no data.
+    matters = bool(axes) and (isinstance(answer.value, bool) or bool(axes - {"N"}))
     refused = isinstance(value, int | float) and matters and ("C" not in axes or bool(whole))
     text = _describe(answer)
     note = f"{text}; a size where it is not is refused" if refused else f"{text} for every size"
@@ -86,7 +87,8 @@ def _axes(plan: Plan, node: fx.Node) -> set[str]:
         axes = _of_tensor(plan, read)
         if name == "size" and len(node.args) == 2 and isinstance(node.args[1], int):
             return {axes[node.args[1]]}
-        return set() if name == "getattr" and node.args[1] != "shape" else set(axes)
+        about_sizes = name in ("size", "numel", "nelement") or node.args[1:] == ("shape",)
+        return set(axes) if about_sizes else set()
     if name == "getitem" and isinstance(read, fx.Node) and isinstance(value_of(read), torch.Size):
         tensor: Any = read.args[0] if read.args else None
         if isinstance(tensor, fx.Node) and isinstance(value_of(tensor), Tensor):

@@ -475,7 +475,7 @@ class _Tracer(fx.Tracer):
         try:
             if node.op == "get_attr":
                 return _without_data(_attribute(self.root, target))
-            with torch.device("meta"):
+            with torch.device("meta"), traced_factories(follow=False):
                 if node.op == "call_module":
                     return self.root.get_submodule(target)(*args, **kwargs)
                 if node.op == "call_method":
