@@ -64,9 +64,9 @@ def convert(
             used, or the tuple of all positional arguments.
         strict: stop with :class:`ConversionError` at what cannot be converted, at forward hooks,
             and (with ``measure``) at a network that a symmetry of the pixels changes by more than
-            rounding; otherwise leave it alone, and say so in the report. Asymmetric kernels and unequal strides then stay
-            ordinary convolutions of the group features; after anything else that is left alone, the
-            rest of the network is.
+            rounding; otherwise leave it alone, and say so in the report. Asymmetric kernels and
+            unequal strides then stay ordinary convolutions of the group features; after anything
+            else that is left alone, the rest of the network is.
         pretrained: start from the model's weights: every field keeps one channel of the source and
             its canonical filter is fitted to that channel's. The best start is
             ``match="fields"`` with ``options={"stencils": "central"}``, which fits 3×3 filters
