@@ -15,7 +15,8 @@ TORCHVISION = (
 )
 TIMM = (
     *("resnet18", "resnet50d", "resnext50_32x4d", "regnetx_002", "regnety_002"),
-    *("convnext_atto", "tf_efficientnet_b0", "resnetblur18"),
+    *("convnext_atto", "tf_efficientnet_b0", "resnetblur18", "ecaresnet26t", "skresnet18"),
+    *("resnest14d", "hrnet_w18_small", "xception41", "ghostnet_100", "res2net50_26w_4s"),
 )
 CASES = [
     *(("torchvision.models", name) for name in TORCHVISION),
@@ -37,7 +38,7 @@ def network(package, name):
 @pytest.mark.parametrize(("package", "name"), CASES)
 def test_a_network_of_the_package_becomes_exact(package, name, group):
     source = network(package, name).double()
-    x = torch.randn(1, 3, 224, 224, dtype=torch.float64)
+    x = torch.randn(2, 3, 224, 224, dtype=torch.float64)
     converted = convert(source, group, "width", example_input=x, measure=False)
     calibrate(converted, x)
     calibrate(source, x)

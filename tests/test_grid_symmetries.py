@@ -26,6 +26,8 @@ from econv import (
     GroupPReLU2d,
     GroupUpsampleConv2d,
     LiftConv2d,
+    NearestResize2d,
+    Recentre2d,
     Restrict2d,
     Spread2d,
     Upsample2d,
@@ -158,6 +160,7 @@ class Centred(nn.Module):
         self.scale = FieldParameter(f, name, initial=0.3)
         self.pool = CentredMaxPool2d(3, 2, 1)
         self.enlarge = Enlarge2d(2, excess=-1)
+        self.resize, self.centre = NearestResize2d(), Recentre2d(fill=0.5)
         self.narrow = GroupConv2d(
             f, f, name, operators="order<=1", stride=2, padding=1, centred=(2, 0)
         )
@@ -167,7 +170,10 @@ class Centred(nn.Module):
         y = self.mix(torch.cat([y, self.spread(self.halve(x))], dim=1))
         gate = torch.sigmoid(self.gate(y.mean((2, 3))))
         y = y + self.scale() * (y * gate[:, :, None, None])
-        return self.narrow(self.enlarge(self.pool(y)))
+        y = self.enlarge(self.pool(y))
+        height, width = y.shape[2:]
+        y = self.centre(self.resize(y, 2 * height - 1, 2 * width - 1), height, width)
+        return self.narrow(y)
 
 
 def networks(name: str) -> list[nn.Module]:

@@ -345,3 +345,11 @@ def test_downsampling_is_exact_in_the_exported_network():
     plain = export(nn.Sequential(Downsample2d()).double())
     x = torch.randn(1, 2, 9, 8, dtype=torch.float64)
     assert (plain(x.flip(2)) - plain(x).flip(2)).abs().max() <= 1e-15
+
+
+@pytest.mark.parametrize("layer", [econv.Recentre2d(0.5), econv.NearestResize2d()])
+@pytest.mark.parametrize("sizes", [(9, 12), (12, 9), (8, 21), (16, 20)])
+def test_layers_that_are_told_a_size_equal_their_plain_form(layer, sizes):
+    plain = export(layer)
+    x = torch.randn(2, 3, 8, 10)
+    torch.testing.assert_close(plain(x, *sizes), layer(x, *sizes))

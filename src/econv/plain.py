@@ -7,12 +7,13 @@ mode, and nothing of how it is trained.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from functools import reduce, singledispatch
+from collections.abc import Callable, Iterator
+from functools import reduce, singledispatch, wraps
 from typing import Any
 
 import torch
@@ -35,15 +36,18 @@ from econv.layers import (
     GroupPool2d,
     GroupPReLU2d,
     GroupUpsampleConv2d,
+    NearestResize2d,
     PDOConv2d,
+    Recentre2d,
     Restrict2d,
     Spread2d,
     SyncBatchNorm,
     Upsample2d,
 )
-from econv.layers.sampling import halve, points_about_centre
+from econv.layers.checks import expect
+from econv.layers.sampling import halve, nearest_pixels, points_about_centre
 
-__all__ = ["export", "plain_form"]
+__all__ = ["export", "plain_form", "traced_factories"]
 
 
 def export(model: nn.Module, example_input: Any = None) -> nn.Module:
@@ -199,6 +203,16 @@ def _(layer: Enlarge2d) -> nn.Module:
 
 
 @plain_form.register
+def _(layer: Recentre2d) -> nn.Module:
+    return _graph(_PointsAboutCentre(layer.fill), "PointsAboutCentre")
+
+
+@plain_form.register
+def _(layer: NearestResize2d) -> nn.Module:
+    return _graph(_NearestPixels(), "NearestPixels")
+
+
+@plain_form.register
 def _(layer: GroupPool2d) -> nn.Module:
     return _graph(_Pool(layer.group.order, layer.reduce), "OrientationPool")
 
@@ -332,6 +346,20 @@ class _EnlargeBy(nn.Module):
         return self.enlarge(x, points_about_centre)
 
 
+class _PointsAboutCentre(nn.Module):
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.fill = fill
+
+    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
+        return points_about_centre(x, height, width, self.fill)
+
+
+class _NearestPixels(nn.Module):
+    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
+        return nearest_pixels(x, height, width)
+
+
 class _Numbers(_Fixed):
     numbers: Tensor
 
@@ -425,7 +453,8 @@ def _plain(module: nn.Module) -> nn.Module:
     reason = _optional_arguments(module)
     if reason is None:
         try:
-            graph = _Tracer().trace(module)
+            with traced_factories():
+                graph = _Tracer().trace(module)
         except Exception as error:  # a tracer meets code of any kind
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
         else:
@@ -477,7 +506,43 @@ class _Tracer(fx.Tracer):
 
 
 def _graph(module: nn.Module, name: str) -> fx.GraphModule:
-    return _bare(module, fx.Tracer().trace(module), name)
+    with traced_factories():
+        return _bare(module, fx.Tracer().trace(module), name)
+
+
+_FACTORIES = ("arange", "linspace", "zeros", "ones", "full", "rand", "randn", "empty")
+
+
+@contextlib.contextmanager
+def traced_factories(follow: bool = True) -> Iterator[None]:
+    """Let torch.fx follow `torch.arange(x.shape[3])` and its like, which it does not by itself.
+
+    ``follow=False`` within it: functions as they are, for what is run while something is traced
+    (and for what that imports).
+    """
+    before = {name: getattr(torch, name) for name in _FACTORIES}
+    made = {name: getattr(found, "__wrapped__", found) for name, found in before.items()}
+    try:
+        for name, make in made.items():
+            setattr(torch, name, _followed(make) if follow else make)
+        yield
+    finally:
+        for name, found in before.items():
+            setattr(torch, name, found)
+
+
+def _followed(make: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(make)
+    def follow(*args: Any, **kwargs: Any) -> Any:
+        found: list[fx.Proxy] = []
+        fx.node.map_aggregate(
+            (args, kwargs), lambda a: found.append(a) if isinstance(a, fx.Proxy) else None
+        )
+        if not found:
+            return make(*args, **kwargs)
+        return found[0].tracer.create_proxy("call_function", make, args, kwargs)
+
+    return follow
 
 
 def _bare(root: nn.Module | dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphModule:
@@ -497,6 +562,8 @@ def _with_forms(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     for node in graph.nodes:
         if node.op == "get_attr":
             targets[node.target] = reduce(getattr, node.target.split("."), module)
+        elif node.op == "call_function" and node.target is expect:
+            node.target = torch._assert
         elif node.op == "call_module":
             layer = module.get_submodule(node.target)
             if _is_layer(layer):

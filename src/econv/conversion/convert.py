@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
 from econv.conversion.fit import Kept
-from econv.conversion.functions import convert_node, find_heads
+from econv.conversion.functions import convert_node, find_heads, pair_with_training
 from econv.conversion.modules import is_leaf
 from econv.conversion.network import ConvertedNetwork
 from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
@@ -19,7 +22,8 @@ from econv.conversion.widths import Sizes, match_widths
 from econv.groups import Group, GroupLike
 from econv.lab import calibrate
 from econv.layers import ConvOptions
-from econv.testing import equivariance_error
+from econv.layers.checks import expect
+from econv.testing import equivariance_error, transform
 
 __all__ = ["MATCHES", "convert"]
 
@@ -44,21 +48,25 @@ def convert(
     Convolutions become PDO-eConvs, the first of them the lifting one; norms, poolings, squeeze and
     excitation, dropout, strides and upsampling become their equivariant versions; orientations are
     pooled before the classifier, or before the last 1×1 convolution of a network that returns
-    maps. Quarter turns and flips are exact to rounding on every image size. Names of modules, the
-    call signature and, for classes and maps, the shape of the output stay.
+    maps. Quarter turns and flips are exact to rounding on every image size that the network runs
+    on: those of the source, but where its code asks about sizes, those with the answers of the
+    example (the report names them, and other sizes are an error). Names of modules, the call
+    signature and, for classes and maps, the shape of the output stay.
 
     Args:
-        model: the network; it is not changed. It must be possible to trace it with torch.fx.
+        model: the network; it is not changed. It must be possible to trace it with torch.fx, and
+            its operations must have rules; it is converted as it computes in eval mode.
         group: a :class:`~econv.Group` or its name.
         match: what stays as it is in the source: ``"params"`` (the number of parameters),
             ``"flops"`` (multiply-adds of the dense filters), ``"width"`` (the number of channels:
             fields = channels / order), ``"fields"`` (a field for every channel).
         example_input: an image batch ``[batch, channels, height, width]`` of the size that will be
             used, or the tuple of all positional arguments.
-        strict: stop with :class:`ConversionError` at what cannot be converted; otherwise leave it
-            alone, and say so in the report. Asymmetric kernels and unequal strides then stay
-            ordinary convolutions of the group features; after anything else that is left alone, the
-            rest of the network is.
+        strict: stop with :class:`ConversionError` at what cannot be converted, at forward hooks,
+            and (with ``measure``) at a network that a symmetry of the pixels changes by more than
+            rounding; otherwise leave it alone, and say so in the report. Asymmetric kernels and
+            unequal strides then stay ordinary convolutions of the group features; after anything
+            else that is left alone, the rest of the network is.
         pretrained: start from the model's weights: every field keeps one channel of the source and
             its canonical filter is fitted to that channel's. The best start is
             ``match="fields"`` with ``options={"stencils": "central"}``, which fits 3×3 filters
@@ -66,7 +74,8 @@ def convert(
             the layers say.
         pool: ``"max"`` or ``"mean"`` over orientations.
         options: keywords of every PDO-eConv: ``stencils``, ``accuracy``, ``init``, ``engine``.
-        measure: whether to run both networks to report their error under a rotation.
+        measure: whether to run both networks to report their error under a rotation, and the
+            converted one in float64 if that error is above rounding.
 
     Returns:
         The converted network, in the source's mode, dtype and device; its ``report`` says what
@@ -89,8 +98,8 @@ def convert(
     if match not in MATCHES:
         raise ValueError(f"expected match as one of {MATCHES}; got {match!r}")
     inputs = example_input if isinstance(example_input, tuple) else (example_input,)
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"expected an nn.Module; got {type(model).__name__}")
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(f"expected an nn.Module that is not scripted; got {type(model).__name__}")
     images = [x for x in inputs if isinstance(x, Tensor) and x.ndim == 4]
     if not images:
         raise ValueError(
@@ -100,12 +109,18 @@ def convert(
     unknown = set(options or {}) - _OPTIONS
     if unknown:
         raise ValueError(f"expected options among {sorted(_OPTIONS)}; got {sorted(unknown)}")
+    _check_source(model, strict)
+    if is_leaf(model):  # one layer: what is traced must contain it
+        model = nn.Sequential(model).train(model.training)
     plan = _plan(model, inputs, found, pool, options or {}, strict)
     sizes = _choose(plan, match, model)
     own = next(model.parameters(), torch.empty(0))
     where = {"device": own.device, "dtype": own.dtype}
     network, lines = _build(plan, sizes, where, model, pretrained)
     kind = _output_kind(plan)
+    errors = _errors(model, network, inputs, found, kind, measure)
+    if strict and measure:
+        _check_exact(network, inputs, found, kind, errors["error"])
     report = Report(
         group=found.name,
         match=match,
@@ -115,11 +130,35 @@ def convert(
         parameters=parameters(network),
         source_multiply_adds=_source_multiply_adds(plan),
         multiply_adds=plan.count(sizes, "flops"),
-        **_errors(model, network, inputs, found, kind, measure),
+        **errors,
         left=tuple(plan.left),
-        notes=tuple(_notes(plan, model)),
+        notes=tuple(_notes(plan, model, pretrained)),
     )
-    return network.describe_as(group=found, output_kind=kind, report=report)
+    missed = report.missed()
+    if missed is not None:
+        report = replace(report, notes=(*report.notes, missed))
+    return network.describe_as(group=found, output_kind=kind.kind, report=report)
+
+
+def _check_source(model: nn.Module, strict: bool) -> None:
+    """Refuse what would be converted into something else without a word."""
+    for name, module in model.named_modules():
+        ours = type(module).__module__.partition(".")[0] == __name__.partition(".")[0]
+        if ours or isinstance(module, ConvertedNetwork):
+            kind = type(module).__name__
+            raise ConversionError(
+                name, f"it is made by econv already: {kind}; expected plain torch"
+            )
+        if strict and _hooks(module):
+            raise ConversionError(
+                name, "it has forward hooks, which would be lost: remove them, or use strict=False"
+            )
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """Hooks that someone registered; those that reparametrise weights are torch's own."""
+    found = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return [hook for hook in found if not type(hook).__module__.startswith("torch.nn.utils.")]
 
 
 def _plan(
@@ -135,6 +174,7 @@ def _plan(
     found = trace(model, inputs, is_leaf)
     plan = Plan(found, group, pool, options, strict)
     plan.heads = find_heads(found.graph, found.modules)
+    pair_with_training(plan)
     for node in found.graph.nodes:
         convert_node(plan, node)
     if not any(part.out for part in plan.parts.values()):
@@ -187,6 +227,7 @@ def _build(
             kept.source = part.source
             if part.fit is not None:
                 errors[name] = part.fit(kept, modules[name])
+                _freeze(modules[name], part.source)
             elif isinstance(part.source, nn.Conv2d | nn.Linear) and not part.kept:
                 plan.notes.append(f"{name}: its weights are drawn anew")
             if part.out and part.fit is not None and errors[name] is None:
@@ -203,7 +244,7 @@ def _build(
     root: dict[str, Any] = dict(modules)
     for node in emission.graph.nodes:
         if node.op == "get_attr":
-            root[str(node.target)] = _own_copy(model, str(node.target))
+            root[str(node.target)] = _own_copy(plan.trace.attribute(str(node.target)))
     used = {str(node.target) for node in emission.graph.nodes if node.op == "call_module"}
     network = ConvertedNetwork(
         {name: root[name] for name in root if name in used or name not in modules},
@@ -226,19 +267,28 @@ def _build(
     return network, lines
 
 
+def _freeze(layer: nn.Module, source: nn.Module | None) -> None:
+    """Let what was frozen in the source be frozen."""
+    if source is None:
+        return
+    for name, parameter in source.named_parameters():
+        leaf = name.rpartition(".")[2]
+        for own, found in layer.named_parameters():
+            if own.rpartition(".")[2] == leaf:
+                found.requires_grad_(parameter.requires_grad)
+
+
 def _drop_unused(graph: fx.Graph) -> None:
     """Remove questions and parameters that nothing reads; what works in place stays."""
     for node in reversed(list(graph.nodes)):
         name = getattr(node.target, "__name__", str(node.target))
-        does_more = name.endswith("_") or "assert" in name
+        does_more = name.endswith("_") or "assert" in name or node.target is expect
         plain = node.op in ("get_attr", "call_function", "call_method") and not does_more
         if plain and not node.users:
             graph.erase_node(node)
 
 
-def _own_copy(model: nn.Module, name: str) -> Any:
-    holder, _, leaf = name.rpartition(".")
-    given = getattr(model.get_submodule(holder), leaf)
+def _own_copy(given: Any) -> Any:
     copied = given.detach().clone()
     if isinstance(given, nn.Parameter):
         return nn.Parameter(copied, requires_grad=given.requires_grad)
@@ -253,18 +303,40 @@ def _draw_anew(plan: Plan, modules: dict[str, nn.Module]) -> None:
                 reset = getattr(module, "reset_parameters", None)
                 if callable(reset):
                     reset()
+                    module.requires_grad_(True)
 
 
-def _output_kind(plan: Plan) -> str:
+@dataclass(frozen=True)
+class _Output:
+    """How the (first) output of a network turns."""
+
+    kind: str
+    axes: tuple[str, ...] = ()
+
+    @property
+    def turns_as(self) -> str:
+        """The kind that :func:`as_image` has."""
+        return "scalar" if {"H", "W"} <= set(self.axes) else self.kind
+
+    def as_image(self, x: Tensor) -> Tensor:
+        """The output with the axes of an image."""
+        if self.turns_as != "scalar" or len(self.axes) != x.ndim:
+            return x
+        order = [self.axes.index(axis) for axis in "NCHW" if axis in self.axes]
+        image = x.permute(order)
+        for place, axis in enumerate("NC"):
+            image = image if axis in self.axes else image.unsqueeze(place)
+        return image
+
+
+def _output_kind(plan: Plan) -> _Output:
     (output,) = (node for node in plan.trace.graph.nodes if node.op == "output")
     first = output.all_input_nodes[0]
     value = plan.value(first)
     shape = value_of(first)
-    return (
-        "scalar"
-        if isinstance(shape, Tensor) and shape.ndim == 4 and value.has_pixels
-        else "invariant"
-    )
+    pixels = isinstance(shape, Tensor) and shape.ndim == 4 and value.has_pixels
+    axes = value.axes if value.kind in ("image", "fields") else ()
+    return _Output("scalar" if pixels else "invariant", axes)
 
 
 def _errors(
@@ -272,29 +344,97 @@ def _errors(
     network: nn.Module,
     inputs: tuple[Any, ...],
     group: Group,
-    kind: str,
+    kind: _Output,
     measure: bool,
 ) -> dict[str, Any]:
     """The relative change of the output under a rotation, before and after."""
-    element = next((e for e in group.grid_symmetries if e), min(1, group.order - 1))
+    element = _turn(inputs, group)
     quarter = 360 * (element % group.rotations) / group.rotations
     turn = f"{quarter:.4g}°" if element < group.rotations else "mirror"
     if not measure or element == 0:
         return {"turn": turn, "source_error": None, "error": None}
+    return {
+        "turn": turn,
+        "source_error": _error(model, inputs, group, kind, element),
+        "error": _error(network, inputs, group, kind, element),
+    }
+
+
+def _turn(inputs: tuple[Any, ...], group: Group) -> int:
+    """The symmetry of the pixels to measure; of an oblong image one that leaves it its sides."""
+    image = next(x for x in inputs if isinstance(x, Tensor) and x.ndim == 4)
+    exact = [element for element in group.grid_symmetries if element]
+    if image.shape[2] != image.shape[3]:
+        same = [e for e in exact if transform(image, group, e, "scalar").shape == image.shape]
+        exact = same or exact
+    return exact[0] if exact else min(1, group.order - 1)
+
+
+def _error(
+    measured: nn.Module, inputs: tuple[Any, ...], group: Group, kind: _Output, element: int
+) -> float:
     place = next(i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.ndim == 4)
+    run = _with_statistics(measured, inputs)
+    turned = tuple(_turned(x, inputs[place], group, element) for x in inputs)
 
-    def error(measured: nn.Module) -> float:
-        run = _with_statistics(measured, inputs)
+    def output(x: Tensor) -> Tensor:
+        others = inputs if x is inputs[place] else turned
+        return kind.as_image(_first(run(*others[:place], x, *others[place + 1 :])))
+
+    try:
         return equivariance_error(
-            lambda x: _first(run(*inputs[:place], x, *inputs[place + 1 :])),
-            inputs[place],
-            element,
-            group,
-            input_kind="scalar",
-            output_kind=kind,
+            output, inputs[place], element, group, input_kind="scalar", output_kind=kind.turns_as
         )
+    except ValueError as error:
+        if "the output for the turned input has shape" in str(error):
+            return math.inf  # rows and columns are treated differently
+        raise
 
-    return {"turn": turn, "source_error": error(model), "error": error(network)}
+
+def _turned(x: Any, image: Tensor, group: Group, element: int) -> Any:
+    """An argument of a turned image: images beside it, and maps without channels, turn with it."""
+    if not isinstance(x, Tensor):
+        return x
+    if x.ndim == 4:
+        return transform(x, group, element, "scalar")
+    if tuple(x.shape) == (image.shape[0], *image.shape[2:]):
+        return transform(x[:, None], group, element, "scalar")[:, 0]
+    return x
+
+
+_ROUNDING = 1e-6
+
+
+def _check_exact(
+    network: nn.Module, inputs: tuple[Any, ...], group: Group, kind: _Output, error: float | None
+) -> None:
+    """Refuse a network that a quarter turn or a flip changes by more than rounding can."""
+    element = _turn(inputs, group)
+    image = next(x for x in inputs if isinstance(x, Tensor) and x.ndim == 4)
+    own = next((p.dtype for p in network.parameters()), torch.float32)
+    rounding = max(_ROUNDING, 1e3 * torch.finfo(own).eps)
+    if error is None or not error > rounding or element not in group.grid_symmetries:
+        return
+    if image.device.type != "mps":  # which has no float64
+        wide = tuple(
+            x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
+        )
+        precise = copy.deepcopy(network).double()
+        error = _error(precise, wide, group, kind, element)
+        if not error > _ROUNDING or _is_random(precise, wide):
+            return
+    raise ConversionError(
+        "",
+        f"a symmetry of the pixels changes the output by {error:.2g}, far above rounding: "
+        "something in it knows where up is; strict=False converts it all the same",
+    )
+
+
+def _is_random(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
+    """Whether a network in eval mode gives the same twice."""
+    with torch.no_grad(), torch.random.fork_rng():
+        first, second = (_first(network.eval()(*inputs)) for _ in range(2))
+    return not torch.equal(first, second)
 
 
 def _with_statistics(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
@@ -338,10 +478,29 @@ def _called_parameters(plan: Plan, model: nn.Module) -> int:
     return parameters(model) - sum(p.numel() for found in idle for p in found)
 
 
-def _notes(plan: Plan, model: nn.Module) -> list[str]:
-    notes = [*plan.notes, *(f"as for the example input: {fixed}" for fixed in plan.trace.fixed)]
+def _notes(plan: Plan, model: nn.Module, pretrained: bool) -> list[str]:
+    notes = list(plan.notes)
+    if not pretrained and not all(p.requires_grad for p in model.parameters()):
+        notes.append("frozen parameters of the source are trained: their numbers are new")
+    hooked = [name or "the network" for name, m in model.named_modules() if _hooks(m)]
+    if hooked:
+        notes.append(f"forward hooks are gone: {_some(hooked)}")
+    reparametrised = [
+        name
+        for name, m in model.named_modules()
+        if parametrize.is_parametrized(m) or len(m._forward_pre_hooks) > len(_hooks(m))
+    ]
+    if reparametrised:
+        notes.append(
+            f"weights are parameters of their own, no longer normalised or reparametrised: "
+            f"{_some(reparametrised)}"
+        )
     idle = _idle(plan, model)
     if idle:
-        more = f" and {len(idle) - 5} more" if len(idle) > 5 else ""
-        notes.append(f"not called by the traced pass, and gone: {', '.join(idle[:5])}{more}")
+        notes.append(f"not called by the traced pass, and gone: {_some(idle)}")
     return notes
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from torch import fx, nn
 
 from econv.basis import filter_basis
+from econv.conversion.answers import expect_that
 from econv.conversion.plan import Emission, Part, Plan, Value, positions_of
+from econv.conversion.resizing import equal
 from econv.conversion.shapes import FLAT, IMAGE, VECTOR
 from econv.conversion.trace import ConversionError, value_of
 from econv.conversion.widths import Sizes, Width, join, runs
@@ -63,27 +66,18 @@ class Geometry:
     @classmethod
     def of(cls, module: Any) -> Geometry:
         """Read off a module; an error where rows and columns are treated differently."""
-        kernel = _equal(module.kernel_size, "its kernel is not square")
+        kernel = equal(module.kernel_size, "its kernel is not square")
         strides = module.kernel_size if module.stride is None else module.stride
-        stride = _equal(strides, "its strides are unequal")
-        dilation = _equal(getattr(module, "dilation", 1), "its dilations are unequal")
+        stride = equal(strides, "its strides are unequal")
+        dilation = equal(getattr(module, "dilation", 1), "its dilations are unequal")
         reach = dilation * (kernel - 1)
         if type(module).__name__ == "Conv2dSame":  # ⌈n / stride⌉ samples, as TensorFlow pads
             padding = reach
         elif isinstance(module.padding, str):
             padding = reach if module.padding == "same" else 0
         else:
-            padding = 2 * _equal(module.padding, "its paddings are unequal")
+            padding = 2 * equal(module.padding, "its paddings are unequal")
         return cls(kernel, stride, padding, dilation)
-
-
-def _equal(pair: Any, what: str) -> int:
-    both = tuple(pair) if isinstance(pair, tuple | list) else (pair, pair)
-    if len(both) == 1:
-        both = both * 2
-    if len(both) != 2 or both[0] != both[1]:
-        raise ConversionError("", f"{what}: a quarter turn would exchange {both}")
-    return int(both[0])
 
 
 def _operators(plan: Plan, geometry: Geometry, side: int) -> tuple[OperatorsLike, int, str]:
@@ -313,7 +307,7 @@ def transposed_convolution(plan: Plan, node: fx.Node, module: nn.ConvTranspose2d
     if value.axes != IMAGE or value.kind != "fields":
         raise ConversionError("", "a transposed convolution is converted on group features only")
     geometry = Geometry.of(module)
-    more = _equal(module.output_padding, "its output paddings are unequal")
+    more = equal(module.output_padding, "its output paddings are unequal")
     excess = geometry.extent - geometry.stride - geometry.padding + more
     if str(node.target) in plan.parts:
         return _again(plan, node, value)
@@ -461,6 +455,14 @@ def _window(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value
         pool = plan.insert(name, "orientations", lambda: GroupPool2d(plan.group, plan.reduce))
 
     def step(e: Emission) -> fx.Node:
+        for axis in (2, 3):
+            same = e.function(operator.eq, e.method("size", e[read], axis), height)
+            expect_that(
+                e,
+                same,
+                f"expected images of the example's size: {name} reads a map of {height}×{width} "
+                "pixels, as in the source; convert with an example of this size",
+            )
         x = e[read] if smaller is None else e.module(smaller, e[read])
         found = e.method("flatten", e.module(name, x), 1)
         return found if pool is None else e.module(pool, found)

@@ -38,8 +38,7 @@ class Kept:
                     f"{width.name} has {width.channels} channels and would have {fields} fields"
                 )
             if width.multiple_of is None:
-                order = importance[width].argsort(descending=True, stable=True)
-                self.chosen[width] = order[:fields].sort().values
+                self.chosen[width] = _most_important(importance[width], fields, width.blocks)
         self.source: nn.Module | None = None
 
     def channels(self, widths: tuple[Width, ...]) -> Tensor:
@@ -78,7 +77,7 @@ class Kept:
                 weight = weight.reshape(shape) if window else weight.reshape(last).movedim(3, 1)
         weight = weight[self.channels(out)]
         grouped = getattr(source, "groups", 1) > 1
-        if grouped and not _same_blocks(self, source, layer, into):
+        if grouped and not _same_blocks(self, source, layer, into, out):
             return None
         if into and not grouped:
             weight = weight[:, self.channels(into)]
@@ -145,12 +144,29 @@ def _fit_impulses(ours: Tensor, theirs: Tensor, weight: Tensor) -> tuple[Tensor,
     return fitted, fit_error(float(left.norm()), float(wanted.norm()))
 
 
-def _same_blocks(kept: Kept, source: Any, layer: PDOConv2d, into: tuple[Width, ...]) -> bool:
+def _most_important(importance: Tensor, fields: int, blocks: int) -> Tensor:
+    """The channels to keep; as many of each block, where a grouped convolution divides them."""
+    if len(importance) % blocks or fields % blocks:
+        blocks = 1
+    by_block = importance.reshape(blocks, -1)
+    order = by_block.argsort(dim=1, descending=True, stable=True)[:, : fields // blocks]
+    first = torch.arange(blocks)[:, None] * by_block.shape[1]
+    return (order + first).flatten().sort().values
+
+
+def _same_blocks(
+    kept: Kept, source: Any, layer: PDOConv2d, into: tuple[Width, ...], out: tuple[Width, ...]
+) -> bool:
     """Whether the blocks of a grouped convolution are those of the source."""
-    if source.groups == source.in_channels:
-        return True
+    if into and source.groups == source.in_channels:
+        return layer.groups == len(kept.channels(into))
     whole = not into or len(kept.channels(into)) == source.in_channels
-    return bool(whole and layer.groups == source.groups)
+    if not whole or layer.groups != source.groups:
+        return False
+    channels = kept.channels(out)
+    theirs = channels * source.groups // source.out_channels
+    ours = torch.arange(len(channels)) * source.groups // len(channels)
+    return bool(torch.equal(theirs, ours))
 
 
 def fit_filter(basis: FilterBasis, filters: Tensor, half: bool = False) -> tuple[Tensor, float]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,14 +23,16 @@ from econv.conversion.convolutions import (
     transposed_convolution,
 )
 from econv.conversion.plan import Emission, Part, Plan, Row, Value, describe
+from econv.conversion.resizing import PADS, Resizing, adaptive_size, resize
 from econv.conversion.shapes import IMAGE, VECTOR, reshape
 from econv.conversion.trace import ConversionError, value_of
-from econv.conversion.widths import Sizes, Width, join
+from econv.conversion.widths import Sizes, Width, join, slice_runs
 from econv.lab.flow import ACTIVATIONS
 from econv.layers import (
     CentredAvgPool2d,
     CentredMaxPool2d,
     Downsample2d,
+    FieldParameter,
     GroupBatchNorm2d,
     GroupDropout2d,
     GroupGroupNorm2d,
@@ -41,13 +45,15 @@ __all__ = [
     "POINTWISE",
     "avg_pool",
     "convert_module",
+    "gate_halves",
     "is_leaf",
     "max_pool",
+    "most_groups",
+    "normalised",
     "pool_step",
-    "resizes_symmetrically",
 ]
 
-POINTWISE = (*ACTIVATIONS, nn.Threshold, nn.Dropout, nn.AlphaDropout)
+POINTWISE = (*ACTIVATIONS, nn.Threshold, nn.RReLU, nn.Dropout, nn.AlphaDropout)
 # Classes of other libraries, by name: drops of whole samples, and pointwise functions as modules.
 _POINTWISE_NAMES = {"StochasticDepth", "DropPath", "Swish", "HardSwish", "HardSigmoid", "GELUTanh"}
 _SYMMETRIC: tuple[type[nn.Module], ...] = (
@@ -64,6 +70,7 @@ _KNOWN_VARIANTS = {
 }
 _CHANNELS_FIRST = {"LayerNorm2d", "LayerNormAct2d", "LayerNorm2dFp32"}
 _BLUR = {"BlurPool2d"}
+_RADIX = {"RadixSoftmax"}
 
 
 def _rule_of(module: nn.Module) -> Callable[[Plan, fx.Node, Any], Value] | None:
@@ -72,6 +79,8 @@ def _rule_of(module: nn.Module) -> Callable[[Plan, fx.Node, Any], Value] | None:
         return _pointwise
     if kind.__name__ in _BLUR:
         return _blur_pool
+    if kind.__name__ in _RADIX:
+        return _radix_softmax
     for base in kind.__mro__:
         if base in _RULES:
             same = kind.forward is base.forward or kind.__name__ in _KNOWN_VARIANTS
@@ -181,46 +190,32 @@ def _on_image(plan: Plan, node: fx.Node) -> Value:
     return plan.copy(node, plan.value(node.args[0]))
 
 
-def _batch_norm(plan: Plan, node: fx.Node, module: Any) -> Value:
-    value = plan.value(node.args[0])
-    if value.kind == "image":
-        return _on_image(plan, node)
-    if value.axes not in (IMAGE, VECTOR):
-        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+def _statistics_norm(
+    layer: type[GroupBatchNorm2d | GroupInstanceNorm2d], layouts: tuple[tuple[str, ...], ...]
+) -> Callable[[Plan, fx.Node, Any], Value]:
+    """The rule of norms that may keep running statistics."""
 
-    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
-        return GroupBatchNorm2d(
-            sizes.fields(value.widths),
-            plan.group,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            **where,
-        )
+    def rule(plan: Plan, node: fx.Node, module: Any) -> Value:
+        value = plan.value(node.args[0])
+        if value.kind == "image":
+            return _on_image(plan, node)
+        if value.axes not in layouts:
+            raise ConversionError("", f"it reads a tensor with axes {value.axes}")
 
-    return _norm(plan, node, module, value.widths, make, value)
+        def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+            return layer(
+                sizes.fields(value.widths),
+                plan.group,
+                module.eps,
+                module.momentum,
+                module.affine,
+                module.track_running_stats,
+                **where,
+            )
 
+        return _norm(plan, node, module, value.widths, make, value)
 
-def _instance_norm(plan: Plan, node: fx.Node, module: Any) -> Value:
-    value = plan.value(node.args[0])
-    if value.kind == "image":
-        return _on_image(plan, node)
-    if value.axes != IMAGE:
-        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
-
-    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
-        return GroupInstanceNorm2d(
-            sizes.fields(value.widths),
-            plan.group,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            **where,
-        )
-
-    return _norm(plan, node, module, value.widths, make, value)
+    return rule
 
 
 def _group_norm(plan: Plan, node: fx.Node, module: nn.GroupNorm) -> Value:
@@ -232,11 +227,81 @@ def _group_norm(plan: Plan, node: fx.Node, module: nn.GroupNorm) -> Value:
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         fields = sizes.fields(value.widths)
-        most = fields if module.num_groups == module.num_channels else module.num_groups
-        groups = max(n for n in range(1, min(most, fields) + 1) if fields % n == 0)
+        groups = most_groups(module.num_groups, module.num_channels, fields)
         return GroupGroupNorm2d(groups, fields, plan.group, module.eps, module.affine, **where)
 
     return _norm(plan, node, module, value.widths, make, value)
+
+
+def most_groups(groups: int, channels: int, fields: int) -> int:
+    """How many groups a norm of fields has; one for each field if it was so for channels."""
+    most = fields if groups == channels else groups
+    return max(n for n in range(1, min(most, fields) + 1) if fields % n == 0)
+
+
+def normalised(e: Emission, x: Any, centred: bool, eps: float | None, dtype: torch.dtype) -> Any:
+    """Group features with the channels of every pixel at mean square one, and at mean zero."""
+    if centred:
+        x = e.function(operator.sub, x, e.method("mean", x, 1, True))
+    power = e.method("mean", e.method("square", x), 1, True)
+    least = torch.finfo(dtype).eps if eps is None else eps
+    return e.function(operator.mul, x, e.method("rsqrt", e.function(operator.add, power, least)))
+
+
+def _rms_norm(plan: Plan, node: fx.Node, module: Any) -> Value:
+    read: Any = node.args[0]
+    value = plan.value(read)
+    if len(module.normalized_shape) != 1 or value.axes[-1] != "C":
+        raise ConversionError("", f"it normalises the last of the axes {value.axes}")
+    if value.kind == "image":
+        return _on_image(plan, node)
+    name = str(node.target)
+    initial = _constant(module.weight)
+
+    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+        start = 1.0 if initial is None else initial
+        return FieldParameter(
+            sizes.fields(value.widths), plan.group, start, value.axes != VECTOR, **where
+        )
+
+    if name in plan.parts:
+        join(plan.parts[name].into, value.widths)
+    elif module.weight is not None:
+        fit = _fit_by_channel(value.widths, module, ("weight",))
+        plan.add_part(Part(name, make, module, 0, value.widths, (), fit))
+
+    def step(e: Emission) -> Any:
+        found = normalised(e, e[read], False, module.eps, value_of(read).dtype)
+        if module.weight is None:
+            return found
+        return e.function(operator.mul, found, e.module(name))
+
+    return plan.emit(node, value, step)
+
+
+def _glu(plan: Plan, node: fx.Node, module: nn.GLU) -> Value:
+    return gate_halves(plan, node, module.dim)
+
+
+def gate_halves(plan: Plan, node: fx.Node, dim: int) -> Value:
+    """The first half of the channels, times a sigmoid of the second."""
+    read: Any = node.args[0]
+    value = plan.value(read)
+    if value.axes[dim] != "C":
+        raise ConversionError("", f"it halves the axis {value.axes[dim]}")
+    if value.kind == "image":
+        return plan.copy(node, value)
+    half = value.channels // 2
+    before, second = slice_runs(value.widths, half, 2 * half)
+    join(before, second)
+    widths = tuple(before)
+
+    def step(e: Emission) -> Any:
+        number = e.sizes.fields(widths) * e.plan.group.order
+        first, gate = (e.method("narrow", e[read], 1, start, number) for start in (0, number))
+        return e.function(operator.mul, first, e.method("sigmoid", gate))
+
+    return plan.emit(node, replace(value, widths=widths), step)
 
 
 def _layer_norm(plan: Plan, node: fx.Node, module: nn.LayerNorm) -> Value:
@@ -342,30 +407,14 @@ def _blur_pool(plan: Plan, node: fx.Node, module: Any) -> Value:
     return pool_step(plan, node, plan.value(node.args[0]), Downsample2d)
 
 
-def _symmetric(plan: Plan, node: fx.Node, module: nn.Module) -> Value:
-    value = plan.value(node.args[0])
-    if value.axes != IMAGE:
-        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
-    return plan.copy(node, value)
+def _symmetric(plan: Plan, node: fx.Node, module: Any) -> Value:
+    return adaptive_size(plan, node, getattr(module, "output_size", 1))
 
 
 def _upsample(plan: Plan, node: fx.Node, module: nn.Upsample) -> Value:
-    value = plan.value(node.args[0])
-    if value.axes != IMAGE:
-        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
-    if not resizes_symmetrically(node, module.mode):
-        # Nearest pixels of sizes that do not divide each other lie to one side.
-        size, factor = module.size, module.scale_factor
-        return pool_step(plan, node, value, lambda: nn.Upsample(size, factor, mode="bilinear"))
-    return plan.copy(node, value)
-
-
-def resizes_symmetrically(node: fx.Node, mode: str) -> bool:
-    """Whether an interpolation commutes with quarter turns."""
-    if not mode.startswith("nearest"):
-        return True
-    before, after = value_of(node.args[0]).shape[2:], value_of(node).shape[2:]  # type: ignore[arg-type]
-    return all(n % m == 0 for m, n in zip(before, after, strict=True))
+    corners = getattr(module, "align_corners", None)
+    given = Resizing(module.size, module.scale_factor, module.mode, corners)
+    return resize(plan, node, given)
 
 
 def _flatten(plan: Plan, node: fx.Node, module: nn.Flatten) -> Value:
@@ -383,6 +432,54 @@ def _softmax(plan: Plan, node: fx.Node, module: Any) -> Value:
     return plan.copy(node, value)
 
 
+def _radix_softmax(plan: Plan, node: fx.Node, module: Any) -> Value:
+    """Weights of the paths of split attention, from features without positions."""
+    read: Any = node.args[0]
+    value = plan.value(read)
+    if module.cardinality != 1 or value.axes != IMAGE:
+        raise ConversionError("", "its paths are divided into groups")
+    if module.radix == 1:
+        return plan.emit(
+            node,
+            replace(value, axes=VECTOR),
+            lambda e: e.method("sigmoid", e.method("flatten", e[read], 1)),
+        )
+    number = value.channels // module.radix
+    rows = [slice_runs(value.widths, i * number, (i + 1) * number)[1] for i in range(module.radix)]
+    for row in rows[1:]:
+        join(rows[0], row)
+
+    def step(e: Emission) -> fx.Node:
+        paths = e.method("unflatten", e.method("flatten", e[read], 1), 1, (module.radix, -1))
+        return e.method("flatten", e.method("softmax", paths, 1), 1)
+
+    return plan.emit(node, replace(value, axes=VECTOR), step)
+
+
+def _along_channels(plan: Plan, node: fx.Node, module: nn.Conv1d) -> Value:
+    """A filter along the channels, as in efficient channel attention: along fields, for each
+    orientation alone.
+    """
+    read: Any = node.args[0]
+    value = plan.value(read)
+    reach = module.dilation[0] * (module.kernel_size[0] - 1)
+    same = module.padding == "same" or (module.stride[0], 2 * int(module.padding[0])) == (1, reach)
+    one = module.in_channels == module.out_channels == 1
+    if value.kind != "fields" or value.axes != ("N", "1", "C") or not one or not same:
+        raise ConversionError("", f"it filters a tensor with axes {value.axes}")
+    plan.keep(node, "as it is, along the fields of every orientation")
+
+    def step(e: Emission) -> fx.Node:
+        order = e.plan.group.order
+        fields = e.method("transpose", e.method("unflatten", e[read], 1, (-1, order)), 1, 2)
+        rows = e.method("unsqueeze", e.method("flatten", fields, 0, 1), 1)
+        found = e.method("squeeze", e.module(str(node.target), rows), 1)
+        back = e.method("transpose", e.method("unflatten", found, 0, (-1, order)), 1, 2)
+        return e.method("flatten", back, 1)
+
+    return plan.emit(node, value, step)
+
+
 def _sub_pixels(plan: Plan, node: fx.Node, module: nn.Module) -> Value:
     raise ConversionError("", "it lays channels out as pixels in a frame that does not turn")
 
@@ -391,11 +488,14 @@ _RULES: dict[type[nn.Module], Callable[[Plan, fx.Node, Any], Value]] = {
     nn.Conv2d: convolution,
     nn.ConvTranspose2d: transposed_convolution,
     nn.Linear: linear,
-    _BatchNorm: _batch_norm,
-    _InstanceNorm: _instance_norm,
+    nn.Conv1d: _along_channels,
+    _BatchNorm: _statistics_norm(GroupBatchNorm2d, (IMAGE, VECTOR)),
+    _InstanceNorm: _statistics_norm(GroupInstanceNorm2d, (IMAGE,)),
     nn.GroupNorm: _group_norm,
     nn.LayerNorm: _layer_norm,
     nn.PReLU: _prelu,
+    nn.RMSNorm: _rms_norm,
+    nn.GLU: _glu,
     nn.Dropout2d: _dropout_of_maps,
     nn.MaxPool2d: max_pool,
     nn.AvgPool2d: avg_pool,
@@ -407,4 +507,5 @@ _RULES: dict[type[nn.Module], Callable[[Plan, fx.Node, Any], Value]] = {
     nn.PixelUnshuffle: _sub_pixels,
     **dict.fromkeys(POINTWISE, _pointwise),
     **dict.fromkeys(_SYMMETRIC, _symmetric),
+    **PADS,
 }

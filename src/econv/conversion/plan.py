@@ -28,12 +28,14 @@ class Value:
     """How one tensor of the source turns, and where its axes lie.
 
     Kinds: ``"image"`` (channels that turn as images do), ``"fields"`` (group features),
-    ``"invariant"`` (no pixels, nothing turns), ``"parameter"``, ``"list"`` (of fields),
-    ``"left"`` (follows something that was left alone), ``"other"`` (no tensor).
+    ``"invariant"`` (no pixels, nothing turns), ``"parameter"`` (also a buffer, or what is made of
+    numbers and sizes alone), ``"list"`` (of fields), ``"left"`` (follows something that was left
+    alone), ``"other"`` (no tensor).
 
-    Group features are always ``[N, C, H, W]`` or ``[N, C]`` in the converted network, whatever the
-    order of the axes in the source: ``axes`` are the source's. Flattened maps, ``("N", "CHW")``,
-    stay maps.
+    Group features are always ``[N, C, H, W]``, ``[N, C]`` or, for stacked paths,
+    ``[N, P, C, H, W]`` in the converted network, whatever the order of the axes in the source:
+    ``axes`` are the source's, with ``"1"`` for one that the converted network does without.
+    Flattened maps, ``("N", "CHW")``, stay maps.
     """
 
     kind: str
@@ -57,7 +59,12 @@ class Value:
 
     def place(self, axis: str) -> int:
         """The dimension of an axis in the converted network."""
-        return [a for a in "NCHW" if a in "".join(self.axes)].index(axis)
+        return self.layout.index(axis)
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """The axes in the converted network."""
+        return tuple(a for a in "NPCHW" if a in "".join(self.axes))
 
 
 OTHER = Value("other")
@@ -70,7 +77,6 @@ class Row:
     name: str
     source: str
     became: str | Callable[[nn.Module], str]
-    fit: float | None = None
 
 
 @dataclass
@@ -140,6 +146,8 @@ class Plan:
     heads: set[fx.Node] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     blanks: dict[tuple[Any, ...], nn.Module] = field(default_factory=dict)
+    in_training: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """What each node is when the source is trained, where that is the same graph."""
 
     # What rules ask
 
@@ -171,18 +179,19 @@ class Plan:
     def copy(self, node: fx.Node, value: Value) -> Value:
         """Let a node be what it is in the source, with a module as it is."""
         if node.op == "call_module":
-            self.keep(str(node.target), node)
+            self.keep(node)
         return self.emit(node, value, lambda e: e.copy(node))
 
-    def keep(self, name: str, node: fx.Node | None = None) -> None:
+    def keep(self, node: fx.Node, became: str = "as it is") -> None:
         """Take a module of the source as it is."""
+        name = str(node.target)
         source = self.trace.modules[name]
         part = self.parts.get(name)
         if part is None:
             part = Part(name, lambda sizes, where: copy.deepcopy(source), source, kept=True)
             self.parts[name] = part
-        if node is not None:
-            part.positions += positions_of(node, source)
+            self.rows.append(Row(name, describe(source), became))
+        part.positions += positions_of(node, source)
 
     def add_part(self, part: Part, became: str | None = None) -> str:
         """Add a module to the network, and a line to the report."""
@@ -203,7 +212,7 @@ class Plan:
         name = owner(node)
         if self.strict:
             raise ConversionError(name, reason)
-        self.left.append((name or str(node.target), reason))
+        self.left.append((name or node.name, reason))
         return self.as_in_source(node)
 
     def as_in_source(self, node: fx.Node) -> Value:
@@ -218,8 +227,7 @@ class Plan:
                     width.fix(width.channels)
                 readers[read] = self.pooled(read, value, owner(node) or node.name)
         if node.op == "call_module":
-            self.keep(str(node.target), node)
-            self.rows.append(Row(str(node.target), describe(self.module(node)), "left alone"))
+            self.keep(node, "left alone")
 
         def step(e: Emission) -> fx.Node:
             here = {read: reader(e) for read, reader in readers.items()}
@@ -234,8 +242,10 @@ class Plan:
 
     def pooled(self, node: fx.Node, value: Value, beside: str) -> Step:
         """A step that pools a node over orientations and gives it the source's axes."""
-        name = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, self.reduce))
         axes = value.axes
+        if "P" in axes or "1" in axes:
+            raise ConversionError(beside, f"it reads group features with axes {axes}")
+        name = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, self.reduce))
 
         def step(e: Emission) -> fx.Node:
             found = e.module(name, e[node])
@@ -243,7 +253,7 @@ class Plan:
                 if axes[1] == "HWC":
                     found = e.method("permute", found, 0, 2, 3, 1)
                 return e.method("flatten", found, 1)
-            if axes != tuple(a for a in "NCHW" if a in axes):
+            if axes != value.layout:
                 found = e.method("permute", found, *(value.place(axis) for axis in axes))
             return found
 

@@ -56,6 +56,20 @@ class Report:
         text += ["", *self.summary()]
         return "\n".join(text)
 
+    def missed(self) -> str | None:
+        """By how much the numbers that should stay do not, where that is more than 2 %."""
+        before, after = {
+            "params": (self.source_parameters, self.parameters),
+            "flops": (self.source_multiply_adds, self.multiply_adds),
+        }.get(self.match, (1, 1))
+        if not before or abs(after / before - 1) <= 0.02:
+            return None
+        what = "parameters" if self.match == "params" else "multiply-adds"
+        return (
+            f"{after / before - 1:+.1%} {what}: widths are whole numbers of fields, and none come "
+            "nearer"
+        )
+
     def summary(self) -> list[str]:
         """The numbers, without the table."""
         lines = [

@@ -13,11 +13,13 @@ from torch import fx
 
 from econv.conversion.plan import Emission, Plan, Value
 from econv.conversion.trace import ConversionError, owner, value_of
+from econv.conversion.widths import join, slice_runs
 
-__all__ = ["FLAT", "IMAGE", "VECTOR", "permute", "reshape"]
+__all__ = ["FLAT", "IMAGE", "PATHS", "VECTOR", "permute", "reshape"]
 
 IMAGE = ("N", "C", "H", "W")
 VECTOR = ("N", "C")
+PATHS = ("N", "P", "C", "H", "W")
 FLAT = (("N", "CHW"), ("N", "HWC"))
 
 
@@ -39,9 +41,13 @@ def reshape(plan: Plan, node: fx.Node) -> Value:
         )
 
     def step(e: Emission) -> fx.Node:
-        if value.axes != VECTOR and found.axes == VECTOR:
+        if found.layout == PATHS != value.layout:
+            return e.method("unflatten", e[read], 1, (after[1], -1))
+        if value.layout == PATHS != found.layout:
+            return e.method("flatten", e[read], 1, 2)
+        if value.layout == IMAGE and found.layout == VECTOR:
             return e.method("flatten", e[read], 1)
-        if value.axes == VECTOR and found.axes != VECTOR:
+        if value.layout == VECTOR and found.layout == IMAGE:
             return e.method("unsqueeze", e.method("unsqueeze", e[read], 2), 3)
         return e[read]
 
@@ -52,19 +58,40 @@ def _axes_after(value: Value, before: tuple[int, ...], after: tuple[int, ...]) -
     axes = value.axes
     if before == after:
         return value
-    if axes == VECTOR and after == (*before, 1, 1):
-        return replace(value, axes=IMAGE)
-    if axes == VECTOR and after == (before[0], 1, 1, before[1]):
-        return replace(value, axes=("N", "H", "W", "C"))
+    if axes == IMAGE and len(after) == 5:
+        return _divided(value, before, after)
+    if axes == PATHS and after == (before[0], before[1] * before[2], *before[3:]):
+        return replace(value, axes=IMAGE, widths=value.widths * before[1])
+    sizes = dict(zip(axes, before, strict=True))
+    if set(axes) <= {*IMAGE, "1"} and sizes.get("H", 1) == sizes.get("W", 1) == 1:
+        return _of_one_pixel(value, after)
     if set(axes) != set(IMAGE) or axes[0] != "N" or after[0] != before[0] or len(after) != 2:
         return None
-    sizes = dict(zip(axes, before, strict=True))
-    if sizes["H"] == sizes["W"] == 1:
-        return replace(value, axes=VECTOR)
     merged = "".join(axes[1:])
     if ("N", merged) not in FLAT:
         return None
     return replace(value, axes=("N", merged), sides=(sizes["H"], sizes["W"]))
+
+
+def _of_one_pixel(value: Value, after: tuple[int, ...]) -> Value | None:
+    """Features without positions, under axes of length one that come and go."""
+    number = value.channels
+    for axes in (VECTOR, ("N", "1", "C"), ("N", "C", "1"), IMAGE, ("N", "H", "W", "C")):
+        sizes = tuple(number if axis == "C" else 1 for axis in axes[1:])
+        if after[1:] == sizes:
+            return replace(value, axes=axes)
+    return None
+
+
+def _divided(value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value | None:
+    """Channels as stacked paths of equally many."""
+    paths, channels = after[1:3]
+    if after != (before[0], paths, channels, *before[2:]) or paths * channels != before[1]:
+        return None
+    rows = [slice_runs(value.widths, i * channels, (i + 1) * channels)[1] for i in range(paths)]
+    for row in rows[1:]:
+        join(rows[0], row)
+    return replace(value, axes=PATHS, widths=tuple(rows[0]))
 
 
 def _of_image(

@@ -9,13 +9,31 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
-__all__ = ["ConversionError", "Trace", "owner", "trace", "value_of"]
+from econv.plain import traced_factories
+
+__all__ = [
+    "Answer",
+    "ConversionError",
+    "Trace",
+    "calls_of",
+    "live_nodes",
+    "name_of",
+    "owner",
+    "trace",
+    "value_of",
+]
 
 
 class ConversionError(ValueError):
@@ -27,25 +45,61 @@ class ConversionError(ValueError):
         self.reason = reason
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What the source's code was told about a size, and went on with."""
+
+    node: fx.Node
+    value: Any
+    place: tuple[str, int]
+    """The file and line that asked."""
+
+    @property
+    def tensors(self) -> frozenset[fx.Node]:
+        """The tensors whose sizes were asked for."""
+        return _measured(self.node)
+
+    @property
+    def compares(self) -> bool:
+        """Whether the question was if sizes of different tensors agree."""
+        asked = self.node.op == "call_function" and self.node.target in (operator.eq, operator.ne)
+        return asked and len(self.tensors) > 1
+
+    @property
+    def agree(self) -> bool:
+        """Whether the compared sizes are the same."""
+        return bool(self.value) == (self.node.target is operator.eq)
+
+
 class Trace:
     """The graph of a source network, and what its tracing took for granted."""
 
     def __init__(
         self,
         graph: fx.Graph,
-        modules: dict[str, nn.Module],
-        fixed: list[str],
+        model: nn.Module,
+        answers: list[Answer],
         arguments: list[inspect.Parameter],
+        constants: dict[str, Tensor],
     ) -> None:
         self.graph = graph
-        self.modules = modules
-        self.fixed = fixed
+        self.model = model
+        self.modules = dict(model.named_modules())
+        self.answers = answers
+        self.constants = constants
+        """Tensors that the source's code makes of numbers."""
+        self.training: Trace | str = "it was not traced"
+        """The graph in training, or why there is none."""
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.signature: dict[fx.Node, tuple[str, Any]] = {
             node: (argument.name, argument.default)
             for node, argument in zip(inputs, arguments, strict=True)
         }
         """The name and the default (or ``inspect.Parameter.empty``) of every argument."""
+
+    def attribute(self, name: str) -> Any:
+        """A parameter, buffer or constant of the source, with its numbers."""
+        return self.constants[name] if name in self.constants else _attribute(self.model, name)
 
 
 def value_of(node: fx.Node) -> Any:
@@ -58,25 +112,213 @@ def owner(node: fx.Node) -> str:
     return str(node.target) if node.op == "call_module" else str(node.meta.get("owner", ""))
 
 
+def name_of(node: fx.Node) -> str:
+    """The plain name of the function or method that a node calls."""
+    target: Any = node.target
+    for name in ("max_pool2d", "adaptive_max_pool2d"):  # dispatchers without a name of their own
+        if target is getattr(functional, name) or target is getattr(torch, name, None):
+            return name
+    return str(target if isinstance(target, str) else target.__name__).strip("_")
+
+
 def trace(model: nn.Module, inputs: tuple[Any, ...], is_leaf: Callable[[nn.Module], bool]) -> Trace:
-    """Trace a network in eval mode on these inputs; modules that are leaves stay whole."""
-    blank = copy.deepcopy(model).to("meta").eval()
-    without_data = tuple(x.detach().to("meta") if isinstance(x, Tensor) else x for x in inputs)
-    tracer = _Tracer(without_data, is_leaf)
+    """Trace a network in eval mode on these inputs; modules that are leaves stay whole.
+
+    ``if x.shape != y.shape: x = pad(x, …)`` is answered as if the sizes differed, wherever that
+    does nothing if they do not: the graph is then the source's on every size.
+    """
     signature = inspect.signature(model.forward)
     names = list(signature.parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in names):
         raise ConversionError("", f"its arguments have no names of their own: {signature}")
     if len(inputs) > len(names):
         raise ValueError(f"expected at most {len(names)} example inputs; got {len(inputs)}")
-    rest = names[len(inputs) :]
-    given = {p.name: p.default for p in rest if p.default is not p.empty}
-    with torch.no_grad():
-        graph = tracer.trace(blank, concrete_args=given)
+    source = _Source(model, names, is_leaf)
+    found = source.trace(inputs)
+    differ = _always_differ(source, inputs, found)
+    if differ:
+        found = source.trace(inputs, differ)
+        found.answers = [answer for answer in found.answers if answer.place not in differ]
+    try:
+        found.training = source.trace(inputs, differ, training=True)
+    except ConversionError as error:
+        found.training = error.reason
+    return found
+
+
+class _Source:
+    """A network that is traced on several sizes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: list[inspect.Parameter],
+        is_leaf: Callable[[nn.Module], bool],
+    ) -> None:
+        self.names = names
+        self.is_leaf = is_leaf
+        self.model = model
+        self.blank = copy.deepcopy(model).to("meta").eval()
+
+    def trace(
+        self,
+        inputs: tuple[Any, ...],
+        differ: frozenset[tuple[str, int]] = frozenset(),
+        training: bool = False,
+    ) -> Trace:
+        """One pass; sizes that are compared at the places of ``differ`` are said to differ."""
+        blank = copy.deepcopy(self.blank)
+        for module in blank.modules():
+            module.training = training and not self.is_leaf(module)
+        without_data = tuple(x.detach().to("meta") if isinstance(x, Tensor) else x for x in inputs)
+        tracer = _Tracer(without_data, self.is_leaf, differ)
+        rest = self.names[len(inputs) :]
+        given = {p.name: p.default for p in rest if p.default is not p.empty}
+        before = set(vars(blank))
+        try:
+            with torch.no_grad(), traced_factories():
+                graph = tracer.trace(blank, concrete_args=given)
+        except ConversionError:
+            raise
+        except Exception as error:  # the source's own code, which may do anything
+            raise ConversionError(
+                tracer.where,
+                f"torch.fx cannot follow it: {type(error).__name__}: {_first_line(error)}",
+            ) from error
+        constants = {n: v for n, v in vars(blank).items() if n not in before}
+        constants |= {n: v for n, v in blank.named_buffers() if n.startswith("_tensor_constant")}
+        for node in graph.nodes:
+            if node.op == "get_attr" and "value" not in node.meta:
+                node.meta["value"] = _without_data(_attribute(blank, str(node.target)))
+        return Trace(
+            graph,
+            self.model,
+            tracer.answers,
+            self.names,
+            {n: v for n, v in constants.items() if isinstance(v, Tensor)},
+        )
+
+
+# Questions about sizes
+
+_RESIZES = {"pad", "interpolate", "upsample", "getitem", "narrow"}
+
+
+def _measured(node: fx.Node) -> frozenset[fx.Node]:
+    """The tensors that a number was read off, as a size or in a computation with sizes."""
+    found: set[fx.Node] = set()
+    stack, seen = [node], {node}
+    while stack:
+        for read in stack.pop().all_input_nodes:
+            if isinstance(value_of(read), Tensor):
+                found.add(read)
+            elif read not in seen:
+                seen.add(read)
+                stack.append(read)
+    return frozenset(found)
+
+
+def _always_differ(
+    source: _Source, inputs: tuple[Any, ...], natural: Trace
+) -> frozenset[tuple[str, int]]:
+    """The places where sizes may be said to differ, because what follows then fits them."""
+    compared = [answer for answer in natural.answers if answer.compares]
+    if not compared:
+        return frozenset()
+    agreeing, like = natural, inputs
+    if not all(answer.agree for answer in compared):  # on sizes that halve well, they would
+        like = tuple(_halved_well(x) for x in inputs)
+        try:
+            agreeing = source.trace(like)
+        except ConversionError:
+            return frozenset()
+    asked = [answer for answer in agreeing.answers if answer.compares]
+    never = {answer.place for answer in asked if not answer.agree}
+    places = [p for p in dict.fromkeys(answer.place for answer in asked) if p not in never]
+
+    def settled(differ: frozenset[tuple[str, int]]) -> bool:
+        try:
+            taken = source.trace(like, differ)
+            here = source.trace(inputs, differ) if like is not inputs else taken
+        except ConversionError:
+            return False
+        answers = [answer for answer in taken.answers if answer.place in differ]
+        alike = _calls(taken.graph, answers) == _calls(agreeing.graph, ())
+        return alike and _calls(here.graph, ()) == _calls(taken.graph, ())
+
+    whole = frozenset(places)
+    if not whole or settled(whole):
+        return whole
+    found: frozenset[tuple[str, int]] = frozenset()
+    for place in places if len(places) > 1 else ():
+        if settled(found | {place}):
+            found |= {place}
+    return found
+
+
+def _halved_well(x: Any) -> Any:
+    if not isinstance(x, Tensor) or x.ndim != 4:
+        return x
+    return torch.empty(*x.shape[:2], *(-(-n // 64) * 64 for n in x.shape[2:]), device="meta").to(
+        x.dtype
+    )
+
+
+def live_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that the output depends on, and those that change something."""
+    stack = [node for node in graph.nodes if node.op == "output" or _changes_something(node)]
+    found = set(stack)
+    while stack:
+        for read in stack.pop().all_input_nodes:
+            if read not in found:
+                found.add(read)
+                stack.append(read)
+    return [node for node in graph.nodes if node in found or node.op == "placeholder"]
+
+
+def _changes_something(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    return node.op == "call_function" and ("assert" in name_of(node) or name_of(node) == "setitem")
+
+
+def _calls(graph: fx.Graph, answers: Sequence[Answer]) -> list[Any]:
+    """What a graph computes, as a list to compare; resizing that answers led to and that changes
+    no size is left out, and with it the sizes that only it reads.
+    """
+    same = {}
     for node in graph.nodes:
-        if node.op == "get_attr" and "value" not in node.meta:
-            node.meta["value"] = _attribute(blank, str(node.target))
-    return Trace(graph, dict(model.named_modules()), tracer.fixed, names)
+        read: Any = node.args[0] if node.args else None
+        if (
+            node.op in ("call_function", "call_method")
+            and name_of(node) in _RESIZES
+            and isinstance(read, fx.Node)
+            and isinstance(value_of(read), Tensor)
+            and isinstance(value_of(node), Tensor)
+            and value_of(read).shape == value_of(node).shape
+        ):
+            sizes = frozenset().union(*(_measured(n) for n in node.all_input_nodes if n != read))
+            if sizes and any(sizes <= answer.tensors for answer in answers):
+                same[node] = read
+    kept = fx.Graph()
+    copied: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        copied[node] = (
+            copied[same[node]] if node in same else kept.node_copy(node, lambda n: copied[n])
+        )
+    return calls_of(live_nodes(kept))
+
+
+def calls_of(nodes: list[fx.Node], apart_from: frozenset[str] = frozenset()) -> list[Any]:
+    """Nodes as a list to compare; the arguments of some functions after the first are left out."""
+    place = {node: f"%{number}" for number, node in enumerate(nodes)}
+    found: list[Any] = []
+    for node in nodes:
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: place.get(n, "%"))
+        if node.op in ("call_function", "call_method") and name_of(node) in apart_from:
+            args = (args[0][:1], {})
+        found.append((node.op, node.target, repr(args)))
+    return found
 
 
 class _Proxy(fx.Proxy):
@@ -111,11 +353,23 @@ class _Proxy(fx.Proxy):
     def __float__(self) -> float:
         return float(self._fixed())
 
+    def __floor__(self) -> Any:
+        return self._whole(math.floor)
+
+    def __ceil__(self) -> Any:
+        return self._whole(math.ceil)
+
+    def __trunc__(self) -> Any:
+        return self._whole(math.trunc)
+
+    def _whole(self, function: Callable[..., Any]) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self,), {})
+
     def _fixed(self) -> Any:
         value = self._value
         if isinstance(value, Tensor):
             raise ConversionError(owner(self.node), "it computes with the numbers in a tensor")
-        self.tracer.fix(self.node, value)  # type: ignore[attr-defined]
+        self.tracer.answered(self.node, value)  # type: ignore[attr-defined]
         return value
 
 
@@ -130,18 +384,32 @@ class _Method:
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, inputs: tuple[Any, ...], is_leaf: Callable[[nn.Module], bool]) -> None:
-        super().__init__()
+    proxy_buffer_attributes = True
+
+    def __init__(
+        self,
+        inputs: tuple[Any, ...],
+        is_leaf: Callable[[nn.Module], bool],
+        differ: frozenset[tuple[str, int]],
+    ) -> None:
+        # Without torch.fx's patches of `math`: what is imported during the pass would keep them.
+        super().__init__(autowrap_modules=())  # type: ignore[arg-type]
         self.inputs: Iterator[Any] = iter(inputs)
         self.is_leaf = is_leaf
+        self.differ = differ
         self.path: list[str] = []
-        self.fixed: list[str] = []
+        self.answers: list[Answer] = []
         self.running = False
+        self.where = ""
+        """The module that the pass is in, or was in when it stopped."""
 
-    def fix(self, node: fx.Node, value: Any) -> None:
-        note = f"{owner(node) or 'the network'}: {node.name} is {value!r} for every size"
-        if note not in self.fixed:
-            self.fixed.append(note)
+    def answered(self, node: fx.Node, value: Any) -> Any:
+        """Remember what the source's code was told; what it is told may be settled beforehand."""
+        answer = Answer(node, value, _asking())
+        if answer.place in self.differ and answer.compares:
+            answer = replace(answer, value=node.target is operator.ne)
+        self.answers.append(answer)
+        return answer.value
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self.is_leaf(m)
@@ -156,10 +424,13 @@ class _Tracer(fx.Tracer):
         if self.running:  # tracing patches every module, also those that run to be seen
             return forward(*args, **kwargs)
         self.path.append(self.path_of_module(m))
+        self.where = self.path[-1]
         try:
-            return super().call_module(m, forward, args, kwargs)
+            found = super().call_module(m, forward, args, kwargs)
         finally:
             self.path.pop()
+        self.where = self._here()
+        return found
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if self.running:
@@ -175,8 +446,7 @@ class _Tracer(fx.Tracer):
             raise ConversionError(
                 owner(obj.node) or self._here(), "its course depends on the numbers in a tensor"
             )
-        self.fix(obj.node, bool(value))
-        return bool(value)
+        return bool(self.answered(obj.node, bool(value)))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         items: Any = obj
@@ -204,16 +474,22 @@ class _Tracer(fx.Tracer):
         self.running = True
         try:
             if node.op == "get_attr":
-                return _attribute(self.root, target)
-            if node.op == "call_module":
-                return self.root.get_submodule(target)(*args, **kwargs)
-            if node.op == "call_method":
-                return getattr(args[0], target)(*args[1:], **kwargs)
-            return target(*args, **kwargs)
+                return _without_data(_attribute(self.root, target))
+            with torch.device("meta"), traced_factories(follow=False):
+                if node.op == "call_module":
+                    return self.root.get_submodule(target)(*args, **kwargs)
+                if node.op == "call_method":
+                    return getattr(args[0], target)(*args[1:], **kwargs)
+                return target(*args, **kwargs)
+        except NotImplementedError as error:  # of tensors without data
+            raise ConversionError(
+                owner(node) or self._here(), f"it asks for the numbers in a tensor: {error}"
+            ) from error
         except Exception as error:
             raise ConversionError(
                 owner(node) or self._here(),
-                f"it does not run on the example input: {type(error).__name__}: {error}",
+                "it does not run on the example input: "
+                f"{type(error).__name__}: {_first_line(error)}",
             ) from error
         finally:
             self.running = False
@@ -224,3 +500,20 @@ def _attribute(root: nn.Module, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _without_data(value: Any) -> Any:
+    return value.detach().to("meta") if isinstance(value, Tensor) else value
+
+
+def _asking() -> tuple[str, int]:
+    """The file and line of the source's code that is running."""
+    inside = (str(Path(fx.__file__).parent), str(Path(__file__).parent))
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

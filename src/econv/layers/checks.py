@@ -81,3 +81,9 @@ def check_multiple(x: Tensor, group: Group, ranks: tuple[int, ...] = (4,)) -> No
             f"expected channels in multiples of {group.order}, the order of {group.name}; "
             f"got {x.shape[1]}: {tuple(x.shape)}"
         )
+
+
+def expect(condition: Any, message: str) -> None:
+    """Stop where a condition on sizes does not hold; a traced graph is for sizes where it does."""
+    if not condition:
+        raise ValueError(message)

@@ -18,6 +18,8 @@ __all__ = [
     "CentredMaxPool2d",
     "Downsample2d",
     "Enlarge2d",
+    "NearestResize2d",
+    "Recentre2d",
     "Upsample2d",
     "recentre",
     "window_count",
@@ -213,6 +215,67 @@ def _recentre_axis(x: Tensor, dim: int, size: int, fill: float) -> Tensor:
     inside = ((before >= 0) & (after < whole)).reshape(-1, *[1] * (3 - dim))
     pairs = [x.index_select(dim, index.clamp(0, whole - 1)) for index in (before, after)]
     return torch.where(inside, (pairs[0] + pairs[1]) / 2, fill)
+
+
+class Recentre2d(nn.Module):
+    """Pads and crops to a size about the centre, on every size: :func:`recentre` as a layer.
+
+    Padding of one pixel more on one side of an image than on the other does not turn with it; half
+    a pixel more on both sides does.
+
+    >>> Recentre2d()(torch.randn(1, 3, 8, 8), 9, 7).shape[2:]
+    torch.Size([9, 7])
+    """
+
+    input_kind = "scalar"
+    output_kind = "scalar"
+
+    def __init__(self, fill: float = 0.0) -> None:
+        super().__init__()
+        self.fill = float(fill)
+
+    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
+        """The ``height`` × ``width`` points about the centre of ``[batch, channels, …]``."""
+        check_rank(x)
+        return recentre(x, height, width, self.fill)
+
+    def extra_repr(self) -> str:
+        return f"fill={self.fill:g}"
+
+
+class NearestResize2d(nn.Module):
+    """Takes the nearest pixel, to any size, and commutes with quarter turns and flips on all.
+
+    `interpolate(mode="nearest")` takes the pixel to the left of a point where the new size is no
+    multiple of the old one. Here it is the one whose centre is nearest, and the mean of two where
+    two are equally near; on multiples the result is torch's.
+
+    >>> NearestResize2d()(torch.arange(2.0).expand(1, 1, 2, 2), 1, 3)[0, 0].tolist()
+    [[0.0, 0.5, 1.0]]
+    """
+
+    input_kind = "scalar"
+    output_kind = "scalar"
+
+    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
+        """Resize ``[batch, channels, …]`` to ``height`` × ``width``."""
+        check_rank(x)
+        resized = nearest_pixels(x, height, width)
+        return resized.contiguous(memory_format=dense.memory_format(x))
+
+
+def nearest_pixels(x: Tensor, height: int, width: int) -> Tensor:
+    """What :class:`NearestResize2d` computes, in operations that any tracer can follow."""
+    return _nearest_axis(_nearest_axis(x, 2, height), 3, width)
+
+
+def _nearest_axis(x: Tensor, dim: int, size: int) -> Tensor:
+    whole = x.shape[dim]
+    place = torch.arange(size, device=x.device)
+    # In halves of pixels, so that numbers stay whole: seen from both ends, which agree but on ties.
+    before = ((2 * place + 1) * whole) // (2 * size)
+    after = whole - 1 - ((2 * (size - 1 - place) + 1) * whole) // (2 * size)
+    return (x.index_select(dim, before) + x.index_select(dim, after)) / 2
 
 
 def _symbolic(*sizes: object) -> bool:

@@ -1,0 +1,256 @@
+"""Padding, cropping and resizing: symmetric about the centre on every size."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from torch import fx, nn
+from torch.nn import functional
+
+from econv.conversion.plan import Emission, Part, Plan, Value, describe
+from econv.conversion.shapes import IMAGE
+from econv.conversion.trace import ConversionError, owner, value_of
+from econv.conversion.widths import Width
+from econv.layers import NearestResize2d, Recentre2d
+
+__all__ = ["PADS", "Resizing", "adaptive_size", "check_map", "crop", "equal", "pad", "resize"]
+
+
+def equal(pair: Any, what: str) -> Any:
+    """The number that rows and columns share."""
+    both = tuple(pair) if isinstance(pair, tuple | list) else (pair, pair)
+    if len(both) == 1:
+        both = both * 2
+    if len(both) != 2 or both[0] != both[1]:
+        raise ConversionError("", f"{what}: a quarter turn would exchange {both}")
+    return both[0]
+
+
+def check_map(value: Value) -> None:
+    """Whether a value is a map of the usual layout."""
+    if value.axes != IMAGE:
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+
+
+def adaptive_size(plan: Plan, node: fx.Node, size: Any) -> Value:
+    """Pooling to a size, which must be the same along both sides."""
+    value = plan.value(node.args[0])
+    check_map(value)
+    _check_size(node, size, "its output sizes are unequal")
+    return plan.copy(node, value)
+
+
+def _check_size(node: fx.Node, size: Any, what: str) -> None:
+    """Sizes that are numbers must be equal; sizes read off a map turn with it."""
+    both = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    follow = [isinstance(n, fx.Node) for n in both]
+    if not any(follow):
+        equal(size, what)
+    elif not all(follow):
+        raise ConversionError("", f"{what}: only one of them follows the image")
+    read: Any = node.args[0]
+    height, width = value_of(read).shape[2:]
+    new = tuple(value_of(node).shape[2:])
+    if height == width and new[0] != new[1]:
+        raise ConversionError("", f"{what}: a quarter turn would exchange {new}")
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """The arguments of an interpolation."""
+
+    size: Any = None
+    factor: Any = None
+    mode: str = "nearest"
+    align_corners: bool | None = None
+    antialias: bool = False
+
+
+def resize(plan: Plan, node: fx.Node, given: Resizing) -> Value:
+    """An interpolation that commutes with quarter turns on every size.
+
+    A whole factor does so as it is. Any other leaves a rest that torch puts to one side: there the
+    size is computed and given instead.
+    """
+    value = plan.value(node.args[0])
+    check_map(value)
+    read: Any = node.args[0]
+    factor: Any = None
+    if given.size is not None:
+        _check_size(node, given.size, "its sizes are unequal")
+    else:
+        factor = equal(fx.node.map_arg(given.factor, value_of), "its factors are unequal")
+        if float(factor).is_integer():
+            return plan.copy(node, value)
+    nearest = given.mode.startswith("nearest")
+    if given.size is not None and not nearest:
+        return plan.copy(node, value)
+    if nearest:
+        plan.notes.append(
+            f"{owner(node) or node.name}: where two pixels are equally near, it takes their mean"
+        )
+        name = _in_its_place(plan, node, NearestResize2d)
+    ratio = None if factor is None else Fraction(float(factor)).limit_denominator(1000)
+
+    def step(e: Emission) -> fx.Node:
+        x = e[read]
+        if ratio is not None:
+            scaled = [
+                e.function(operator.mul, e.method("size", x, axis), ratio.numerator)
+                for axis in (2, 3)
+            ]
+            sides = [e.function(operator.floordiv, n, ratio.denominator) for n in scaled]
+        else:
+            sides = _two(e, given.size)
+        if nearest:
+            return e.module(name, x, *sides)
+        options: dict[str, Any] = {"mode": given.mode}
+        if given.align_corners is not None:
+            options["align_corners"] = given.align_corners
+        if given.antialias:
+            options["antialias"] = True
+        return e.function(functional.interpolate, x, sides, **options)
+
+    return plan.emit(node, value, step)
+
+
+def _two(e: Emission, size: Any) -> list[Any]:
+    """Height and width, of a size given as one number, two, or a shape."""
+    if isinstance(size, fx.Node) and not isinstance(value_of(size), int):
+        return [e.function(operator.getitem, e[size], i) for i in (0, 1)]
+    both = e.args(size if isinstance(size, tuple | list) else (size, size))
+    return [both[0], both[-1]]
+
+
+def _in_its_place(plan: Plan, node: fx.Node, make: Callable[[], nn.Module]) -> str:
+    """A module without parameters, under the name of the source's if it has one."""
+    if node.op != "call_module":
+        return plan.insert(owner(node), node.name, make)
+    name = str(node.target)
+    if name not in plan.parts:
+        part = Part(name, lambda sizes, where: make(), plan.module(node))
+        plan.add_part(part, describe(make()))
+    return name
+
+
+def pad(plan: Plan, node: fx.Node, amounts: Any, mode: str, fill: Any) -> Value:
+    """Padding of pixels, about the centre, or of channels."""
+    read: Any = node.args[0]
+    value = plan.value(read)
+    check_map(value)
+    known = [int(n) for n in fx.node.map_arg(amounts, value_of)]
+    sides = [*known[:4], *[0] * (4 - len(known[:4]))]
+    follows_size = bool(set(node.all_input_nodes) - {read})  # and so turns with the image
+    totals = sides[0] + sides[1], sides[2] + sides[3]
+    uneven = max(abs(sides[0] - sides[1]), abs(sides[2] - sides[3])) > 1
+    if uneven or (totals[0] != totals[1] and not follows_size):
+        raise ConversionError("", f"it pads the sides of an image differently: {sides}")
+    same = not follows_size and sides[0] == sides[1] and sides[2] == sides[3]
+    if len(known) == 4 and same:
+        return plan.copy(node, value)
+    if len(known) == 4 and mode == "constant":
+
+        def sizes(e: Emission) -> list[Any]:
+            left, right, top, bottom = (
+                [e.function(operator.getitem, e[amounts], i) for i in range(4)]
+                if isinstance(amounts, fx.Node)
+                else e.args(amounts)
+            )
+            return [
+                _sum(e, e.method("size", e[read], 2), top, bottom),
+                _sum(e, e.method("size", e[read], 3), left, right),
+            ]
+
+        return _about_centre(plan, node, value, sizes, float(fill or 0.0))
+    channels = [*known[4:], 0, 0][:2]
+    if not same or any(sides) or len(known) > 6 or min(channels) < 0:
+        raise ConversionError("", f"it pads by {known}, with mode {mode!r}")
+    if value.kind == "image":
+        return plan.copy(node, value)
+    name = owner(node) or node.name
+    before = (Width(channels[0], name),) if channels[0] else ()
+    after = (Width(channels[1], name),) if channels[1] else ()
+
+    def step(e: Emission) -> fx.Node:
+        order = e.plan.group.order
+        each = [e.sizes.fields(widths) * order for widths in (before, after)]
+        return e.function(functional.pad, e[read], (0, 0, 0, 0, *each), value=fill or 0)
+
+    return plan.emit(node, replace(value, widths=(*before, *value.widths, *after)), step)
+
+
+def _sum(e: Emission, first: Any, *others: Any) -> Any:
+    for other in others:
+        first = e.function(operator.add, first, other)
+    return first
+
+
+def _about_centre(plan: Plan, node: fx.Node, value: Value, sizes: Any, fill: float = 0.0) -> Value:
+    read: Any = node.args[0]
+    name = _in_its_place(plan, node, lambda: Recentre2d(fill))
+    return plan.emit(node, value, lambda e: e.module(name, e[read], *sizes(e)))
+
+
+def crop(plan: Plan, node: fx.Node, value: Value, rows: slice, columns: slice) -> Value:
+    """A part of a map about its centre; ``rows`` and ``columns`` are the source's, with nodes."""
+    read: Any = node.args[0]
+    shape = value_of(read).shape[2:]
+    ends = []
+    for given, size in zip((rows, columns), shape, strict=True):
+        start, stop, step = fx.node.map_arg(given, value_of).indices(size)
+        if step != 1 or abs(start - (size - stop)) > 1:
+            raise ConversionError("", f"it crops an image to one side: {node.args[1]}")
+        ends.append((start, stop))
+    fixed = not any(
+        isinstance(edge, fx.Node) for given in (rows, columns) for edge in (given.start, given.stop)
+    )
+    if fixed and (rows.start, rows.stop) != (columns.start, columns.stop):
+        raise ConversionError("", f"it takes rows and columns differently: {node.args[1]}")
+    if fixed and _same_at_both_ends(rows):
+        return plan.copy(node, value)
+
+    def sizes(e: Emission) -> list[Any]:
+        return [_length(e, e[read], axis, e.args(g)) for axis, g in ((2, rows), (3, columns))]
+
+    return _about_centre(plan, node, value, sizes)
+
+
+def _same_at_both_ends(given: slice) -> bool:
+    start, stop = given.start or 0, given.stop
+    return (start == 0 and stop is None) or (isinstance(stop, int) and stop < 0 and start == -stop)
+
+
+def _length(e: Emission, x: fx.Node, axis: int, given: slice) -> Any:
+    """How many pixels a slice takes."""
+    start, stop = given.start, given.stop
+    size = e.method("size", x, axis)
+    if stop is None:
+        stop = size
+    elif isinstance(stop, int) and stop < 0:
+        stop = e.function(operator.add, size, stop)
+    if isinstance(start, int) and start < 0:
+        start = e.function(operator.add, size, start)
+    return stop if start in (None, 0) else e.function(operator.sub, stop, start)
+
+
+_PADS: tuple[type[nn.Module], ...] = (
+    nn.ConstantPad2d,
+    nn.ZeroPad2d,
+    nn.ReflectionPad2d,
+    nn.ReplicationPad2d,
+    nn.CircularPad2d,
+)
+
+
+def pad_module(plan: Plan, node: fx.Node, module: Any) -> Value:
+    """A module that pads."""
+    constant = isinstance(module, nn.ConstantPad2d | nn.ZeroPad2d)
+    mode = "constant" if constant else type(module).__name__
+    return pad(plan, node, list(module.padding), mode, getattr(module, "value", 0.0))
+
+
+PADS = dict.fromkeys(_PADS, pad_module)
