@@ -36,7 +36,7 @@ from econv import (
     reference,
     restrict,
 )
-from econv.layers import Enlarge2d, recentre
+from econv.layers import Enlarge2d, NearestResize2d, Recentre2d, recentre
 from econv.stencils import Gaussian
 from econv.testing import assert_equivariant, equivariance_error, transform
 
@@ -970,6 +970,8 @@ class EveryLayer(nn.Module):
         self.slope = GroupPReLU2d(2, "p4")
         self.scale = FieldParameter(2, "p4", initial=0.5)
         self.enlarge = Enlarge2d(3, excess=-1)
+        self.resize = NearestResize2d()
+        self.recentre = Recentre2d()
 
     def forward(self, x):
         full = torch.relu(self.norm(self.lift(x))) + self.spread(torch.cat([x, x], dim=1))
@@ -981,7 +983,10 @@ class EveryLayer(nn.Module):
         images = self.pool(self.restrict(self.dropout(full)))
         sampled = self.third(full), self.rounded(full), self.strided(full), self.even(full)
         larger = self.up(half), self.tripled(full), self.enlarge(half)
-        return images, self.vector(full), *larger, *sampled
+        framed = self.recentre(
+            self.resize(half, x.shape[2], x.shape[3]), x.shape[2] + 1, x.shape[3] + 2
+        )
+        return images, self.vector(full), *larger, *sampled, framed
 
 
 def test_export_keeps_height_and_width_dynamic():
