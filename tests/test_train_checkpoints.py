@@ -167,6 +167,40 @@ def test_a_finished_run_is_not_trained_again_unless_asked(
     assert outcome(start(tmp_path)) == outcome(first)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"data": None, "source": "/nowhere"},
+        {"data": None},
+        {"precision": "float16"},
+        {"recipe": changed(batch_size=16, model="convnet9")},
+    ],
+)
+def test_a_fresh_start_with_wrong_input_keeps_what_is_there(
+    tmp_path: Path, wrong: dict[str, object]
+) -> None:
+    start(tmp_path)
+    before = {p: p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()}
+    assert sorted(path.name for path in before) == ["0.json", "model.safetensors"]
+    with pytest.raises(ValueError, match="expected"):
+        start(tmp_path, resume=False, **wrong)
+    assert {p: p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()} == before
+
+
+def test_an_interrupted_fresh_start_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start(tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 10, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path, resume=False)
+    assert not (tmp_path / "records" / "tiny" / "0.json").exists()
+    again = start(tmp_path)
+    assert again.finished >= first.finished
+    assert outcome(again) == outcome(first)
+
+
 @pytest.mark.parametrize("poison", ["loss", "weights"])
 def test_no_number_stops_the_run_names_the_step_and_keeps_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poison: str

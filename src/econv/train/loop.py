@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
@@ -67,13 +68,19 @@ class Loop:
         }
         self.best: dict[str, Tensor] = {}
 
-    def train(self, saved: Saved | None, started: float) -> Record:
+    def train(
+        self, saved: Saved | None, started: float, ready: Callable[[], None] | None = None
+    ) -> Record:
+        """Train to the end; ``ready`` is called before the first step, when all is set up."""
         if saved is not None:
             self.told.update(saved.told)
         with self.say:
             while True:
                 trainer = self._trainer(saved)
                 saved = None
+                if ready is not None:
+                    ready()
+                    ready = None
                 now = time.perf_counter()
                 self.told["setup_seconds"] += now - started
                 started = now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def run(
     engine: str | None = None,
     precision: str | None = None,
     channels_last: bool | None = None,
+    when_ready: Callable[[], None] | None = None,
 ) -> Record:
     """Train a recipe to its end, write the record and return it.
 
@@ -63,6 +65,8 @@ def run(
         precision: ``"float64"``, ``"float32"``, ``"tf32"`` or ``"bfloat16"`` for convolutions; by
             default ``"tf32"`` on GPUs and ``"float32"`` elsewhere.
         channels_last: whether images are laid out with channels last; by default with bfloat16.
+        when_ready: called once, when data and network are ready and training begins. What
+            ``resume=False`` replaces is removed then and not before.
     """
     started = time.perf_counter()
     if not 0 <= seed < 2**32:
@@ -73,8 +77,6 @@ def run(
     processes = Processes.join(device)
     how = How.choose(processes, engine, precision, channels_last)
     folder = Path(output) / recipe.name / str(seed)
-    if not resume and processes.first:
-        clear(folder, records_room.path_of(Path(records), recipe.name, seed))
     if data is None:
         data = load(recipe.dataset, root=root, source=source)
     identity = {
@@ -88,6 +90,13 @@ def run(
         return done
     checkpoints = Checkpoints(folder, identity, processes)
     saved = checkpoints.load() if resume else None
+
+    def ready() -> None:
+        if not resume and processes.first:
+            clear(folder, records_room.path_of(Path(records), recipe.name, seed))
+        if when_ready is not None:
+            when_ready()
+
     trained = len(saved.told["history"]) if saved is not None else 0
     events = None
     if tensorboard is not None and processes.first:
@@ -101,7 +110,7 @@ def run(
         loop = Loop(
             recipe, seed, data, how, processes, checkpoints, checkpoint_every, board, progress
         )
-        record = loop.train(saved, started)
+        record = loop.train(saved, started, ready)
         if processes.first:
             records_room.save(record, Path(records))
             checkpoints.remove()
