@@ -126,6 +126,21 @@ def test_a_write_that_fails_leaves_the_old_file(
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_folder_is_tried_without_leaving_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.check_folder(tmp_path)
+    files.check_folder(tmp_path / "new" / "deep")
+    monkeypatch.chdir(tmp_path)
+    files.check_folder("relative")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "lost").symlink_to(tmp_path / "gone" / "away")
+    for wrong in ("file", "file/below", "lost"):
+        with pytest.raises(OSError, match=f"folder that can be written to; got .*{wrong}: "):
+            files.check_folder(tmp_path / wrong)
+
+
 def test_records_are_values() -> None:
     assert record() == record()
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -130,6 +130,17 @@ def test_a_wrong_revision_is_refused_before_training(
         start(tmp_path)
 
 
+@pytest.mark.parametrize("option", ["records", "output"])
+def test_a_place_that_cannot_be_written_to_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    interrupt_at(monkeypatch, 1, AssertionError)
+    with pytest.raises(OSError, match="expected a folder that can be written to; got .*file"):
+        start(tmp_path, **{option: tmp_path / "file" / "below"})
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [("torch.utils.tensorboard", "pip install tensorboard"), ("safetensors.torch", "econv.train")],

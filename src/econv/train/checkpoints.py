@@ -68,19 +68,21 @@ class Checkpoints:
     def load(self) -> Saved | None:
         """The checkpoint, the first process's in all of them; an error if it is of another run."""
         text = content = None
-        problem = b""
-        if self.processes.first and self.path.exists():
+
+        def read() -> None:
+            nonlocal text, content
+            if not self.path.exists():
+                return
             try:
                 text = self.path.read_bytes()
                 content = self._tensors(json.loads(text))
             except (ValueError, KeyError, TypeError, OSError, CheckpointError) as error:
-                problem = (
+                raise CheckpointError(
                     f"the checkpoint in {self.folder} cannot be used: {error}; start anew with "
                     "--fresh, or remove the folder"
-                ).encode()
-        problem = self.processes.share(problem) or b""
-        if problem:
-            raise CheckpointError(problem.decode())
+                ) from None
+
+        self.processes.together(read, CheckpointError)
         text, content = self.processes.share(text), self.processes.share(content)
         if text is None or content is None:
             return None

@@ -70,6 +70,19 @@ class Processes:
         return buffer.cpu().numpy().tobytes()
 
 
+    def together(self, attempt: Callable[[], None], kind: type[Exception]) -> None:
+        """What the first process attempts; where it fails, every process raises that error."""
+        problem = None
+        if self.first:
+            try:
+                attempt()
+            except kind as error:
+                problem = str(error).encode()
+        problem = self.share(problem)
+        if problem is not None:
+            raise kind(problem.decode())
+
+
 @contextmanager
 def watched(processes: Processes, what_is_left: Callable[[], str]) -> Iterator[None]:
     """Says in one sentence that a worker is gone; the backends say it in their own ways."""

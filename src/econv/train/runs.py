@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from econv import files
 from econv import records as records_room
 from econv.data import Dataset, load
 from econv.recipes import Recipe
@@ -77,6 +78,13 @@ def run(
     processes = Processes.join(device)
     how = How.choose(processes, engine, precision, channels_last)
     folder = Path(output) / recipe.name / str(seed)
+    place = records_room.path_of(Path(records), recipe.name, seed)
+
+    def places() -> None:
+        for wanted in (folder, place.parent):
+            files.check_folder(wanted)
+
+    processes.together(places, OSError)  # before hours of training, not after
     if data is None:
         data = load(recipe.dataset, root=root, source=source)
     identity = {
@@ -85,7 +93,7 @@ def run(
         "data_sha256": _fingerprint(data),
         "precision": how.precision,
     }
-    done = _finished(recipe, seed, identity, Path(records), processes) if resume else None
+    done = _finished(identity, place, processes) if resume else None
     if done is not None:
         return done
     checkpoints = Checkpoints(folder, identity, processes)
@@ -93,7 +101,7 @@ def run(
 
     def ready() -> None:
         if not resume and processes.first:
-            clear(folder, records_room.path_of(Path(records), recipe.name, seed))
+            clear(folder, place)
         if when_ready is not None:
             when_ready()
 
@@ -118,11 +126,8 @@ def run(
     return record
 
 
-def _finished(
-    recipe: Recipe, seed: int, identity: dict[str, Any], folder: Path, processes: Processes
-) -> Record | None:
+def _finished(identity: dict[str, Any], path: Path, processes: Processes) -> Record | None:
     """The record that an earlier run left; an error if it is one of something else."""
-    path = records_room.path_of(folder, recipe.name, seed)
     content = path.read_bytes() if processes.first and path.exists() else None
     content = processes.share(content)
     if content is None:
