@@ -86,6 +86,8 @@ def test_wrong_values_are_refused(changes: dict[str, object]) -> None:
     ("edit", "message"),
     [
         (lambda told: told.pop("test_error"), r"missing \['test_error'\]"),
+        (lambda told: told.pop("format"), r"missing \['format'\]"),
+        (lambda told: told.update(unverified="no"), "expected unverified"),
         (lambda told: told.update(more=1), r"unknown \['more'\]"),
         (lambda told: told.update(seconds="1"), "expected seconds"),
         (lambda told: told.update(seed=4), "seed 4: moved or edited"),
@@ -100,6 +102,15 @@ def test_an_edited_file_is_refused_by_name(tmp_path: Path, edit, message: str) -
     with pytest.raises(RecordError, match=message) as caught:
         records.load(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_record_from_before_a_field_says_that_it_is_not_known(tmp_path: Path) -> None:
+    path = records.save(record(unverified=True), tmp_path)
+    assert records.load(path).unverified is True
+    told = json.loads(path.read_text())
+    del told["unverified"]
+    path.write_text(json.dumps(told))
+    assert records.load(path).unverified is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])

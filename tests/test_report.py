@@ -230,6 +230,14 @@ def test_data_are_explained_as_re_created_where_there_are_some() -> None:
     assert report.RECREATED in again
 
 
+def test_unverified_data_are_labelled_and_explained() -> None:
+    assert report.UNVERIFIED not in report.as_markdown(report.rows([made()]))
+    found = [made(seed=s, unverified=True) for s in range(3)]
+    assert row(report.rows(found)).cells()[7] == "mnist_rot, unverified"
+    assert report.UNVERIFIED in report.as_markdown(report.rows(found))
+    assert "mnist_rot, unverified" in report.as_html(report.rows(found))
+
+
 def options(**changes: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     report.add_arguments(parser)

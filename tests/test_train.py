@@ -1,5 +1,6 @@
 """Runs: the record says what happened, the best epoch is selected, the test split read once."""
 
+import dataclasses
 import hashlib
 import subprocess
 import sys
@@ -20,6 +21,7 @@ def test_a_network_learns_and_the_record_says_what_happened(tmp_path: Path) -> N
     assert record.epochs[-1]["loss"] < record.epochs[0]["loss"] / 1.5
     assert records.load(tmp_path / "records" / "tiny" / "0.json") == record
     assert (record.dataset, record.recreated, record.processes) == ("stripes", False, 1)
+    assert record.unverified is False
     assert [e["epoch"] for e in record.epochs] == list(range(1, 13))
     assert record.settings == changed(epochs=12).settings()
     assert record.seconds >= sum(e["seconds"] for e in record.epochs) > 0
@@ -102,6 +104,12 @@ def test_retraining_takes_the_last_epoch_of_training_on_both_splits(tmp_path: Pa
     found, _ = network.predict(data.test)
     expected = hashlib.sha256(found.numpy().tobytes()).hexdigest()
     assert record.predictions_sha256 == expected
+
+
+def test_the_record_says_that_data_are_unverified(tmp_path: Path) -> None:
+    data = dataclasses.replace(stripes(), recreated=True, unverified=True)
+    record = start(tmp_path, changed(epochs=1), data=data)
+    assert (record.recreated, record.unverified) == (True, True)
 
 
 def test_seeds_differ_and_repeat(tmp_path: Path) -> None:

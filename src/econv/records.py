@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import subprocess
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ class Record:
     versions: dict[str, str]
     finished: str
     """When, in UTC."""
+    unverified: bool | None = None
+    """Whether no checksum vouches for the data; None if not known, as in older records."""
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -125,10 +127,13 @@ def parse(content: bytes, path: Path) -> Record:
     except ValueError as error:
         raise RecordError(f"{path} is no record: {error}") from None
     names = {field.name for field in fields(Record)}
-    if not isinstance(told, dict) or set(told) != names:
-        given = set(told) if isinstance(told, dict) else set()
+    # What older records do not have has a value that says so.
+    needed = {f.name for f in fields(Record) if f.default is MISSING} | {"format"}
+    given = set(told) if isinstance(told, dict) else set()
+    if not needed <= given <= names:
         raise RecordError(
-            f"{path} is no record: missing {sorted(names - given)}, unknown {sorted(given - names)}"
+            f"{path} is no record: missing {sorted(needed - given)}, "
+            f"unknown {sorted(given - names)}"
         )
     try:
         record = Record(**told)
@@ -212,6 +217,8 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def _is(value: Any, kind: str) -> bool:
+    if kind.endswith(" | None"):
+        return value is None or _is(value, kind.removesuffix(" | None"))
     if kind == "float":
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and math.isfinite(value)

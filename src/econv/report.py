@@ -79,6 +79,7 @@ NOTE = (
 RECREATED = (
     " Re-created data are made from MNIST as MNIST-rot was; they are not its official images."
 )
+UNVERIFIED = " No checksum vouches for unverified data: they were not checked against official files."
 INCOMPLETE = "incomplete"
 COLOURS = 6
 """Of learning curves; the page's style names them."""
@@ -118,6 +119,7 @@ class Row:
         where = sorted({record.device for record in found})
         labels = sorted({record.dataset for record in found})
         labels += ["re-created"] if self.recreated else []
+        labels += ["unverified"] if any(record.unverified for record in found) else []
         labels += ["retrained on all"] if any(record.retrained for record in found) else []
         labels += [f"{self.outdated} outdated"] if self.outdated else []
         return (
@@ -221,7 +223,11 @@ def as_markdown(found: Sequence[Row]) -> str:
 
 
 def _note(found: Sequence[Row]) -> str:
-    return NOTE + RECREATED * any(row.recreated for row in found)
+    return (
+        NOTE
+        + RECREATED * any(row.recreated for row in found)
+        + UNVERIFIED * any(record.unverified for row in found for record in row.records)
+    )
 
 
 def updated(text: str, found: Sequence[Row]) -> str:
@@ -318,7 +324,8 @@ def _series(
 
 
 def _data(record: Record) -> str:
-    return record.dataset + (", re-created" if record.recreated else "")
+    labels = [record.dataset, *["re-created"] * record.recreated]
+    return ", ".join([*labels, *["unverified"] * bool(record.unverified)])
 
 
 def _all_curves(series: Sequence[_Series]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 from econv.data.digits import digits
@@ -51,7 +52,8 @@ def load(
             to be compared share it.
 
     Every file is checked before it is used; raises :class:`DataError` for one that is missing,
-    damaged or another one.
+    damaged or another one. Where there is no checksum to check, as for single files out of most
+    archives and for most ``.npz``, the data set is ``unverified``, and stderr says so.
     """
     if name not in NAMES:
         raise ValueError(f"unknown data set {name!r}: expected one of {NAMES}")
@@ -62,6 +64,14 @@ def load(
     if name == "digits":
         return digits(place, seed)
     if name == "mnist_rot_recreated":
-        return recreated(folder, place, download, seed)
-    arrays, says_recreated = published(name, folder, place, download)
-    return divided(name, arrays, says_recreated, seed)
+        found = recreated(folder, place, download, seed)
+    else:
+        found = divided(name, published(name, folder, place, download), seed)
+    if found.unverified and int(os.environ.get("RANK", "0")) == 0:
+        _say_once(f"{name} from {place or folder}: unverified, no checksum vouches for these files")
+    return found
+
+
+@lru_cache
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -91,7 +91,8 @@ def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> No
         channels_last=options.channels_last,
     )
     if int(os.environ.get("RANK", "0")) == 0:
-        label = " (re-created)" if record.recreated else ""
+        labels = ["re-created"] * record.recreated + ["unverified"] * bool(record.unverified)
+        label = f" ({', '.join(labels)})" if labels else ""
         print(
             f"{record.recipe} seed {seed}: test error {record.test_error:.2f} %, validation error "
             f"{record.validation_error:.2f} % on {record.dataset}{label}, {record.parameters:,} "

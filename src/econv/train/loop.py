@@ -41,7 +41,6 @@ class Loop:
         progress: bool,
     ) -> None:
         self.recipe, self.seed, self.how, self.processes = recipe, seed, how, processes
-        self.recreated = data.recreated
         self.data = data.to(how.device)
         self.checkpoints, self.checkpoint_every = checkpoints, checkpoint_every
         self.board = board
@@ -201,7 +200,7 @@ class Loop:
             recipe=self.recipe.name,
             seed=self.seed,
             dataset=self.data.name,
-            recreated=self.recreated,
+            recreated=self.data.recreated,
             parameters=sum(p.numel() for p in trainer.model.parameters()),
             validation_error=best["validation_error"],
             test_error=error,
@@ -221,6 +220,7 @@ class Loop:
             source_sha256=records.source_hash(),
             versions=records.versions(),
             finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            unverified=self.data.unverified,
         )
         self.say.finished(record)
         return record
