@@ -74,6 +74,8 @@ def test_all_records_are_found_in_order(tmp_path: Path) -> None:
         {"epochs": {}},
         {"epochs": [{"loss": 1.0}]},
         {"versions": []},
+        {"shared": 0},
+        {"shared": True},
         {"format": 2},
     ],
 )

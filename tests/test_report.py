@@ -238,6 +238,29 @@ def test_unverified_data_are_labelled_and_explained() -> None:
     assert "mnist_rot, unverified" in report.as_html(report.rows(found))
 
 
+def test_seconds_of_runs_that_shared_a_device_are_not_shown() -> None:
+    found = [made(seed=s, seconds=77.7, shared=n) for s, n in enumerate((1, 3, None))]
+    others = {"x": [made("x", seconds=77.7, shared=2)]}
+    rows = report.rows(found)
+    assert row(rows).cells()[6] == "† (cpu, 2 threads)"
+    for text in (report.as_text(rows), report.as_markdown(rows), report.as_text([], others)):
+        assert "77.7" not in text
+        assert "".join(text.split()).count("".join(report.SHARED.split())) == 1
+    assert "77.7†" in report.as_html(rows)
+    for shared in (1, None):
+        alone = report.rows([made(seed=s, shared=shared) for s in range(3)])
+        assert row(alone).cells()[6] == "20.5 (cpu, 2 threads)"
+        assert "†" not in report.as_text(alone) + report.as_markdown(alone)
+
+
+def test_the_note_says_which_epoch_is_tested_and_is_everywhere() -> None:
+    found = report.rows([made()])
+    for text in (report.as_text(found), report.as_markdown(found), report.as_html(found)):
+        words = " ".join(text.split())
+        assert "sample standard deviation (n − 1)" in words
+        assert f"{report.RETRAINED}, of the last epoch of a second training" in words
+
+
 def options(**changes: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     report.add_arguments(parser)

@@ -112,6 +112,23 @@ def test_the_record_says_that_data_are_unverified(tmp_path: Path) -> None:
     assert (record.recreated, record.unverified) == (True, True)
 
 
+def test_the_record_says_how_many_runs_shared_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = changed(epochs=1)
+    monkeypatch.delenv("ECONV_SHARED", raising=False)
+    assert start(tmp_path / "a", short).shared is None
+    monkeypatch.setenv("ECONV_SHARED", "3")
+    assert start(tmp_path / "b", short).shared == 3
+    assert start(tmp_path / "c", short, shared=1).shared == 1
+    with pytest.raises(ValueError, match="expected shared as the number of runs, 1 or more; got 0"):
+        start(tmp_path / "d", short, shared=0)
+    for wrong in ("0", "-1", "many"):
+        monkeypatch.setenv("ECONV_SHARED", wrong)
+        with pytest.raises(ValueError, match=f"expected ECONV_SHARED .*; got '{wrong}'"):
+            start(tmp_path / "d", short)
+
+
 def test_seeds_differ_and_repeat(tmp_path: Path) -> None:
     first, again, other = (start(tmp_path / n, seed=s) for n, s in (("a", 0), ("b", 0), ("c", 1)))
     assert outcome(first) == outcome(again)

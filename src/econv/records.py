@@ -84,6 +84,8 @@ class Record:
     """When, in UTC."""
     unverified: bool | None = None
     """Whether no checksum vouches for the data; None if not known, as in older records."""
+    shared: int | None = None
+    """How many runs shared the device, this one among them; None if not known."""
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -94,6 +96,8 @@ class Record:
                 raise RecordError(f"expected {field.name} as {kind}; got {value!r}")
         if self.format != FORMAT:
             raise RecordError(f"expected format {FORMAT}; got {self.format}")
+        if self.shared is not None and self.shared < 1:
+            raise RecordError(f"expected shared of at least 1; got {self.shared}")
         for name in ("validation_error", "test_error"):
             if not 0 <= getattr(self, name) <= 100:
                 raise RecordError(f"expected {name} in percent; got {getattr(self, name)!r}")

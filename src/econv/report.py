@@ -11,6 +11,7 @@ import html
 import math
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,15 +72,21 @@ _RUN_HEADS = (
     "finished",
 )
 _WORDS = ("data", "device", "engine", "torch", "revision", "finished")
+RETRAINED = "retrained on all"
 NOTE = (
-    "Test errors are the mean ± standard deviation over seeds, of the epoch with the lowest "
-    "validation error; the test split is read once. Seconds are those of training with its "
-    "evaluations; compiling and reading the data come before and are in the records."
+    "Test errors are the mean ± sample standard deviation (n − 1) over seeds. They are those of the "
+    "epoch with the lowest validation error or, in rows marked as "
+    f"{RETRAINED}, of the last epoch of a second training on training and validation images "
+    "together; the test split is read once. Seconds are those of training with its evaluations; "
+    "compiling and reading the data come before and are in the records."
 )
 RECREATED = (
     " Re-created data are made from MNIST as MNIST-rot was; they are not its official images."
 )
-UNVERIFIED = " No checksum vouches for unverified data: they were not checked against official files."
+UNVERIFIED = (
+    " No checksum vouches for unverified data: they were not checked against official files."
+)
+SHARED = " † Several runs shared the device: their seconds would say nothing of one alone."
 INCOMPLETE = "incomplete"
 COLOURS = 6
 """Of learning curves; the page's style names them."""
@@ -115,12 +122,11 @@ class Row:
         name = recipe.row + (f" ({recipe.note})" if recipe.note else "")
         paper = "–" if recipe.paper_error is None else _percent(recipe.paper_error)
         parameters = sorted({record.parameters for record in found})
-        seconds = statistics.fmean(record.seconds for record in found) if found else math.nan
-        where = sorted({record.device for record in found})
+        where = ", ".join(sorted({record.device for record in found}))
         labels = sorted({record.dataset for record in found})
         labels += ["re-created"] if self.recreated else []
         labels += ["unverified"] if any(record.unverified for record in found) else []
-        labels += ["retrained on all"] if any(record.retrained for record in found) else []
+        labels += [RETRAINED] if any(record.retrained for record in found) else []
         labels += [f"{self.outdated} outdated"] if self.outdated else []
         return (
             name,
@@ -129,9 +135,16 @@ class Row:
             str(len(found)),
             recipe.paper_parameters or "–",
             " / ".join(f"{count:,}" for count in parameters) or "–",
-            f"{seconds:.1f} ({', '.join(where)})" if found else "–",
+            f"{_seconds(found)} ({where})" if found else "–",
             ", ".join(labels) or "–",
         )
+
+
+def _seconds(records: Sequence[Record]) -> str:
+    """Their mean, or a mark if a run shared its device with others."""
+    if any((record.shared or 1) > 1 for record in records):
+        return "†"
+    return f"{statistics.fmean(record.seconds for record in records):.1f}"
 
 
 def _percent(value: float) -> str:
@@ -193,7 +206,7 @@ def as_text(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None 
     tables = [
         f"{title}\n{aligned(heads, lines)}\n" for title, heads, lines in _tables(found, others)
     ]
-    return "\n".join(tables)
+    return "\n".join([*tables, textwrap.fill(_note(found, others), 100)])
 
 
 def aligned(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -222,11 +235,15 @@ def as_markdown(found: Sequence[Row]) -> str:
     return "\n".join([*lines, _note(found), ""])
 
 
-def _note(found: Sequence[Row]) -> str:
+def _note(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None = None) -> str:
+    """What a reader of these tables must know."""
+    shown = [record for row in found for record in row.records]
+    shown += [record for records in (others or {}).values() for record in records]
     return (
         NOTE
-        + RECREATED * any(row.recreated for row in found)
-        + UNVERIFIED * any(record.unverified for row in found for record in row.records)
+        + RECREATED * any(record.recreated for record in shown)
+        + UNVERIFIED * any(record.unverified for record in shown)
+        + SHARED * any((record.shared or 1) > 1 for record in shown)
     )
 
 
@@ -278,7 +295,7 @@ def as_html(
         "report.html",
         {
             "title": html.escape(title),
-            "note": html.escape(_note(found)),
+            "note": html.escape(_note(found, others)),
             "tables": "".join(parts),
             "further": further,
         },
@@ -427,7 +444,7 @@ def _runs(series: Sequence[_Series]) -> str:
             f"{record.validation_error:.2f}",
             str(record.selected_epoch),
             f"{record.test_error:.2f}",
-            f"{record.seconds:.1f}",
+            f"{record.seconds:.1f}" + "†" * ((record.shared or 1) > 1),
             f"{record.setup_seconds:.1f}",
             record.device,
             f"{record.engine}, {record.precision}",
@@ -503,7 +520,7 @@ def _tables(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None)
                     spread([record.test_error for record in records]),
                     str(len(records)),
                     " / ".join(f"{n:,}" for n in sorted({r.parameters for r in records})),
-                    f"{statistics.fmean(record.seconds for record in records):.1f}",
+                    _seconds(records),
                     "; ".join(kinds),
                 )
             )

@@ -43,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine", choices=ENGINES, help="default: graph on one GPU, otherwise eager")
     add("--precision", choices=PRECISIONS, help="default: tf32 on GPUs, otherwise float32")
     add(
+        "--shared",
+        type=int,
+        metavar="N",
+        help="how many runs share the device, this one among them, for the record",
+    )
+    add(
         "--channels-last",
         action=argparse.BooleanOptionalAction,
         default=None,
@@ -89,6 +95,7 @@ def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> No
         engine=options.engine,
         precision=options.precision,
         channels_last=options.channels_last,
+        shared=options.shared,
     )
     if int(os.environ.get("RANK", "0")) == 0:
         labels = ["re-created"] * record.recreated + ["unverified"] * bool(record.unverified)

@@ -39,11 +39,13 @@ class Loop:
         checkpoint_every: int,
         board: Board,
         progress: bool,
+        shared: int | None,
     ) -> None:
         self.recipe, self.seed, self.how, self.processes = recipe, seed, how, processes
         self.data = data.to(how.device)
         self.checkpoints, self.checkpoint_every = checkpoints, checkpoint_every
         self.board = board
+        self.shared = shared
         self.phases = ["select", "retrain"] if recipe.retrain_on_all else ["select"]
         images = len(data.train), len(data.train) + len(data.validation)
         self.say = RunProgress(
@@ -221,6 +223,7 @@ class Loop:
             versions=records.versions(),
             finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             unverified=self.data.unverified,
+            shared=self.shared,
         )
         self.say.finished(record)
         return record

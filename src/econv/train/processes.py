@@ -69,7 +69,6 @@ class Processes:
         distributed.broadcast(buffer, 0)
         return buffer.cpu().numpy().tobytes()
 
-
     def together(self, attempt: Callable[[], None], kind: type[Exception]) -> None:
         """What the first process attempts; where it fails, every process raises that error."""
         problem = None

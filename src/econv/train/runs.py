@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ def run(
     engine: str | None = None,
     precision: str | None = None,
     channels_last: bool | None = None,
+    shared: int | None = None,
     when_ready: Callable[[], None] | None = None,
 ) -> Record:
     """Train a recipe to its end, write the record and return it.
@@ -66,6 +68,9 @@ def run(
         precision: ``"float64"``, ``"float32"``, ``"tf32"`` or ``"bfloat16"`` for convolutions; by
             default ``"tf32"`` on GPUs and ``"float32"`` elsewhere.
         channels_last: whether images are laid out with channels last; by default with bfloat16.
+        shared: how many runs share the device, this one among them, for the record: the seconds of
+            a run that is not alone mean little. By default what ``ECONV_SHARED`` says, or not
+            known.
         when_ready: called once, when data and network are ready and training begins. What
             ``resume=False`` replaces is removed then and not before.
     """
@@ -74,6 +79,7 @@ def run(
         raise ValueError(f"expected a seed from 0 to 2**32 - 1; got {seed}")
     if checkpoint_every < 1:
         raise ValueError(f"expected checkpoint_every of at least 1; got {checkpoint_every}")
+    shared = _shared(shared)
     records_room.revision()  # what is wrong with it is said before training, not after
     processes = Processes.join(device)
     how = How.choose(processes, engine, precision, channels_last)
@@ -116,7 +122,16 @@ def run(
         open_board(events, first_step=trained + 1) as board,
     ):
         loop = Loop(
-            recipe, seed, data, how, processes, checkpoints, checkpoint_every, board, progress
+            recipe,
+            seed,
+            data,
+            how,
+            processes,
+            checkpoints,
+            checkpoint_every,
+            board,
+            progress,
+            shared,
         )
         record = loop.train(saved, started, ready)
         if processes.first:
@@ -140,6 +155,17 @@ def _finished(identity: dict[str, Any], path: Path, processes: Processes) -> Rec
             "--fresh, or name another folder for records"
         )
     return record
+
+
+def _shared(told: int | None) -> int | None:
+    text = os.environ.get("ECONV_SHARED")
+    what = "shared"
+    if told is None and text:
+        what, told = "ECONV_SHARED", int(text) if text.isdecimal() else 0
+    if told is not None and told < 1:
+        given = told if what == "shared" else repr(text)
+        raise ValueError(f"expected {what} as the number of runs, 1 or more; got {given}")
+    return told
 
 
 def _fingerprint(data: Dataset) -> str:
