@@ -161,7 +161,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_training(
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     interrupt_at(monkeypatch, 1, AssertionError)
-    with pytest.raises(OSError, match="expected a folder that can be written to; got .*file"):
+    with pytest.raises(OSError, match=r"expected a folder that can be written to; got .*file"):
         start(tmp_path, **{option: tmp_path / "file" / "below"})
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

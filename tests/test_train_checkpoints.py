@@ -1,6 +1,7 @@
 """Checkpoints: a resumed run ends as an uninterrupted one; what is damaged is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,15 @@ def damage_json(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
+def change_told(**changes: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        whole = json.loads((folder / "checkpoint.json").read_text())
+        whole["told"] = {**whole["told"], **changes} if changes else []
+        (folder / "checkpoint.json").write_text(json.dumps(whole))
+
+    return damage
+
+
 def lose_tensors(folder: Path) -> None:
     next(folder.glob("*.safetensors")).unlink()
 
@@ -116,6 +126,12 @@ def lose_tensors(folder: Path) -> None:
     [
         (damage_tensors, "checksum differs"),
         (damage_json, "cannot be used"),
+        (change_told(), r"expected told as an object; got \[\]"),
+        (change_told(epoch="2"), "expected epoch of another kind; got '2'"),
+        (change_told(seconds=None), "expected seconds of another kind; got None"),
+        (change_told(best={}), "expected best with"),
+        (change_told(best={"epoch": 1, "validation_error": "0", "validation_loss": 0.1}), "best"),
+        (change_told(history=[1]), "expected history as a list of epochs"),
         (lose_tensors, "No such file"),
     ],
 )

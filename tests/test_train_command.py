@@ -1,6 +1,7 @@
 """The command: one line for what is wrong, every seed, signals."""
 
 import argparse
+import functools
 import signal
 import subprocess
 import sys
@@ -9,13 +10,20 @@ from pathlib import Path
 import pytest
 
 from econv import records, train
+from econv.data import Dataset, load
 from econv.recipes import RECIPES
 from econv.train import runs
 from econv.train.trainer import Trainer
 from tiny_training import (
     TINY,
+    interrupt_at,
     stripes,
 )
+
+
+@functools.lru_cache
+def digits() -> Dataset:
+    return load("digits")
 
 
 def command(*arguments: str) -> int:
@@ -31,12 +39,53 @@ def command(*arguments: str) -> int:
         (("digits_p8", "--set", "epochs"), "expected --set key=value; got 'epochs'"),
         (("digits_p8", "--set", "epochs=x"), "expected epochs: a whole number"),
         (("digits_p8", "--seeds", "0"), "expected --seeds of at least 1"),
+        *(
+            (("digits_p8", "--set", f"{key}={value}"), message)
+            for key, value, message in (
+                (
+                    "model_options.fields",
+                    "9",
+                    "expected fields: whole numbers of at least 1; got 9",
+                ),
+                ("model_options.fields", "9,9,0", "expected fields: whole numbers"),
+                ("model_options.fields", "many", "expected fields: whole numbers"),
+                ("model_options.foo", "1", "expected model_options that convnet6_p8 can be built"),
+                ("model_options.options", "1", "expected model_options that convnet6_p8 can be"),
+                ("model_options.num_classes", "3", "num_classes=10, as the data have; got 3"),
+                ("model_options.in_channels", "3", "expected 3 image channels; got 1"),
+                ("model_options.dropout", "much", "expected dropout as a number from 0 to below 1"),
+                ("model_options.shrink", "2", "expected shrink as True or False; got 2"),
+                ("model_options.pooled_after", "2", "expected pooled_after: whole numbers"),
+                ("model_options.image_size", "small", "expected image_size: a whole number"),
+                ("augmentation.spin", "1", "expected augmentation with keywords of rotate, shift"),
+                ("augmentation.rotate", "yes", "expected rotate as True or False; got 'yes'"),
+                ("augmentation.flip", "1", "expected flip as True or False; got 1"),
+            )
+        ),
+        *(
+            (("digits_cnn", "--set", "model_options.readout=map", "--set", change), message)
+            for change, message in (
+                ("model_options.in_channels=3", "expected a network for images of [1, 28, 28]"),
+                ("model_options.image_size=24", "expected 10 scores of an image of [1, 28, 28]"),
+            )
+        ),
+        (("digits_p8", "--device", "foo"), "expected a device that is there, such as cpu"),
+        (("digits_p8", "--device", "meta"), "expected a device that is there, such as cpu"),
     ],
 )
 def test_the_command_says_in_one_line_what_is_wrong(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
 ) -> None:
-    assert command(*arguments) == 1
+    monkeypatch.chdir(tmp_path)
+    interrupt_at(monkeypatch, 1, AssertionError)
+    monkeypatch.setattr(runs, "load", lambda name, root, source: digits())
+    if "--device" not in arguments:
+        arguments += ("--device", "cpu")
+    assert command(*arguments, "--quiet") == 1
     told = capsys.readouterr().err
     assert told.startswith("econv train: ")
     assert message in told

@@ -74,8 +74,8 @@ _RUN_HEADS = (
 _WORDS = ("data", "device", "engine", "torch", "revision", "finished")
 RETRAINED = "retrained on all"
 NOTE = (
-    "Test errors are the mean ± sample standard deviation (n − 1) over seeds. They are those of the "
-    "epoch with the lowest validation error or, in rows marked as "
+    "Test errors are the mean ± sample standard deviation (n − 1) over seeds. They are those of "
+    "the epoch with the lowest validation error or, in rows marked as "
     f"{RETRAINED}, of the last epoch of a second training on training and validation images "
     "together; the test split is read once. Seconds are those of training with its evaluations; "
     "compiling and reading the data come before and are in the records."

@@ -30,7 +30,7 @@ def read_npz(path: Path, name: str) -> Found:
         with open_npz(path) as archive:
             missing = [key for key in KEYS if key not in archive]
             found = {key: archive[key] for key in KEYS if key in archive}
-            says = archive["recreated"] if "recreated" in archive else np.False_
+            says = archive.get("recreated", np.False_)
     except BROKEN as error:
         raise DataError(
             f"{path}: cannot be read as an .npz of plain arrays ({reason(error)}); it is "

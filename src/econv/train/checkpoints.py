@@ -98,6 +98,7 @@ class Checkpoints:
                     keys = sorted(k for k in wanted if whole[name].get(k) != wanted[k])
                     detail = f" ({', '.join(keys)})"
                 raise CheckpointError(f"it was made with other {name}{detail}")
+        _check_told(whole["told"])
         content = (self.folder / whole["tensors"]).read_bytes()
         if hashlib.sha256(content).hexdigest() != whole["sha256"]:
             raise CheckpointError(f"{whole['tensors']} is damaged: its checksum differs")
@@ -112,6 +113,31 @@ class Checkpoints:
         self.path.unlink(missing_ok=True)
         for tensors in self.folder.glob("checkpoint-*.safetensors"):
             tensors.unlink()
+
+
+def _check_told(told: Any) -> None:
+    """Raise :class:`CheckpointError` if the run's own notes are not what a run notes."""
+    kinds = {
+        "phase": int,
+        "epoch": int,
+        "best": dict | None,
+        "history": list,
+        "seconds": float,
+        "setup_seconds": float,
+    }
+    if not isinstance(told, dict):
+        raise CheckpointError(f"expected told as an object; got {told!r:.50}")
+    for name, kind in kinds.items():
+        value = told.get(name, "nothing")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(f"expected {name} of another kind; got {value!r:.50}")
+    best = told["best"]
+    if best is not None:
+        names = {"epoch", "validation_error", "validation_loss"}
+        if set(best) != names or not all(isinstance(v, int | float) for v in best.values()):
+            raise CheckpointError(f"expected best with {sorted(names)}; got {best!r:.50}")
+    if not all(isinstance(entry, dict) for entry in told["history"]):
+        raise CheckpointError("expected history as a list of epochs")
 
 
 def _safetensors() -> Any:

@@ -27,13 +27,7 @@ class Processes:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        place = torch.device(device)
-        if place.type == "cuda":
-            if not torch.cuda.is_available():
-                raise ValueError(f"expected a device that is there; got {device}: no GPU is")
-            number = int(os.environ.get("LOCAL_RANK", "0")) if place.index is None else place.index
-            place = torch.device("cuda", number)
-            torch.cuda.set_device(place)
+        place = _device(device)
         if world > 1 and not distributed.is_initialized():
             backend = "nccl" if place.type == "cuda" else "gloo"
             distributed.init_process_group(backend, timeout=timedelta(minutes=10))
@@ -80,6 +74,25 @@ class Processes:
         problem = self.share(problem)
         if problem is not None:
             raise kind(problem.decode())
+
+
+def _device(wanted: torch.device | str) -> torch.device:
+    """The device, tried: :class:`ValueError` if nothing can be computed on it."""
+    try:
+        place = torch.device(wanted)
+        if place.type == "cuda":
+            if not torch.cuda.is_available():
+                raise ValueError(f"expected a device that is there; got {wanted}: no GPU is")
+            number = int(os.environ.get("LOCAL_RANK", "0")) if place.index is None else place.index
+            place = torch.device("cuda", number)
+            torch.cuda.set_device(place)
+        torch.ones(1, device=place).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"expected a device that is there, such as cpu or cuda:0; got {wanted}: {first}"
+        ) from None
+    return place
 
 
 @contextmanager
