@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,5 +118,8 @@ def watched(processes: Processes, what_is_left: Callable[[], str]) -> Iterator[N
 def leave() -> None:
     """Part from the other processes, all at once: one that leaves early makes the rest abort."""
     if distributed.is_initialized():
+        # A network that waits to be collected holds the group, which would then outlive this call
+        # and end its threads in an interpreter that is half gone: they abort.
+        gc.collect()
         distributed.barrier()
         distributed.destroy_process_group()

@@ -211,7 +211,9 @@ class Trainer:
 
     def _loss(self, indices: Tensor) -> Tensor:
         if self.dropouts:
-            keys = keyed_bits(_DROPOUT, self.seed, self.step_number, indices)
+            # A sample comes once in an epoch: its number and the epoch's tell all draws apart.
+            epoch = self.step_number // self.steps
+            keys = keyed_bits(_DROPOUT, self.seed, epoch, indices)
             for dropout in self.dropouts:
                 dropout.keys = keys
         pictures = self.split.x.index_select(0, indices)
