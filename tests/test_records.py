@@ -29,7 +29,10 @@ def record(**changes: object) -> Record:
         "retrained": False,
         "data_sha256": "0" * 64,
         "predictions_sha256": "1" * 64,
-        "epochs": [{"phase": "select", "epoch": 1, "loss": 0.1}],
+        "epochs": [
+            {"phase": "select", "epoch": 1, "loss": 0.1},
+            {"phase": "select", "epoch": 2, "loss": 0.1, "validation_error": 1.5},
+        ],
         "settings": {"name": "mnist_rot_p8"},
         "processes": 1,
         "engine": "eager",
@@ -61,6 +64,18 @@ def test_all_records_are_found_in_order(tmp_path: Path) -> None:
     assert records.load_all(tmp_path / "nowhere") == []
 
 
+def test_the_error_of_the_selected_epoch_is_the_records() -> None:
+    with pytest.raises(RecordError, match=r"expected selected_epoch 2 .* of 1\.0; got \[1\.5\]"):
+        record(validation_error=1.0)
+    with pytest.raises(RecordError, match="expected selected_epoch 2 once"):
+        record(epochs=[LAST, LAST])
+    with pytest.raises(RecordError, match="expected selected_epoch 2 once"):
+        record(epochs=[{**LAST, "phase": "retrain"}])
+
+
+LAST = {"phase": "select", "epoch": 2, "loss": 0.1, "validation_error": 1.5}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -73,7 +88,27 @@ def test_all_records_are_found_in_order(tmp_path: Path) -> None:
         {"validation_error": -1.0},
         {"epochs": {}},
         {"epochs": [{"loss": 1.0}]},
+        {"epochs": [{**LAST, "epoch": True}]},
+        {"epochs": [{**LAST, "epoch": 0}]},
+        {"epochs": [{**LAST, "loss": "0.1"}]},
+        {"epochs": [{**LAST, "loss": None}]},
+        {"epochs": [{**LAST, "validation_loss": float("inf")}]},
+        {"epochs": [{**LAST, "learning_rate": True}]},
+        {"epochs": [{**LAST, "validation_error": 101}]},
+        {"epochs": [{**LAST, "seconds": -1.0}]},
+        {"epochs": [{**LAST, "phase": "test"}]},
         {"versions": []},
+        {"versions": {"torch": 2}},
+        {"seconds": -5},
+        {"setup_seconds": -0.1},
+        {"parameters": 0},
+        {"processes": 0},
+        {"seed": -1},
+        {"selected_epoch": 9999},
+        {"selected_epoch": 1},
+        {"selected_epoch": 0},
+        {"retrained": True, "settings": {"retrain_on_all": False}},
+        {"retrained": False, "settings": {"retrain_on_all": True}},
         {"shared": 0},
         {"shared": True},
         {"format": 2},

@@ -101,9 +101,53 @@ class Record:
         for name in ("validation_error", "test_error"):
             if not 0 <= getattr(self, name) <= 100:
                 raise RecordError(f"expected {name} in percent; got {getattr(self, name)!r}")
+        for name, least in (("seconds", 0), ("setup_seconds", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise RecordError(f"expected {name} of {least} or more; got {getattr(self, name)}")
+        for name in ("parameters", "processes", "selected_epoch"):
+            if getattr(self, name) < 1:
+                raise RecordError(f"expected {name} of at least 1; got {getattr(self, name)}")
+        for key, value in self.versions.items():
+            if not isinstance(value, str):
+                raise RecordError(f"expected versions as texts; got {key}: {value!r}")
         for entry in self.epochs:
-            if not isinstance(entry, dict) or not isinstance(entry.get("epoch"), int):
-                raise RecordError(f"expected epochs with their number; got {entry!r}")
+            _check_epoch(entry)
+        self._check_selection()
+
+    def _check_selection(self) -> None:
+        """The selected epoch is one of those that were evaluated, and as good as is said."""
+        seen = [
+            entry["validation_error"]
+            for entry in self.epochs
+            if entry["epoch"] == self.selected_epoch
+            and entry.get("phase", "select") == "select"
+            and "validation_error" in entry
+        ]
+        if seen != [self.validation_error]:
+            raise RecordError(
+                f"expected selected_epoch {self.selected_epoch} once among the epochs, with a "
+                f"validation error of {self.validation_error}; got {seen}"
+            )
+        asked = self.settings.get("retrain_on_all", self.retrained)
+        if asked is not self.retrained:
+            raise RecordError(
+                f"expected retrained as the settings have it, {asked}; got {self.retrained}"
+            )
+
+
+_NUMBERS = ("learning_rate", "loss", "seconds", "validation_loss", "validation_error")
+
+
+def _check_epoch(entry: Any) -> None:
+    if not isinstance(entry, dict) or not _is(entry.get("epoch"), "int") or entry["epoch"] < 1:
+        raise RecordError(f"expected epochs with their number from 1; got {entry!r}")
+    if entry.get("phase", "select") not in ("select", "retrain"):
+        raise RecordError(f"expected epochs of the phase 'select' or 'retrain'; got {entry!r}")
+    for name in _NUMBERS:
+        if name in entry and not _is(entry[name], "float"):
+            raise RecordError(f"expected epochs with {name} as a number; got {entry!r}")
+    if not 0 <= entry.get("validation_error", 0) <= 100 or entry.get("seconds", 0) < 0:
+        raise RecordError(f"expected epochs with errors in percent, seconds above 0; got {entry!r}")
 
 
 def path_of(folder: Path, recipe: str, seed: int) -> Path:

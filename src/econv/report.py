@@ -54,6 +54,7 @@ _HEADS = (
     "paper's parameters",
     "parameters",
     "seconds",
+    "run as",
     "data",
 )
 _RUN_HEADS = (
@@ -71,7 +72,7 @@ _RUN_HEADS = (
     "revision",
     "finished",
 )
-_WORDS = ("data", "device", "engine", "torch", "revision", "finished")
+_WORDS = ("run as", "data", "device", "engine", "torch", "revision", "finished")
 RETRAINED = "retrained on all"
 NOTE = (
     "Test errors are the mean ± sample standard deviation (n − 1) over seeds. They are those of "
@@ -136,8 +137,13 @@ class Row:
             recipe.paper_parameters or "–",
             " / ".join(f"{count:,}" for count in parameters) or "–",
             f"{_seconds(found)} ({where})" if found else "–",
+            "; ".join(sorted({_run_as(record) for record in found})) or "–",
             ", ".join(labels) or "–",
         )
+
+
+def _run_as(record: Record) -> str:
+    return f"{record.engine}, {record.precision}"
 
 
 def _seconds(records: Sequence[Record]) -> str:
@@ -180,14 +186,24 @@ def rows(records: Iterable[Record], recipes: Mapping[str, Recipe] = RECIPES) -> 
         settings = recipe.settings()
         current = [record for record in mine if record.settings == settings]
         outdated = len(mine) - len(current)
-        # Runs on different images have no common mean.
-        kinds = sorted({(record.recreated, record.data_sha256) for record in current})
+        kinds = sorted({_kind(record) for record in current})
         if not kinds and (not name.endswith("_paper") or outdated):
             found.append(Row(recipe, (), False, outdated))
         for kind in kinds:
-            kept = [r for r in current if (r.recreated, r.data_sha256) == kind]
+            kept = [record for record in current if _kind(record) == kind]
             found.append(Row(recipe, tuple(kept), kind[0], outdated))
     return found
+
+
+def _kind(record: Record) -> tuple[bool, str, str, str, int]:
+    """Runs that differ in this, such as those on other images, have no common mean."""
+    return (
+        record.recreated,
+        record.dataset,
+        record.data_sha256,
+        record.precision,
+        record.parameters,
+    )
 
 
 def variants(
@@ -447,7 +463,7 @@ def _runs(series: Sequence[_Series]) -> str:
             f"{record.seconds:.1f}" + "†" * ((record.shared or 1) > 1),
             f"{record.setup_seconds:.1f}",
             record.device,
-            f"{record.engine}, {record.precision}",
+            _run_as(record),
             record.versions.get("torch", "–"),
             record.revision[:10] + ("+changes" if record.revision.endswith("+changes") else ""),
             record.finished,
@@ -509,21 +525,32 @@ def _tables(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None)
         if lines:
             tables.append((TITLES[number], heads, lines))
     if others:
-        heads = ("recipe", "validation, %", "test, %", "seeds", "parameters", "seconds", "data")
+        heads = (
+            "recipe",
+            "validation, %",
+            "test, %",
+            "seeds",
+            "parameters",
+            "seconds",
+            "run as",
+            "data",
+        )
         lines = []
-        for name, records in others.items():
-            kinds = sorted({_data(record) for record in records})
-            lines.append(
-                (
-                    name,
-                    spread([record.validation_error for record in records]),
-                    spread([record.test_error for record in records]),
-                    str(len(records)),
-                    " / ".join(f"{n:,}" for n in sorted({r.parameters for r in records})),
-                    _seconds(records),
-                    "; ".join(kinds),
+        for name, whole in others.items():
+            for kind in sorted({_kind(record) for record in whole}):
+                records = [record for record in whole if _kind(record) == kind]
+                lines.append(
+                    (
+                        name,
+                        spread([record.validation_error for record in records]),
+                        spread([record.test_error for record in records]),
+                        str(len(records)),
+                        f"{records[0].parameters:,}",
+                        _seconds(records),
+                        "; ".join(sorted({_run_as(record) for record in records})),
+                        "; ".join(sorted({_data(record) for record in records})),
+                    )
                 )
-            )
         tables.append((_VARIANTS, heads, lines))
     return tables
 
