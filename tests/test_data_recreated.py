@@ -68,6 +68,16 @@ def test_what_is_kept_says_what_it_is_wherever_it_is_copied(mnist, tmp_path, mon
         assert all(map(torch.equal, all_images(found), all_images(made)))
 
 
+def test_a_recreation_can_stand_under_the_name_of_the_original(mnist):
+    found = data.load("mnist_rot", source=mnist.folder, recreated=True)
+    made = data.load("mnist_rot_recreated", source=mnist.folder)
+    assert (found.name, found.recreated, found.unverified) == ("mnist_rot", True, False)
+    assert all(map(torch.equal, all_images(found), all_images(made)))
+    for name in ("cifar10", "digits", "mnist_rot_recreated"):
+        with pytest.raises(ValueError, match=f"expected recreated with one of .*; got '{name}'"):
+            data.load(name, recreated=True)
+
+
 def test_a_recreation_is_as_unverified_as_its_source(mnist, tmp_path):
     arrays = mnist.arrays()
     arrays["test_x"] = 255 - arrays["test_x"]

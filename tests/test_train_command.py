@@ -1,6 +1,7 @@
 """The command: one line for what is wrong, every seed, signals."""
 
 import argparse
+import dataclasses
 import functools
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from econv import records, train
+from econv import records, report, train
 from econv.data import Dataset, load
 from econv.recipes import RECIPES
 from econv.train import runs
@@ -82,7 +83,7 @@ def test_the_command_says_in_one_line_what_is_wrong(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     interrupt_at(monkeypatch, 1, AssertionError)
-    monkeypatch.setattr(runs, "load", lambda name, root, source: digits())
+    monkeypatch.setattr(runs, "load", lambda name, **_: digits())
     if "--device" not in arguments:
         arguments += ("--device", "cpu")
     assert command(*arguments, "--quiet") == 1
@@ -96,7 +97,7 @@ def test_the_command_trains_every_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(RECIPES, "tiny", TINY)
-    monkeypatch.setattr(runs, "load", lambda name, root, source: stripes())
+    monkeypatch.setattr(runs, "load", lambda name, **_: stripes())
     places = ("--output", str(tmp_path / "out"), "--records", str(tmp_path / "records"))
     arguments = ("tiny", "--set", "epochs=2", "--seeds", "2", "--seed", "5", "--device", "cpu")
     assert command(*arguments, *places, "--quiet") == 0
@@ -108,6 +109,30 @@ def test_the_command_trains_every_seed(
     assert "tiny+epochs=2 seed 6: test error" in capsys.readouterr().out
 
 
+def test_a_row_of_the_table_can_be_trained_on_recreated_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    def load(name: str, **options: object) -> Dataset:
+        asked.append({"name": name, **options})
+        return dataclasses.replace(stripes(), name=name, recreated=bool(options["recreated"]))
+
+    monkeypatch.setattr(runs, "load", load)
+    row = dataclasses.replace(TINY, table=1, dataset="mnist_rot", minimum_seeds=1)
+    monkeypatch.setitem(RECIPES, "tiny", row)
+    folder = tmp_path / "records"
+    places = ("--output", str(tmp_path / "out"), "--records", str(folder))
+    assert command("tiny", "--recreated", "--device", "cpu", "--quiet", *places) == 0
+    assert asked == [{"name": "mnist_rot", "root": None, "source": None, "recreated": True}]
+    assert "on mnist_rot (re-created)" in capsys.readouterr().out
+    (found,) = records.load_all(folder)
+    assert (found.recipe, found.dataset, found.recreated) == ("tiny", "mnist_rot", True)
+    (line,) = [r for r in report.rows([found]) if r.recipe.name == "tiny"]
+    assert line.complete
+    assert "re-created" in line.cells()[-1]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_command_and_the_same_one_goes_on(
     tmp_path: Path,
@@ -116,7 +141,7 @@ def test_a_signal_ends_the_command_and_the_same_one_goes_on(
     number: signal.Signals,
 ) -> None:
     monkeypatch.setitem(RECIPES, "tiny", TINY)
-    monkeypatch.setattr(runs, "load", lambda name, root, source: stripes())
+    monkeypatch.setattr(runs, "load", lambda name, **_: stripes())
     places = ("--output", str(tmp_path / "out"), "--records", str(tmp_path / "records"))
     arguments = ("tiny", "--device", "cpu", "--checkpoint-every", "1", *places)
     original = Trainer.step

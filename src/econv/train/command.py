@@ -33,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="the first of them (default: %(default)s)")
     add("--root", type=Path, metavar="FOLDER", help="where downloaded data are kept")
     add("--source", type=Path, metavar="PATH", help="a folder or .npz with the data")
+    add(
+        "--recreated",
+        action="store_true",
+        help="train on MNIST-rot made again from MNIST, where the recipe's are the official images",
+    )
     add("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
     add("--output", type=Path, default=Path("outputs"), metavar="FOLDER", help="for checkpoints")
     add("--records", type=Path, default=Path("records"), metavar="FOLDER", help="for records")
@@ -85,6 +90,7 @@ def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> No
         seed,
         root=options.root,
         source=options.source,
+        recreated=options.recreated,
         device=options.device,
         output=options.output,
         records=options.records,

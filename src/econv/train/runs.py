@@ -31,6 +31,7 @@ def run(
     data: Dataset | None = None,
     root: Path | str | None = None,
     source: Path | str | None = None,
+    recreated: bool = False,
     device: torch.device | str | None = None,
     output: Path | str = "outputs",
     records: Path | str = "records",
@@ -55,6 +56,7 @@ def run(
         data: the data set, if it is at hand; otherwise the recipe's is loaded.
         root: where :func:`econv.data.load` keeps what it downloads.
         source: a folder or an ``.npz`` that it reads instead.
+        recreated: train on the re-creation of the recipe's data set; the record says so.
         device: where to train; the first GPU if there is one.
         output: checkpoints and the trained weights go to ``<output>/<recipe>/<seed>/``.
         records: the record goes to ``<records>/<recipe>/<seed>.json``.
@@ -92,7 +94,9 @@ def run(
 
     processes.together(places, OSError)  # before hours of training, not after
     if data is None:
-        data = load(recipe.dataset, root=root, source=source)
+        data = load(recipe.dataset, root=root, source=source, recreated=recreated)
+    elif recreated:
+        raise ValueError("expected recreated without data: those at hand are what they are")
     identity = {
         "settings": recipe.settings(),
         "seed": seed,
