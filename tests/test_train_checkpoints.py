@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from econv import files, train
+from econv import files, records, report, train
 from econv.recipes import Recipe
 from econv.train.trainer import Trainer
 from tiny_training import TINY, changed, interrupt_at, outcome, start, stripes, weights
@@ -117,6 +117,12 @@ def change_told(**changes: object) -> Callable[[Path], None]:
     return damage
 
 
+def forget_parts(folder: Path) -> None:
+    whole = json.loads((folder / "checkpoint.json").read_text())
+    del whole["told"]["parts"]
+    (folder / "checkpoint.json").write_text(json.dumps(whole))
+
+
 def lose_tensors(folder: Path) -> None:
     next(folder.glob("*.safetensors")).unlink()
 
@@ -131,7 +137,9 @@ def lose_tensors(folder: Path) -> None:
         (change_told(seconds=None), "expected seconds of another kind; got None"),
         (change_told(best={}), "expected best with"),
         (change_told(best={"epoch": 1, "validation_error": "0", "validation_loss": 0.1}), "best"),
-        (change_told(history=[1]), "expected history as a list of epochs"),
+        (change_told(history=[1]), "expected history as a list of objects"),
+        (forget_parts, "expected parts, which is missing"),
+        (change_told(parts=None), "expected parts of another kind; got None"),
         (lose_tensors, "No such file"),
     ],
 )
@@ -169,6 +177,34 @@ def test_a_checkpoint_or_record_of_another_run_is_refused(
     start(tmp_path)
     with pytest.raises(train.CheckpointError, match=r"0\.json is the record of a run with other"):
         start(tmp_path, **change)
+
+
+def test_everything_that_took_part_in_a_resumed_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_until(step: int) -> None:
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, step, KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                start(tmp_path, progress=True)
+
+    monkeypatch.setattr(records, "revision", lambda: "a" * 40)
+    run_until(6)
+    run_until(5)  # the same code again, stopped after one more epoch
+    assert "with other" not in capsys.readouterr().err
+    monkeypatch.setattr(records, "revision", lambda: "b" * 40)
+    monkeypatch.setattr(records, "source_hash", lambda: "c" * 64)
+    record = start(tmp_path, progress=True)
+    assert "going on with other revision, source_sha256; the record" in capsys.readouterr().err
+    assert record.parts is not None
+    assert [(part["after"], part["revision"]) for part in record.parts] == [
+        (0, "a" * 40),
+        (2, "b" * 40),
+    ]
+    assert record.parts[1]["source_sha256"] == record.source_sha256 == "c" * 64
+    assert record.parts[1]["engine"] == record.engine
+    page = report.as_html([], {"tiny": [record]})
+    assert "aaaaaaaaaa, bbbbbbbbbb" in page
 
 
 def test_a_finished_run_is_not_trained_again_unless_asked(

@@ -106,7 +106,13 @@ def test_the_command_trains_every_seed(
         ("tiny+epochs=2", 5, 2),
         ("tiny+epochs=2", 6, 2),
     ]
-    assert "tiny+epochs=2 seed 6: test error" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "tiny+epochs=2 seed 6: test error" in told
+    assert "trained before" not in told
+    assert command(*arguments, *places, "--quiet") == 0
+    assert capsys.readouterr().out.count("to set up; trained before; --fresh trains it anew\n") == 2
+    assert command(*arguments, *places, "--quiet", "--fresh") == 0
+    assert "trained before" not in capsys.readouterr().out
 
 
 def test_a_row_of_the_table_can_be_trained_on_recreated_data(

@@ -119,6 +119,7 @@ def test_a_killed_worker_ends_the_run_with_a_clear_message_and_it_resumes(tmp_pa
     resumed = start(tmp_path / "two", PAIR, precision="float32")
     alone = start(tmp_path / "one", PAIR)
     assert [e["epoch"] for e in resumed.epochs] == [1, 2, 3, 4, 5]
+    assert [(part["after"], part["processes"]) for part in resumed.parts or []] == [(0, 2), (3, 1)]
     steps = [[e["loss"] for e in record.epochs] for record in (resumed, alone)]
     assert steps[0] == pytest.approx(steps[1], abs=1e-6)
 

@@ -142,7 +142,7 @@ def _trained(recipe: Recipe, digits: data_room.Dataset, options: argparse.Namesp
         when_ready=forget,
     )
     if finished and not fresh:
-        print(f"{recipe.name}, seed {options.seed}: trained before; --fresh trains it anew")
+        print(f"{recipe.name}, seed {options.seed}: {train.TRAINED_BEFORE}")
     network = create_model(recipe.model, **dict(recipe.model_options))
     try:
         # By name: it need not be installed where types are checked.

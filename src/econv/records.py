@@ -84,6 +84,10 @@ class Record:
     """When, in UTC."""
     unverified: bool | None = None
     """Whether no checksum vouches for the data; None if not known, as in older records."""
+    parts: list[dict[str, Any]] | None = None
+    """What took part in turn: for each stretch ``after``, the number of epochs before it, and its
+    revision, source_sha256, engine, processes and device. One for a run by the same code in the
+    same way, however often it was interrupted; None if not known."""
     shared: int | None = None
     """How many runs shared the device, this one among them; None if not known."""
     format: int = FORMAT
@@ -107,6 +111,9 @@ class Record:
         for name in ("parameters", "processes", "selected_epoch"):
             if getattr(self, name) < 1:
                 raise RecordError(f"expected {name} of at least 1; got {getattr(self, name)}")
+        for part in self.parts or []:
+            if not isinstance(part, dict) or {k: type(part[k]).__name__ for k in part} != _PART:
+                raise RecordError(f"expected parts with {', '.join(_PART)}; got {part!r}")
         for key, value in self.versions.items():
             if not isinstance(value, str):
                 raise RecordError(f"expected versions as texts; got {key}: {value!r}")
@@ -135,6 +142,14 @@ class Record:
             )
 
 
+_PART = {
+    "after": "int",
+    "revision": "str",
+    "source_sha256": "str",
+    "engine": "str",
+    "processes": "int",
+    "device": "str",
+}
 _NUMBERS = ("learning_rate", "loss", "seconds", "validation_loss", "validation_error")
 
 

@@ -450,6 +450,15 @@ def _points(record: Record, key: str) -> list[tuple[int, float]]:
     ]
 
 
+def _revisions(record: Record) -> list[str]:
+    """Those of all that took part, shortened."""
+    found = [part["revision"] for part in record.parts or []] or [record.revision]
+    return [
+        commit[:10] + ("+changes" if commit.endswith("+changes") else "")
+        for commit in dict.fromkeys(found)
+    ]
+
+
 def _runs(series: Sequence[_Series]) -> str:
     """Every run of a table, to be unfolded."""
     lines = [
@@ -465,7 +474,7 @@ def _runs(series: Sequence[_Series]) -> str:
             record.device,
             _run_as(record),
             record.versions.get("torch", "–"),
-            record.revision[:10] + ("+changes" if record.revision.endswith("+changes") else ""),
+            ", ".join(_revisions(record)),
             record.finished,
         )
         for name, records in series

@@ -19,7 +19,7 @@ all parameters as one vector; `trainer`, one state and its step; `checkpoints`; 
 `command`, the same from the shell.
 """
 
-from econv.train.command import add_arguments, main
+from econv.train.command import TRAINED_BEFORE, add_arguments, main
 from econv.train.errors import CheckpointError, DivergedError, TrainingError, WorkerLostError
 from econv.train.how import ENGINES, PRECISIONS
 from econv.train.parts import KeyedDropout
@@ -29,6 +29,7 @@ from econv.train.runs import run
 __all__ = [
     "ENGINES",
     "PRECISIONS",
+    "TRAINED_BEFORE",
     "CheckpointError",
     "DivergedError",
     "KeyedDropout",

@@ -124,11 +124,14 @@ def _check_told(told: Any) -> None:
         "history": list,
         "seconds": float,
         "setup_seconds": float,
+        "parts": list,
     }
     if not isinstance(told, dict):
         raise CheckpointError(f"expected told as an object; got {told!r:.50}")
     for name, kind in kinds.items():
-        value = told.get(name, "nothing")
+        if name not in told:
+            raise CheckpointError(f"expected {name}, which is missing: an older version wrote it")
+        value = told[name]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(f"expected {name} of another kind; got {value!r:.50}")
     best = told["best"]
@@ -136,8 +139,9 @@ def _check_told(told: Any) -> None:
         names = {"epoch", "validation_error", "validation_loss"}
         if set(best) != names or not all(isinstance(v, int | float) for v in best.values()):
             raise CheckpointError(f"expected best with {sorted(names)}; got {best!r:.50}")
-    if not all(isinstance(entry, dict) for entry in told["history"]):
-        raise CheckpointError("expected history as a list of epochs")
+    for name in ("history", "parts"):
+        if not all(isinstance(entry, dict) for entry in told[name]):
+            raise CheckpointError(f"expected {name} as a list of objects")
 
 
 def _safetensors() -> Any:

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from econv.recipes import RECIPES, Recipe, recipe
+from econv.records import path_of
 from econv.train.errors import TrainingError
 from econv.train.how import ENGINES, PRECISIONS
 from econv.train.processes import leave
 from econv.train.runs import run
+
+TRAINED_BEFORE = "trained before; --fresh trains it anew"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +88,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> None:
+    before = not options.fresh and path_of(options.records, chosen.name, seed).exists()
     record = run(
         chosen,
         seed,
@@ -110,6 +114,7 @@ def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> No
             f"{record.recipe} seed {seed}: test error {record.test_error:.2f} %, validation error "
             f"{record.validation_error:.2f} % on {record.dataset}{label}, {record.parameters:,} "
             f"parameters, {record.seconds:.1f} s + {record.setup_seconds:.1f} s to set up"
+            + (f"; {TRAINED_BEFORE}" if before else "")
         )
 
 

@@ -66,6 +66,7 @@ class Loop:
             "history": [],
             "seconds": 0.0,
             "setup_seconds": 0.0,
+            "parts": [],
         }
         self.best: dict[str, Tensor] = {}
 
@@ -76,6 +77,7 @@ class Loop:
         if saved is not None:
             self.told.update(saved.told)
         with self.say:
+            self._take_part()
             while True:
                 trainer = self._trainer(saved)
                 saved = None
@@ -90,6 +92,23 @@ class Loop:
                     break
                 self.told.update(phase=self.told["phase"] + 1, epoch=0)
             return self._finish(trainer, started)
+
+    def _take_part(self) -> None:
+        """Note who trains from here on, and say so if it is another one than before."""
+        part = {
+            "after": len(self.told["history"]),
+            "revision": records.revision(),
+            "source_sha256": records.source_hash(),
+            "engine": self.how.engine,
+            "processes": self.processes.world,
+            "device": device_name(self.how.device),
+        }
+        parts = self.told["parts"]
+        other = [key for key in part if parts and key != "after" and parts[-1][key] != part[key]]
+        if other:
+            self.say.changed(other)
+        if other or not parts:
+            parts.append(part)
 
     def _trainer(self, saved: Saved | None) -> Trainer:
         data = self.data
@@ -208,7 +227,7 @@ class Loop:
             test_error=error,
             seconds=told["seconds"],
             setup_seconds=told["setup_seconds"],
-            device=_device_name(self.how.device),
+            device=device_name(self.how.device),
             selected_epoch=best["epoch"],
             retrained=retrained,
             data_sha256=self.checkpoints.identity["data_sha256"],
@@ -223,13 +242,14 @@ class Loop:
             versions=records.versions(),
             finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             unverified=self.data.unverified,
+            parts=told["parts"],
             shared=self.shared,
         )
         self.say.finished(record)
         return record
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"
