@@ -153,6 +153,16 @@ def test_a_record_from_before_a_field_says_that_it_is_not_known(tmp_path: Path) 
     assert records.load(path).unverified is None
 
 
+def test_files_that_are_not_named_by_a_seed_are_left_out(tmp_path: Path) -> None:
+    path = records.save(record(), tmp_path)
+    others = [tmp_path / "notes.json", tmp_path / "x" / "y" / "3.json", path.with_stem("best")]
+    for other in others:
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_text("{}")
+    assert records.load_all(tmp_path) == [record()]
+    assert records.strays(tmp_path) == sorted(others)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
 def test_a_torn_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     path = records.save(record(), tmp_path)
@@ -258,4 +268,6 @@ def test_what_is_told_counts_before_git(
 
 def test_the_source_hash_and_versions_say_what_ran() -> None:
     assert len(records.source_hash()) == 64
-    assert {"python", "econv", "torch", "numpy", "cuda", "system"} == set(records.versions())
+    assert {"python", "econv", "torch", "numpy", "cuda", "cudnn", "system"} == set(
+        records.versions()
+    )

@@ -157,16 +157,20 @@ def test_the_readme_changes_between_its_markers_only(tmp_path: Path) -> None:
     "text",
     ["nothing", report.BEGIN, report.END + report.BEGIN, report.BEGIN * 2 + report.END],
 )
-def test_a_readme_without_its_markers_is_left_alone(tmp_path: Path, text: str) -> None:
+def test_a_readme_without_its_markers_is_left_alone(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "README.md"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"README\.md: expected one line"):
         report.update(path, report.rows([]))
     assert path.read_text() == text
+    assert report.main(options(records=tmp_path, check=path)) == 1
+    assert f"econv report: {path}: expected one line" in capsys.readouterr().err
 
 
 def test_markdown_tables_have_as_many_cells_as_heads() -> None:
-    lines = report.as_markdown(report.rows([made()])).splitlines()
+    lines = report.as_markdown(report.rows([made(), made("digits_p8")])).splitlines()
     bars = {line.count("|") for line in lines if line.startswith("|")}
     assert bars == {10, 8}  # the digits, which the paper has not, lack its two columns
 
@@ -322,6 +326,22 @@ def test_the_command_names_a_broken_record(
     (tmp_path / "x" / "0.json").write_text("{}")
     assert report.main(options(records=tmp_path)) == 1
     assert "0.json is no record" in capsys.readouterr().err
+
+
+def test_the_command_leaves_out_what_is_no_record_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records.save(made(), tmp_path)
+    (tmp_path / "mnist_rot_p8" / "notes.json").write_text("{}")
+    assert report.main(options(records=tmp_path)) == 0
+    told = capsys.readouterr()
+    assert "incomplete (1 of 3 seeds)" in told.out
+    assert "notes.json is left out" in told.err
+
+
+def test_rows_of_no_table_appear_once_there_is_a_record() -> None:
+    assert "digits" not in report.as_markdown(report.rows([]))
+    assert row(report.rows([made("digits_p8")]), "digits_p8").complete
 
 
 @pytest.mark.parametrize("last", [2, 3, 7, 12, 30, 99, 200, 300, 4000])

@@ -22,6 +22,7 @@ def test_a_network_learns_and_the_record_says_what_happened(tmp_path: Path) -> N
     assert records.load(tmp_path / "records" / "tiny" / "0.json") == record
     assert (record.dataset, record.recreated, record.processes) == ("stripes", False, 1)
     assert record.unverified is False
+    assert record.channels_last is False
     assert [e["epoch"] for e in record.epochs] == list(range(1, 13))
     assert record.settings == changed(epochs=12).settings()
     assert record.seconds >= sum(e["seconds"] for e in record.epochs) > 0

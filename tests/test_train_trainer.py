@@ -1,6 +1,8 @@
 """One step: what plain torch does, on the right images, in any number format."""
 
 import dataclasses
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,31 @@ def test_a_step_leaves_the_data_alone(tmp_path: Path) -> None:
     start(tmp_path, data=data)
     assert torch.equal(data.train.x, stripes().train.x)
     assert torch.equal(data.test.y, stripes().test.y)
+
+
+@pytest.mark.parametrize(
+    ("text", "silent"),
+    [
+        ("TensorFloat32 tensor cores for float32 matrix multiplication available", True),
+        ("something else", False),
+    ],
+)
+def test_only_the_compilers_advice_on_number_formats_is_silenced(
+    monkeypatch: pytest.MonkeyPatch, text: str, silent: bool
+) -> None:
+    def compiled(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            warnings.warn(text, stacklevel=1)
+            return model(x)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    if silent:
+        trainer(engine="compile")
+    else:
+        with pytest.warns(UserWarning, match=text):
+            trainer(engine="compile")
 
 
 @pytest.mark.parametrize("precision", ["float64", "bfloat16"])

@@ -29,6 +29,7 @@ __all__ = [
     "path_of",
     "revision",
     "save",
+    "strays",
     "versions",
 ]
 
@@ -84,6 +85,8 @@ class Record:
     """When, in UTC."""
     unverified: bool | None = None
     """Whether no checksum vouches for the data; None if not known, as in older records."""
+    channels_last: bool | None = None
+    """Whether images were laid out with channels last; None if not known."""
     parts: list[dict[str, Any]] | None = None
     """What took part in turn: for each stretch ``after``, the number of epochs before it, and its
     revision, source_sha256, engine, processes and device. One for a run by the same code in the
@@ -210,9 +213,25 @@ def parse(content: bytes, path: Path) -> Record:
 
 
 def load_all(folder: Path) -> list[Record]:
-    """Every record under the folder, by recipe and seed; none if the folder is not there."""
-    found = [load(path) for path in Path(folder).glob("*/*.json")]
+    """Every record under the folder, by recipe and seed; none if the folder is not there.
+
+    Files that are not named as records are, by a seed, are left alone: :func:`strays` has them.
+    """
+    found = [load(path) for path in Path(folder).glob("*/*.json") if _named_by_seed(path)]
     return sorted(found, key=lambda record: (record.recipe, record.seed))
+
+
+def strays(folder: Path) -> list[Path]:
+    """JSON files under the folder whose names are not those of records."""
+    return sorted(path for path in Path(folder).rglob("*.json") if not _is_place(path, folder))
+
+
+def _is_place(path: Path, folder: Path) -> bool:
+    return path.parent.parent == Path(folder) and _named_by_seed(path)
+
+
+def _named_by_seed(path: Path) -> bool:
+    return path.stem.isascii() and path.stem.isdecimal()
 
 
 @lru_cache
@@ -269,6 +288,7 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "cuda": torch.version.cuda or "none",
+        "cudnn": str(torch.backends.cudnn.version() or "none"),
         "system": f"{platform.system()} {platform.machine()}",
     }
 

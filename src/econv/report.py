@@ -19,7 +19,7 @@ from pathlib import Path
 from econv.files import write_atomically
 from econv.page import filled
 from econv.recipes import RECIPES, Recipe
-from econv.records import Record, load_all
+from econv.records import Record, load_all, strays
 
 __all__ = [
     "Row",
@@ -175,7 +175,8 @@ def spread(values: Sequence[float]) -> str:
 def rows(records: Iterable[Record], recipes: Mapping[str, Recipe] = RECIPES) -> list[Row]:
     """The rows of all tables: one for each recipe, and for each set of images it was trained on.
 
-    Recipes that keep the paper's own schedule appear once they have records.
+    Recipes that keep the paper's own schedule, or are of no table of it, appear once they have
+    records.
     """
     by_name: dict[str, list[Record]] = {}
     for record in records:
@@ -187,7 +188,9 @@ def rows(records: Iterable[Record], recipes: Mapping[str, Recipe] = RECIPES) -> 
         current = [record for record in mine if record.settings == settings]
         outdated = len(mine) - len(current)
         kinds = sorted({_kind(record) for record in current})
-        if not kinds and (not name.endswith("_paper") or outdated):
+        # The paper's tables show what is missing; nobody asked for the rest.
+        demanded = recipe.table > 0 and not name.endswith("_paper")
+        if not kinds and (demanded or outdated):
             found.append(Row(recipe, (), False, outdated))
         for kind in kinds:
             kept = [record for record in current if _kind(record) == kind]
@@ -263,21 +266,18 @@ def _note(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None = 
     )
 
 
-def updated(text: str, found: Sequence[Row]) -> str:
-    """A README's text with the tables between its markers."""
+def updated(text: str, found: Sequence[Row], name: str | Path = "the text") -> str:
+    """A README's text with the tables between its markers; errors call it by the name."""
     begin, end = text.find(BEGIN), text.find(END)
     if begin < 0 or end < begin or text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"expected one line {BEGIN!r} and, after it, one line {END!r}")
+        raise ValueError(f"{name}: expected one line {BEGIN!r} and, after it, one line {END!r}")
     return f"{text[:begin]}{BEGIN}\n\n{as_markdown(found)}\n{text[end:]}"
 
 
 def update(path: Path, found: Sequence[Row]) -> bool:
     """Put the tables between the markers of a file; whether that changed it."""
     text = path.read_text(encoding="utf-8")
-    try:
-        after = updated(text, found)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    after = updated(text, found, path)
     if after != text:
         write_atomically(path, after.encode())
     return after != text
@@ -497,6 +497,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print the tables and write what is asked for; 0, or 1 with a line on stderr."""
     try:
+        for path in strays(options.records):
+            print(f"econv report: {path} is left out: no record's name", file=sys.stderr)
         records = load_all(options.records)
         found, others = rows(records), variants(records)
         print(as_text(found, others))
@@ -508,7 +510,7 @@ def main(options: argparse.Namespace) -> int:
             print(f"{options.markdown}: {'updated' if changed else 'as it was'}")
         if options.check is not None:
             text = options.check.read_text(encoding="utf-8")
-            if updated(text, found) != text:
+            if updated(text, found, options.check) != text:
                 raise ValueError(f"the tables in {options.check} are not those of the records")
     except BrokenPipeError:
         raise

@@ -242,6 +242,7 @@ class Loop:
             versions=records.versions(),
             finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             unverified=self.data.unverified,
+            channels_last=self.how.channels_last,
             parts=told["parts"],
             shared=self.shared,
         )

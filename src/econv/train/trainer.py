@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -132,10 +133,13 @@ class Trainer:
         self.advance: Callable[[], None] = self.step
         if how.engine != "eager":
             state = list(self.state().values())
-            if device.type == "cuda":
-                self.advance = captured(self.step, state)
-            else:
-                tried(self.step, state)
+            with warnings.catch_warnings():
+                # On purpose: TF32 is for convolutions, the products that make filters stay exact.
+                warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+                if device.type == "cuda":
+                    self.advance = captured(self.step, state)
+                else:
+                    tried(self.step, state)
 
     @torch.no_grad()
     def _look_once(self, classes: int) -> None:
