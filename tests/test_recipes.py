@@ -141,7 +141,7 @@ def test_a_changed_recipe_has_another_name() -> None:
     found = RECIPES["mnist_rot_p8"]
     assert found.with_changes({}) == found
     long = [found.with_changes({"model_options.options": c * 400}) for c in "xyä"]
-    assert len({recipe.name for each in long}) == 3
+    assert len({each.name for each in long}) == 3
     for each in long:
         assert len(each.name.encode()) <= 120
         assert each.name.startswith(f"{found.name}+model_options.options=")

@@ -228,8 +228,8 @@ class ConvNet(_Classifier):
         _expect_whole("in_channels", in_channels)
         _expect_whole("image_size", image_size)
         _expect_truth(shrink=shrink)
-        number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
-        if not number or not 0 <= dropout < 1:
+        share = isinstance(dropout, int | float) and not isinstance(dropout, bool)
+        if not share or not 0 <= dropout < 1:
             raise ValueError(f"expected dropout as a number from 0 to below 1; got {dropout!r}")
         kit = _Kit(group, pool, options)
         self.group = kit.group

@@ -7,6 +7,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -141,7 +142,9 @@ def derived(root: Path, key: str, make: Callable[[], Arrays], recreated: bool = 
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic(path) as temporary, open(temporary, "wb") as stream:
-            kept = {key: getattr(arrays, key) for key in KEYS}
-            kept = {k: a if a.ndim == 1 else a.transpose(0, 2, 3, 1) for k, a in kept.items()}
-            np.savez(stream, **kept, recreated=np.array(recreated))
+            whole: dict[str, Any] = {"recreated": np.array(recreated)}
+            for name in KEYS:
+                array = getattr(arrays, name)
+                whole[name] = array if array.ndim == 1 else array.transpose(0, 2, 3, 1)
+            np.savez(stream, **whole)
     return arrays
