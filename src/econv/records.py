@@ -23,6 +23,8 @@ from econv import files
 
 __all__ = [
     "Record",
+    "check_epoch",
+    "check_part",
     "load",
     "load_all",
     "parse",
@@ -115,13 +117,12 @@ class Record:
             if getattr(self, name) < 1:
                 raise RecordError(f"expected {name} of at least 1; got {getattr(self, name)}")
         for part in self.parts or []:
-            if not isinstance(part, dict) or {k: type(part[k]).__name__ for k in part} != _PART:
-                raise RecordError(f"expected parts with {', '.join(_PART)}; got {part!r}")
+            check_part(part)
         for key, value in self.versions.items():
             if not isinstance(value, str):
                 raise RecordError(f"expected versions as texts; got {key}: {value!r}")
         for entry in self.epochs:
-            _check_epoch(entry)
+            check_epoch(entry)
         self._check_selection()
 
     def _check_selection(self) -> None:
@@ -156,7 +157,14 @@ _PART = {
 _NUMBERS = ("learning_rate", "loss", "seconds", "validation_loss", "validation_error")
 
 
-def _check_epoch(entry: Any) -> None:
+def check_part(part: Any) -> None:
+    """Raise :class:`RecordError` if this is none of the parts of a record."""
+    if not isinstance(part, dict) or {k: type(part[k]).__name__ for k in part} != _PART:
+        raise RecordError(f"expected parts with {', '.join(_PART)}; got {part!r}")
+
+
+def check_epoch(entry: Any) -> None:
+    """Raise :class:`RecordError` if these are not the metrics of an epoch."""
     if not isinstance(entry, dict) or not _is(entry.get("epoch"), "int") or entry["epoch"] < 1:
         raise RecordError(f"expected epochs with their number from 1; got {entry!r}")
     if entry.get("phase", "select") not in ("select", "retrain"):

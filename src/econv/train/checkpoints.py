@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from econv import files
+from econv import files, records
 from econv.train.errors import CheckpointError
 from econv.train.processes import Processes
 
@@ -98,7 +98,7 @@ class Checkpoints:
                     keys = sorted(k for k in wanted if whole[name].get(k) != wanted[k])
                     detail = f" ({', '.join(keys)})"
                 raise CheckpointError(f"it was made with other {name}{detail}")
-        _check_told(whole["told"])
+        _check_told(whole["told"], self.identity["settings"])
         content = (self.folder / whole["tensors"]).read_bytes()
         if hashlib.sha256(content).hexdigest() != whole["sha256"]:
             raise CheckpointError(f"{whole['tensors']} is damaged: its checksum differs")
@@ -115,8 +115,8 @@ class Checkpoints:
             tensors.unlink()
 
 
-def _check_told(told: Any) -> None:
-    """Raise :class:`CheckpointError` if the run's own notes are not what a run notes."""
+def _check_told(told: Any, settings: Mapping[str, Any]) -> None:
+    """Raise an error if the run's own notes are not what a run of these settings notes."""
     kinds = {
         "phase": int,
         "epoch": int,
@@ -134,14 +134,21 @@ def _check_told(told: Any) -> None:
         value = told[name]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(f"expected {name} of another kind; got {value!r:.50}")
+    for entry in told["history"]:
+        records.check_epoch(entry)
+    for part in told["parts"]:
+        records.check_part(part)
+    phase, epoch = told["phase"], told["epoch"]
+    last = int(settings["retrain_on_all"])
+    if not (0 <= phase <= last and 0 <= epoch <= settings["epochs"]):
+        raise CheckpointError(f"expected a phase and an epoch of this run; got {phase}, {epoch}")
+    if len(told["history"]) != phase * settings["epochs"] + epoch or not told["parts"]:
+        raise CheckpointError("expected a history of every epoch so far, and who took part")
     best = told["best"]
-    if best is not None:
-        names = {"epoch", "validation_error", "validation_loss"}
-        if set(best) != names or not all(isinstance(v, int | float) for v in best.values()):
-            raise CheckpointError(f"expected best with {sorted(names)}; got {best!r:.50}")
-    for name in ("history", "parts"):
-        if not all(isinstance(entry, dict) for entry in told[name]):
-            raise CheckpointError(f"expected {name} as a list of objects")
+    names = ("epoch", "validation_error", "validation_loss")
+    seen = [{n: entry[n] for n in names} for entry in told["history"] if "validation_loss" in entry]
+    if best not in seen and (seen or best is not None):
+        raise CheckpointError(f"expected best as one of the evaluated epochs; got {best!r:.50}")
 
 
 def _safetensors() -> Any:

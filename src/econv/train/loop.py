@@ -101,7 +101,7 @@ class Loop:
             "source_sha256": records.source_hash(),
             "engine": self.how.engine,
             "processes": self.processes.world,
-            "device": device_name(self.how.device),
+            "device": _device_name(self.how.device),
         }
         parts = self.told["parts"]
         other = [key for key in part if parts and key != "after" and parts[-1][key] != part[key]]
@@ -227,7 +227,7 @@ class Loop:
             test_error=error,
             seconds=told["seconds"],
             setup_seconds=told["setup_seconds"],
-            device=device_name(self.how.device),
+            device=_device_name(self.how.device),
             selected_epoch=best["epoch"],
             retrained=retrained,
             data_sha256=self.checkpoints.identity["data_sha256"],
@@ -250,7 +250,7 @@ class Loop:
         return record
 
 
-def device_name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"
