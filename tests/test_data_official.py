@@ -15,6 +15,7 @@ from small_data import (
     DAMAGES,
     OFFICIAL,
     md5,
+    members_of,
     packed,
 )
 
@@ -25,12 +26,15 @@ def test_archives_in_a_folder_are_read(publish, name):
     found = data.load(name, source=published.folder)
     published.check(found)
     assert not found.recreated
+    assert not found.unverified
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_unpacked_files_are_read(publish, tmp_path, name):
     published = publish(name)
-    published.check(data.load(name, source=published.unpack(tmp_path / "unpacked")))
+    found = data.load(name, source=published.unpack(tmp_path / "unpacked"))
+    published.check(found)
+    assert found.unverified is (name != "mnist")  # whose checksums are of the files themselves
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
@@ -138,6 +142,21 @@ def test_damaged_unpacked_files_are_refused(publish, tmp_path, name, damage, pro
         data.load(name, source=folder)
     assert str(path) in str(error.value) or f"{folder}: " in str(error.value)
     assert path.name in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["mnist_rot", "cifar10", "cifar100"])
+def test_other_images_in_unpacked_files_are_unverified_and_that_is_said_once(
+    publish, tmp_path, name, capsys, monkeypatch
+):
+    published = publish(name)
+    (train_x, train_y), (test_x, test_y) = published.train, published.test
+    members = members_of(name, (255 - train_x, train_y), (255 - test_x, test_y))
+    monkeypatch.setattr(published, "members", members)
+    folder = published.unpack(tmp_path / "unpacked")
+    assert all(data.load(name, source=folder).unverified for _ in range(2))
+    assert capsys.readouterr().err.count(f"{name} from {folder}: unverified, no checksum") == 1
+    assert not data.load(name, source=published.folder).unverified
+    assert "unverified" not in capsys.readouterr().err
 
 
 def test_pickles_are_not_read(publish, tmp_path):

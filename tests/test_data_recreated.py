@@ -56,6 +56,36 @@ def test_recreation_is_kept_and_repeated_exactly(mnist, tmp_path, monkeypatch):
     assert not torch.equal(first.test.x, other.test.x)
 
 
+def test_what_is_kept_says_what_it_is_wherever_it_is_copied(mnist, tmp_path, monkeypatch):
+    made = data.load("mnist_rot_recreated", source=mnist.folder)
+    assert not made.unverified
+    (kept,) = (tmp_path / "cache" / "derived").iterdir()
+    (tmp_path / "a.npz").write_bytes(kept.read_bytes())
+    monkeypatch.setitem(SOURCES, "mnist_rot", SOURCES["mnist_rot_recreated"])
+    for name in ("mnist_rot", "mnist_rot_recreated"):
+        found = data.load(name, source=tmp_path / "a.npz")
+        assert (found.name, found.recreated, found.unverified) == (name, True, False)
+        assert all(map(torch.equal, all_images(found), all_images(made)))
+
+
+def test_a_recreation_can_stand_under_the_name_of_the_original(mnist):
+    found = data.load("mnist_rot", source=mnist.folder, recreated=True)
+    made = data.load("mnist_rot_recreated", source=mnist.folder)
+    assert (found.name, found.recreated, found.unverified) == ("mnist_rot", True, False)
+    assert all(map(torch.equal, all_images(found), all_images(made)))
+    for name in ("cifar10", "digits", "mnist_rot_recreated"):
+        with pytest.raises(ValueError, match=f"expected recreated with one of .*; got '{name}'"):
+            data.load(name, recreated=True)
+
+
+def test_a_recreation_is_as_unverified_as_its_source(mnist, tmp_path):
+    arrays = mnist.arrays()
+    arrays["test_x"] = 255 - arrays["test_x"]
+    np.savez(tmp_path / "a.npz", **arrays)
+    found = data.load("mnist_rot_recreated", source=tmp_path / "a.npz")
+    assert (found.recreated, found.unverified) == (True, True)
+
+
 @pytest.mark.parametrize("file", ["a.npz", "mnist.npz"])
 def test_recreation_takes_mnist_as_arrays(mnist, tmp_path, file):
     (tmp_path / "arrays").mkdir()

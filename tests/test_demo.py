@@ -18,6 +18,7 @@ from econv import demo
 from econv.cli import main
 from econv.data import Dataset, Split
 from econv.recipes import RECIPES, Recipe
+from tiny_training import interrupt_at
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
@@ -171,12 +172,15 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(tmp_path, small, monkey
     assert re.findall(r"^(\w+), seed 0: trained before", out, re.MULTILINE) == ["digits_p8"]
 
 
-def test_an_interrupted_fresh_run_trains_both_anew(folder, monkeypatch):
-    def interrupted(*arguments, **options):
-        raise KeyboardInterrupt
+def test_a_fresh_run_that_cannot_start_keeps_what_is_there(folder):
+    before = records(folder)
+    assert run_captured(folder, "--fresh", "--device", "meta")[0] == 1
+    assert records(folder) == before
 
+
+def test_an_interrupted_fresh_run_trains_both_anew(folder, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(demo.train, "run", interrupted)
+        interrupt_at(patch, 1, KeyboardInterrupt)
         assert run_captured(folder, "--fresh")[0] == 130
     assert records(folder) == {}
 

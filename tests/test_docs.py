@@ -3,11 +3,16 @@
 import importlib.util
 import pkgutil
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 import econv
+from econv import cli
+from econv.recipes import RECIPES, recipe
+from econv.train.trainer import augmentation_of, network_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -66,6 +71,65 @@ def test_a_block_that_needs_what_is_missing_is_left_out(tmp_path):
     page.write_text("<!-- needs: torch -->\n```python\nraise KeyError\n```\n")
     with pytest.raises(KeyError):
         run(page)
+
+
+# A line of a console, `$ econv train …`, or one set off by four spaces.
+COMMAND = re.compile(
+    r"^(?:\$ |    )(?:econv |torchrun .*-m econv\.)((?:train|report|demo|check)\b.*)$", re.M
+)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The arguments of every command on a page."""
+    return [shlex.split(line, comments=True) for line in COMMAND.findall(page.read_text("utf-8"))]
+
+
+def try_command(arguments: list[str]) -> None:
+    """Raise :class:`ValueError` or leave if a command would not begin to run."""
+    options = cli._parser().parse_args(arguments)
+    if arguments[0] == "train":
+        for name in RECIPES if options.recipe == "RECIPE" else [options.recipe]:
+            chosen = recipe(name).with_changes(dict(c.split("=", 1) for c in options.changes))
+            classes = 100 if "cifar100" in name else 10
+            with torch.device("meta"):
+                network_of(chosen, classes)
+            augmentation_of(chosen)
+
+
+COMMANDS = [
+    pytest.param(arguments, id=f"{page.relative_to(ROOT)}: {' '.join(arguments)}")
+    for page in [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"]
+    if page.exists()
+    for arguments in commands(page)
+]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_the_commands_can_be_given(arguments):
+    try_command(arguments)
+
+
+def test_the_commands_of_every_kind_are_found():
+    assert {param.values[0][0] for param in COMMANDS} == {"train", "report", "demo", "check"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "econv train mnist_rot_p8 --set epochs=3 --set fields=9",
+        "econv train mnist_rot_p8 --set model_options.fields=9  # a comment",
+        "econv train mnist_rot_p8 --set model_options.foo=9",
+        "econv train mnist_rot_p8 --set augmentation.spin=1",
+        "econv train mnist_rot_p9",
+        "econv report --htm1 page.html",
+        "torchrun --nproc-per-node=4 -m econv.train mnist_rot_p8 --sed 3",
+    ],
+)
+def test_a_command_that_is_wrong_is_noticed(tmp_path, line, capsys):
+    (tmp_path / "page.md").write_text(f"text\n\n```console\n$ {line}\n```\n")
+    ((arguments),) = commands(tmp_path / "page.md")
+    with pytest.raises((ValueError, SystemExit)):
+        try_command(arguments)
 
 
 def test_the_reference_has_every_public_module():

@@ -165,7 +165,7 @@ def test_the_wrong_number_of_stages_is_an_error(fields):
     [
         ({"group": "q8"}, "expected 'pn'", "'q8'"),
         ({"pool": "sum"}, "'max' or 'mean'", "'sum'"),
-        ({"fields": (2, 0, 4)}, "at least 1", "got 0"),
+        ({"fields": (2, 0, 4)}, "at least 1", "got (2, 0, 4)"),
         ({"in_channels": 0}, "at least 1", "got 0"),
         ({"options": {"stencils": "round"}}, "expected", "'round'"),
     ],

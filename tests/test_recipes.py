@@ -140,6 +140,11 @@ def test_changes_are_read_by_the_type_of_the_setting() -> None:
 def test_a_changed_recipe_has_another_name() -> None:
     found = RECIPES["mnist_rot_p8"]
     assert found.with_changes({}) == found
+    long = [found.with_changes({"model_options.options": c * 400}) for c in "xyä"]
+    assert len({each.name for each in long}) == 3
+    for each in long:
+        assert len(each.name.encode()) <= 120
+        assert each.name.startswith(f"{found.name}+model_options.options=")
     changed = found.with_changes({"epochs": "3", "dataset": "a/../b c"})
     assert changed.name == "mnist_rot_p8+dataset=a_.._bc+epochs=3"
 

@@ -29,7 +29,10 @@ def record(**changes: object) -> Record:
         "retrained": False,
         "data_sha256": "0" * 64,
         "predictions_sha256": "1" * 64,
-        "epochs": [{"phase": "select", "epoch": 1, "loss": 0.1}],
+        "epochs": [
+            {"phase": "select", "epoch": 1, "loss": 0.1},
+            {"phase": "select", "epoch": 2, "loss": 0.1, "validation_error": 1.5},
+        ],
         "settings": {"name": "mnist_rot_p8"},
         "processes": 1,
         "engine": "eager",
@@ -61,6 +64,18 @@ def test_all_records_are_found_in_order(tmp_path: Path) -> None:
     assert records.load_all(tmp_path / "nowhere") == []
 
 
+def test_the_error_of_the_selected_epoch_is_the_records() -> None:
+    with pytest.raises(RecordError, match=r"expected selected_epoch 2 .* of 1\.0; got \[1\.5\]"):
+        record(validation_error=1.0)
+    with pytest.raises(RecordError, match="expected selected_epoch 2 once"):
+        record(epochs=[LAST, LAST])
+    with pytest.raises(RecordError, match="expected selected_epoch 2 once"):
+        record(epochs=[{**LAST, "phase": "retrain"}])
+
+
+LAST = {"phase": "select", "epoch": 2, "loss": 0.1, "validation_error": 1.5}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -73,7 +88,32 @@ def test_all_records_are_found_in_order(tmp_path: Path) -> None:
         {"validation_error": -1.0},
         {"epochs": {}},
         {"epochs": [{"loss": 1.0}]},
+        {"epochs": [{**LAST, "epoch": True}]},
+        {"epochs": [{**LAST, "epoch": 0}]},
+        {"epochs": [{**LAST, "loss": "0.1"}]},
+        {"epochs": [{**LAST, "loss": None}]},
+        {"epochs": [{**LAST, "validation_loss": float("inf")}]},
+        {"epochs": [{**LAST, "learning_rate": True}]},
+        {"epochs": [{**LAST, "validation_error": 101}]},
+        {"epochs": [{**LAST, "seconds": -1.0}]},
+        {"epochs": [{**LAST, "phase": "test"}]},
         {"versions": []},
+        {"versions": {"torch": 2}},
+        {"seconds": -5},
+        {"setup_seconds": -0.1},
+        {"parameters": 0},
+        {"processes": 0},
+        {"seed": -1},
+        {"selected_epoch": 9999},
+        {"selected_epoch": 1},
+        {"selected_epoch": 0},
+        {"retrained": True, "settings": {"retrain_on_all": False}},
+        {"retrained": False, "settings": {"retrain_on_all": True}},
+        {"parts": [1]},
+        {"parts": [{"after": 0}]},
+        {"parts": {}},
+        {"shared": 0},
+        {"shared": True},
         {"format": 2},
     ],
 )
@@ -86,6 +126,8 @@ def test_wrong_values_are_refused(changes: dict[str, object]) -> None:
     ("edit", "message"),
     [
         (lambda told: told.pop("test_error"), r"missing \['test_error'\]"),
+        (lambda told: told.pop("format"), r"missing \['format'\]"),
+        (lambda told: told.update(unverified="no"), "expected unverified"),
         (lambda told: told.update(more=1), r"unknown \['more'\]"),
         (lambda told: told.update(seconds="1"), "expected seconds"),
         (lambda told: told.update(seed=4), "seed 4: moved or edited"),
@@ -100,6 +142,25 @@ def test_an_edited_file_is_refused_by_name(tmp_path: Path, edit, message: str) -
     with pytest.raises(RecordError, match=message) as caught:
         records.load(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_record_from_before_a_field_says_that_it_is_not_known(tmp_path: Path) -> None:
+    path = records.save(record(unverified=True), tmp_path)
+    assert records.load(path).unverified is True
+    told = json.loads(path.read_text())
+    del told["unverified"]
+    path.write_text(json.dumps(told))
+    assert records.load(path).unverified is None
+
+
+def test_files_that_are_not_named_by_a_seed_are_left_out(tmp_path: Path) -> None:
+    path = records.save(record(), tmp_path)
+    others = [tmp_path / "notes.json", tmp_path / "x" / "y" / "3.json", path.with_stem("best")]
+    for other in others:
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_text("{}")
+    assert records.load_all(tmp_path) == [record()]
+    assert records.strays(tmp_path) == sorted(others)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
@@ -124,6 +185,21 @@ def test_a_write_that_fails_leaves_the_old_file(
         files.write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_is_tried_without_leaving_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.check_folder(tmp_path)
+    files.check_folder(tmp_path / "new" / "deep")
+    monkeypatch.chdir(tmp_path)
+    files.check_folder("relative")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "lost").symlink_to(tmp_path / "gone" / "away")
+    for wrong in ("file", "file/below", "lost"):
+        with pytest.raises(OSError, match=f"folder that can be written to; got .*{wrong}: "):
+            files.check_folder(tmp_path / wrong)
 
 
 def test_records_are_values() -> None:
@@ -192,4 +268,6 @@ def test_what_is_told_counts_before_git(
 
 def test_the_source_hash_and_versions_say_what_ran() -> None:
     assert len(records.source_hash()) == 64
-    assert {"python", "econv", "torch", "numpy", "cuda", "system"} == set(records.versions())
+    assert {"python", "econv", "torch", "numpy", "cuda", "cudnn", "system"} == set(
+        records.versions()
+    )

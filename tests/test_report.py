@@ -23,6 +23,7 @@ def made(name: str = "mnist_rot_p8", seed: int = 0, **changes: object) -> Record
     values: dict[str, object] = {"epochs": epochs, "selected_epoch": 4, "validation_error": 2.0}
     if name in RECIPES:
         values["settings"] = RECIPES[name].settings()
+        values["retrained"] = RECIPES[name].retrain_on_all
     return record(recipe=name, seed=seed, **{**values, **changes})
 
 
@@ -37,7 +38,8 @@ def test_enough_seeds_give_mean_and_deviation_beside_the_papers_number() -> None
     assert cells[1:4] == ("1.87", "1.40 ± 0.26", "3")
     assert cells[5] == "26,747"
     assert cells[6] == "20.5 (cpu, 2 threads)"
-    assert cells[7] == "mnist_rot"
+    assert cells[7] == "eager, float32"
+    assert cells[8] == "mnist_rot, retrained on all"
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -59,8 +61,8 @@ def test_re_created_data_are_labelled_and_never_averaged_with_official_ones() ->
         (False, "1.00 ± 0.00"),
         (True, "2.00 ± 0.00"),
     ]
-    assert "re-created" not in found[0].cells()[7]
-    assert "re-created" in found[1].cells()[7]
+    assert "re-created" not in found[0].cells()[8]
+    assert "re-created" in found[1].cells()[8]
     for text in (report.as_text(found), report.as_markdown(found), report.as_html(found)):
         assert "re-created" in text
 
@@ -72,16 +74,46 @@ def test_runs_on_other_images_have_rows_of_their_own() -> None:
     assert not any(r.complete for r in found)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "bfloat16"},
+        {"parameters": 26_000},
+        {"dataset": "other"},
+        {"data_sha256": "9" * 64},
+        {"recreated": True},
+    ],
+)
+def test_unlike_runs_are_not_averaged(changes: dict[str, object]) -> None:
+    mixed = [made(seed=0), made(seed=1), made(seed=2, **changes)]
+    found = [r for r in report.rows(mixed) if r.recipe.name == "mnist_rot_p8"]
+    assert sorted(r.error for r in found) == [f"incomplete ({n} of 3 seeds)" for n in (1, 2)]
+    others = {"x": [made("x", s, test_error=1.0 + s) for s in (0, 1)]}
+    assert "1.50 ± 0.71" in report.as_text([], others)
+    others["x"][1] = made("x", 1, test_error=2.0, **changes)
+    assert "1.50" not in report.as_text([], others)
+
+
+def test_rows_say_how_they_were_run() -> None:
+    found = [made(seed=s, engine=e) for s, e in enumerate(("eager", "graph", "eager"))]
+    assert row(report.rows(found)).cells()[7] == "eager, float32; graph, float32"
+    others = {"x": found}
+    assert "eager, float32; graph, float32" in report.as_text([], others)
+
+
 def test_records_of_earlier_settings_do_not_count() -> None:
     old = dataclasses.replace(RECIPES["mnist_rot_p8"], epochs=7).settings()
     found = row(report.rows([*(made(seed=s) for s in range(2)), made(seed=2, settings=old)]))
     assert not found.complete
-    assert "1 outdated" in found.cells()[7]
+    assert "1 outdated" in found.cells()[8]
 
 
 def test_retraining_is_said() -> None:
-    found = row(report.rows([made(seed=s, retrained=True) for s in range(3)]))
-    assert "retrained on all" in found.cells()[7]
+    found = row(report.rows([made(seed=s) for s in range(3)]))
+    assert "retrained on all" in found.cells()[8]
+    name = "mnist_rot_p8_paper"
+    found = row(report.rows([made(name, seed=s) for s in range(3)]), name)
+    assert "retrained on all" not in found.cells()[8]
 
 
 def test_the_papers_schedules_appear_once_they_were_run() -> None:
@@ -125,18 +157,22 @@ def test_the_readme_changes_between_its_markers_only(tmp_path: Path) -> None:
     "text",
     ["nothing", report.BEGIN, report.END + report.BEGIN, report.BEGIN * 2 + report.END],
 )
-def test_a_readme_without_its_markers_is_left_alone(tmp_path: Path, text: str) -> None:
+def test_a_readme_without_its_markers_is_left_alone(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "README.md"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"README\.md: expected one line"):
         report.update(path, report.rows([]))
     assert path.read_text() == text
+    assert report.main(options(records=tmp_path, check=path)) == 1
+    assert f"econv report: {path}: expected one line" in capsys.readouterr().err
 
 
 def test_markdown_tables_have_as_many_cells_as_heads() -> None:
-    lines = report.as_markdown(report.rows([made()])).splitlines()
+    lines = report.as_markdown(report.rows([made(), made("digits_p8")])).splitlines()
     bars = {line.count("|") for line in lines if line.startswith("|")}
-    assert bars == {9, 7}  # the digits, which the paper has not, lack its two columns
+    assert bars == {10, 8}  # the digits, which the paper has not, lack its two columns
 
 
 class _Page(HTMLParser):
@@ -190,14 +226,15 @@ def test_a_curve_falls_where_the_error_does_and_takes_a_perfect_score() -> None:
         heights = [y for _, y in line]
         assert heights == sorted(heights)
         assert heights[0] < heights[-1]
-    for epochs in ([{"epoch": e, "validation_error": 0.0} for e in (1, 2)], []):
+    perfect = [{"epoch": e, "validation_error": 0.0} for e in (1, 4)]
+    for epochs in (perfect, perfect[1:]):
         drawn = report.curves([("p8", [made(epochs=epochs, validation_error=0.0)])])
         assert "nan" not in drawn
 
 
 def test_curves_of_one_table_share_their_scale_and_keep_their_colour() -> None:
     worse = [{"phase": "select", "epoch": e, "validation_error": 80 / e} for e in (1, 2, 4)]
-    cnn = [made("mnist_rot_cnn", seed=s, epochs=worse) for s in range(2)]
+    cnn = [made("mnist_rot_cnn", s, epochs=worse, validation_error=20.0) for s in range(2)]
     drawn = report.curves([("CNN", cnn), ("p8", [made()])])
     validation = drawn.split("</svg>")[0]
     first, second, ours = lines_of(validation)
@@ -230,6 +267,37 @@ def test_data_are_explained_as_re_created_where_there_are_some() -> None:
     assert report.RECREATED in again
 
 
+def test_unverified_data_are_labelled_and_explained() -> None:
+    assert report.UNVERIFIED not in report.as_markdown(report.rows([made()]))
+    found = [made(seed=s, unverified=True) for s in range(3)]
+    assert row(report.rows(found)).cells()[8] == "mnist_rot, unverified, retrained on all"
+    assert report.UNVERIFIED in report.as_markdown(report.rows(found))
+    assert "mnist_rot, unverified" in report.as_html(report.rows(found))
+
+
+def test_seconds_of_runs_that_shared_a_device_are_not_shown() -> None:
+    found = [made(seed=s, seconds=77.7, shared=n) for s, n in enumerate((1, 3, None))]
+    others = {"x": [made("x", seconds=77.7, shared=2)]}
+    rows = report.rows(found)
+    assert row(rows).cells()[6] == "† (cpu, 2 threads)"
+    for text in (report.as_text(rows), report.as_markdown(rows), report.as_text([], others)):
+        assert "77.7" not in text
+        assert "".join(text.split()).count("".join(report.SHARED.split())) == 1
+    assert "77.7†" in report.as_html(rows)
+    for shared in (1, None):
+        alone = report.rows([made(seed=s, shared=shared) for s in range(3)])
+        assert row(alone).cells()[6] == "20.5 (cpu, 2 threads)"
+        assert "†" not in report.as_text(alone) + report.as_markdown(alone)
+
+
+def test_the_note_says_which_epoch_is_tested_and_is_everywhere() -> None:
+    found = report.rows([made()])
+    for text in (report.as_text(found), report.as_markdown(found), report.as_html(found)):
+        words = " ".join(text.split())
+        assert "sample standard deviation (n − 1)" in words
+        assert f"{report.RETRAINED}, of the last epoch of a second training" in words
+
+
 def options(**changes: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     report.add_arguments(parser)
@@ -258,6 +326,22 @@ def test_the_command_names_a_broken_record(
     (tmp_path / "x" / "0.json").write_text("{}")
     assert report.main(options(records=tmp_path)) == 1
     assert "0.json is no record" in capsys.readouterr().err
+
+
+def test_the_command_leaves_out_what_is_no_record_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records.save(made(), tmp_path)
+    (tmp_path / "mnist_rot_p8" / "notes.json").write_text("{}")
+    assert report.main(options(records=tmp_path)) == 0
+    told = capsys.readouterr()
+    assert "incomplete (1 of 3 seeds)" in told.out
+    assert "notes.json is left out" in told.err
+
+
+def test_rows_of_no_table_appear_once_there_is_a_record() -> None:
+    assert "digits" not in report.as_markdown(report.rows([]))
+    assert row(report.rows([made("digits_p8")]), "digits_p8").complete
 
 
 @pytest.mark.parametrize("last", [2, 3, 7, 12, 30, 99, 200, 300, 4000])

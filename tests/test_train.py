@@ -1,5 +1,6 @@
 """Runs: the record says what happened, the best epoch is selected, the test split read once."""
 
+import dataclasses
 import hashlib
 import subprocess
 import sys
@@ -20,6 +21,8 @@ def test_a_network_learns_and_the_record_says_what_happened(tmp_path: Path) -> N
     assert record.epochs[-1]["loss"] < record.epochs[0]["loss"] / 1.5
     assert records.load(tmp_path / "records" / "tiny" / "0.json") == record
     assert (record.dataset, record.recreated, record.processes) == ("stripes", False, 1)
+    assert record.unverified is False
+    assert record.channels_last is False
     assert [e["epoch"] for e in record.epochs] == list(range(1, 13))
     assert record.settings == changed(epochs=12).settings()
     assert record.seconds >= sum(e["seconds"] for e in record.epochs) > 0
@@ -104,6 +107,29 @@ def test_retraining_takes_the_last_epoch_of_training_on_both_splits(tmp_path: Pa
     assert record.predictions_sha256 == expected
 
 
+def test_the_record_says_that_data_are_unverified(tmp_path: Path) -> None:
+    data = dataclasses.replace(stripes(), recreated=True, unverified=True)
+    record = start(tmp_path, changed(epochs=1), data=data)
+    assert (record.recreated, record.unverified) == (True, True)
+
+
+def test_the_record_says_how_many_runs_shared_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = changed(epochs=1)
+    monkeypatch.delenv("ECONV_SHARED", raising=False)
+    assert start(tmp_path / "a", short).shared is None
+    monkeypatch.setenv("ECONV_SHARED", "3")
+    assert start(tmp_path / "b", short).shared == 3
+    assert start(tmp_path / "c", short, shared=1).shared == 1
+    with pytest.raises(ValueError, match="expected shared as the number of runs, 1 or more; got 0"):
+        start(tmp_path / "d", short, shared=0)
+    for wrong in ("0", "-1", "many"):
+        monkeypatch.setenv("ECONV_SHARED", wrong)
+        with pytest.raises(ValueError, match=f"expected ECONV_SHARED .*; got '{wrong}'"):
+            start(tmp_path / "d", short)
+
+
 def test_seeds_differ_and_repeat(tmp_path: Path) -> None:
     first, again, other = (start(tmp_path / n, seed=s) for n, s in (("a", 0), ("b", 0), ("c", 1)))
     assert outcome(first) == outcome(again)
@@ -128,6 +154,17 @@ def test_a_wrong_revision_is_refused_before_training(
     interrupt_at(monkeypatch, 1, AssertionError)
     with pytest.raises(ValueError, match="expected ECONV_REVISION"):
         start(tmp_path)
+
+
+@pytest.mark.parametrize("option", ["records", "output"])
+def test_a_place_that_cannot_be_written_to_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    interrupt_at(monkeypatch, 1, AssertionError)
+    with pytest.raises(OSError, match=r"expected a folder that can be written to; got .*file"):
+        start(tmp_path, **{option: tmp_path / "file" / "below"})
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(

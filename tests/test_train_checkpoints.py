@@ -1,11 +1,12 @@
 """Checkpoints: a resumed run ends as an uninterrupted one; what is damaged is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from econv import files, train
+from econv import files, records, report, train
 from econv.recipes import Recipe
 from econv.train.trainer import Trainer
 from tiny_training import TINY, changed, interrupt_at, outcome, start, stripes, weights
@@ -107,6 +108,21 @@ def damage_json(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
+def change_told(**changes: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        whole = json.loads((folder / "checkpoint.json").read_text())
+        whole["told"] = {**whole["told"], **changes} if changes else []
+        (folder / "checkpoint.json").write_text(json.dumps(whole))
+
+    return damage
+
+
+def forget_parts(folder: Path) -> None:
+    whole = json.loads((folder / "checkpoint.json").read_text())
+    del whole["told"]["parts"]
+    (folder / "checkpoint.json").write_text(json.dumps(whole))
+
+
 def lose_tensors(folder: Path) -> None:
     next(folder.glob("*.safetensors")).unlink()
 
@@ -116,6 +132,21 @@ def lose_tensors(folder: Path) -> None:
     [
         (damage_tensors, "checksum differs"),
         (damage_json, "cannot be used"),
+        (change_told(), r"expected told as an object; got \[\]"),
+        (change_told(epoch="2"), "expected epoch of another kind; got '2'"),
+        (change_told(seconds=None), "expected seconds of another kind; got None"),
+        (change_told(phase=1), "expected a phase and an epoch of this run; got 1, 2"),
+        (change_told(epoch=9), "expected a phase and an epoch of this run; got 0, 9"),
+        (change_told(best={}), "expected best as one of the evaluated epochs"),
+        (change_told(best=None), "expected best as one of the evaluated epochs; got None"),
+        (change_told(best={"epoch": 1, "validation_error": "0", "validation_loss": 0.1}), "best"),
+        (change_told(history=[1]), "expected epochs with their number"),
+        (change_told(history=[{"epoch": 1, "loss": "0"}] * 2), "epochs with loss as a number"),
+        (change_told(history=[]), "expected a history of every epoch so far"),
+        (change_told(parts=[]), "who took part"),
+        (change_told(parts=[{}]), "expected parts with after, revision"),
+        (forget_parts, "expected parts, which is missing"),
+        (change_told(parts=None), "expected parts of another kind; got None"),
         (lose_tensors, "No such file"),
     ],
 )
@@ -155,6 +186,34 @@ def test_a_checkpoint_or_record_of_another_run_is_refused(
         start(tmp_path, **change)
 
 
+def test_everything_that_took_part_in_a_resumed_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_until(step: int) -> None:
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, step, KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                start(tmp_path, progress=True)
+
+    monkeypatch.setattr(records, "revision", lambda: "a" * 40)
+    run_until(6)
+    run_until(5)  # the same code again, stopped after one more epoch
+    assert "with other" not in capsys.readouterr().err
+    monkeypatch.setattr(records, "revision", lambda: "b" * 40)
+    monkeypatch.setattr(records, "source_hash", lambda: "c" * 64)
+    record = start(tmp_path, progress=True)
+    assert "going on with other revision, source_sha256; the record" in capsys.readouterr().err
+    assert record.parts is not None
+    assert [(part["after"], part["revision"]) for part in record.parts] == [
+        (0, "a" * 40),
+        (2, "b" * 40),
+    ]
+    assert record.parts[1]["source_sha256"] == record.source_sha256 == "c" * 64
+    assert record.parts[1]["engine"] == record.engine
+    page = report.as_html([], {"tiny": [record]})
+    assert "aaaaaaaaaa, bbbbbbbbbb" in page
+
+
 def test_a_finished_run_is_not_trained_again_unless_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +224,40 @@ def test_a_finished_run_is_not_trained_again_unless_asked(
         with pytest.raises(AssertionError):
             start(tmp_path, resume=False)
     assert outcome(start(tmp_path)) == outcome(first)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"data": None, "source": "/nowhere"},
+        {"data": None},
+        {"precision": "float16"},
+        {"recipe": changed(batch_size=16, model="convnet9")},
+    ],
+)
+def test_a_fresh_start_with_wrong_input_keeps_what_is_there(
+    tmp_path: Path, wrong: dict[str, object]
+) -> None:
+    start(tmp_path)
+    before = {p: p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()}
+    assert sorted(path.name for path in before) == ["0.json", "model.safetensors"]
+    with pytest.raises(ValueError, match="expected"):
+        start(tmp_path, resume=False, **wrong)
+    assert {p: p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()} == before
+
+
+def test_an_interrupted_fresh_start_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start(tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 10, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path, resume=False)
+    assert not (tmp_path / "records" / "tiny" / "0.json").exists()
+    again = start(tmp_path)
+    assert again.finished >= first.finished
+    assert outcome(again) == outcome(first)
 
 
 @pytest.mark.parametrize("poison", ["loss", "weights"])

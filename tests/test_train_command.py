@@ -1,6 +1,8 @@
 """The command: one line for what is wrong, every seed, signals."""
 
 import argparse
+import dataclasses
+import functools
 import signal
 import subprocess
 import sys
@@ -8,14 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from econv import records, train
+from econv import records, report, train
+from econv.data import Dataset, load
 from econv.recipes import RECIPES
 from econv.train import runs
 from econv.train.trainer import Trainer
 from tiny_training import (
     TINY,
+    interrupt_at,
     stripes,
 )
+
+
+@functools.lru_cache
+def digits() -> Dataset:
+    return load("digits")
 
 
 def command(*arguments: str) -> int:
@@ -31,12 +40,53 @@ def command(*arguments: str) -> int:
         (("digits_p8", "--set", "epochs"), "expected --set key=value; got 'epochs'"),
         (("digits_p8", "--set", "epochs=x"), "expected epochs: a whole number"),
         (("digits_p8", "--seeds", "0"), "expected --seeds of at least 1"),
+        *(
+            (("digits_p8", "--set", f"{key}={value}"), message)
+            for key, value, message in (
+                (
+                    "model_options.fields",
+                    "9",
+                    "expected fields: whole numbers of at least 1; got 9",
+                ),
+                ("model_options.fields", "9,9,0", "expected fields: whole numbers"),
+                ("model_options.fields", "many", "expected fields: whole numbers"),
+                ("model_options.foo", "1", "expected model_options that convnet6_p8 can be built"),
+                ("model_options.options", "1", "expected model_options that convnet6_p8 can be"),
+                ("model_options.num_classes", "3", "num_classes=10, as the data have; got 3"),
+                ("model_options.in_channels", "3", "expected 3 image channels; got 1"),
+                ("model_options.dropout", "much", "expected dropout as a number from 0 to below 1"),
+                ("model_options.shrink", "2", "expected shrink as True or False; got 2"),
+                ("model_options.pooled_after", "2", "expected pooled_after: whole numbers"),
+                ("model_options.image_size", "small", "expected image_size: a whole number"),
+                ("augmentation.spin", "1", "expected augmentation with keywords of rotate, shift"),
+                ("augmentation.rotate", "yes", "expected rotate as True or False; got 'yes'"),
+                ("augmentation.flip", "1", "expected flip as True or False; got 1"),
+            )
+        ),
+        *(
+            (("digits_cnn", "--set", "model_options.readout=map", "--set", change), message)
+            for change, message in (
+                ("model_options.in_channels=3", "expected a network for images of [1, 28, 28]"),
+                ("model_options.image_size=24", "expected 10 scores of an image of [1, 28, 28]"),
+            )
+        ),
+        (("digits_p8", "--device", "foo"), "expected a device that is there, such as cpu"),
+        (("digits_p8", "--device", "meta"), "expected a device that is there, such as cpu"),
     ],
 )
 def test_the_command_says_in_one_line_what_is_wrong(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
 ) -> None:
-    assert command(*arguments) == 1
+    monkeypatch.chdir(tmp_path)
+    interrupt_at(monkeypatch, 1, AssertionError)
+    monkeypatch.setattr(runs, "load", lambda name, **_: digits())
+    if "--device" not in arguments:
+        arguments += ("--device", "cpu")
+    assert command(*arguments, "--quiet") == 1
     told = capsys.readouterr().err
     assert told.startswith("econv train: ")
     assert message in told
@@ -47,7 +97,7 @@ def test_the_command_trains_every_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(RECIPES, "tiny", TINY)
-    monkeypatch.setattr(runs, "load", lambda name, root, source: stripes())
+    monkeypatch.setattr(runs, "load", lambda name, **_: stripes())
     places = ("--output", str(tmp_path / "out"), "--records", str(tmp_path / "records"))
     arguments = ("tiny", "--set", "epochs=2", "--seeds", "2", "--seed", "5", "--device", "cpu")
     assert command(*arguments, *places, "--quiet") == 0
@@ -56,7 +106,37 @@ def test_the_command_trains_every_seed(
         ("tiny+epochs=2", 5, 2),
         ("tiny+epochs=2", 6, 2),
     ]
-    assert "tiny+epochs=2 seed 6: test error" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "tiny+epochs=2 seed 6: test error" in told
+    assert "trained before" not in told
+    assert command(*arguments, *places, "--quiet") == 0
+    assert capsys.readouterr().out.count("to set up; trained before; --fresh trains it anew\n") == 2
+    assert command(*arguments, *places, "--quiet", "--fresh") == 0
+    assert "trained before" not in capsys.readouterr().out
+
+
+def test_a_row_of_the_table_can_be_trained_on_recreated_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    def load(name: str, **options: object) -> Dataset:
+        asked.append({"name": name, **options})
+        return dataclasses.replace(stripes(), name=name, recreated=bool(options["recreated"]))
+
+    monkeypatch.setattr(runs, "load", load)
+    row = dataclasses.replace(TINY, table=1, dataset="mnist_rot", minimum_seeds=1)
+    monkeypatch.setitem(RECIPES, "tiny", row)
+    folder = tmp_path / "records"
+    places = ("--output", str(tmp_path / "out"), "--records", str(folder))
+    assert command("tiny", "--recreated", "--device", "cpu", "--quiet", *places) == 0
+    assert asked == [{"name": "mnist_rot", "root": None, "source": None, "recreated": True}]
+    assert "on mnist_rot (re-created)" in capsys.readouterr().out
+    (found,) = records.load_all(folder)
+    assert (found.recipe, found.dataset, found.recreated) == ("tiny", "mnist_rot", True)
+    (line,) = [r for r in report.rows([found]) if r.recipe.name == "tiny"]
+    assert line.complete
+    assert "re-created" in line.cells()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -67,7 +147,7 @@ def test_a_signal_ends_the_command_and_the_same_one_goes_on(
     number: signal.Signals,
 ) -> None:
     monkeypatch.setitem(RECIPES, "tiny", TINY)
-    monkeypatch.setattr(runs, "load", lambda name, root, source: stripes())
+    monkeypatch.setattr(runs, "load", lambda name, **_: stripes())
     places = ("--output", str(tmp_path / "out"), "--records", str(tmp_path / "records"))
     arguments = ("tiny", "--device", "cpu", "--checkpoint-every", "1", *places)
     original = Trainer.step

@@ -31,7 +31,7 @@ def test_keyed_dropout_drops_its_share_and_keeps_the_mean(probability: float) ->
     assert abs(across.item()) < 0.01
 
 
-def test_keyed_dropout_hangs_on_sample_layer_and_step_and_not_on_the_batch() -> None:
+def test_keyed_dropout_hangs_on_sample_layer_and_epoch_and_not_on_the_batch() -> None:
     x = torch.ones(6, 2, 5, 5)
     keys = torch.arange(6)
     y = keyed(0.5, keys)(x)
@@ -43,7 +43,7 @@ def test_keyed_dropout_hangs_on_sample_layer_and_step_and_not_on_the_batch() -> 
     for _ in range(2):
         network._loss(torch.arange(4))
         masks.append(network.dropouts[0].keys)
-        network.step_number.add_(1)
+        network.step_number.add_(network.steps)
     assert not torch.equal(masks[0], masks[1])
 
 

@@ -16,7 +16,7 @@ from econv.train.trainer import Trainer
 from tiny_training import HOW, TINY, changed, losses, start, stripes
 
 WORKER = """
-import json, os, signal, sys
+import gc, json, os, signal, sys
 import torch
 from pathlib import Path
 torch.set_num_threads(1)
@@ -24,6 +24,7 @@ sys.path.insert(0, {tests!r})
 import test_train_processes
 from econv import train
 from econv.train.trainer import Trainer
+HOLDERS = ("DistributedDataParallel", "ProcessGroupGloo")  # of what must not outlive Python
 folder, precision, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 rank = int(os.environ["RANK"])
 if kill_at and rank == 1:
@@ -43,6 +44,8 @@ except train.TrainingError as error:
 if rank == 0:
     (folder / "done").write_text(str(record.processes))
 train.leave()
+left = [type(o).__name__ for o in gc.get_objects() if type(o).__name__ in HOLDERS]
+assert not left, left
 """
 
 PAIR = changed(name="pair", epochs=5, augmentation=(("rotate", True),))
@@ -116,6 +119,7 @@ def test_a_killed_worker_ends_the_run_with_a_clear_message_and_it_resumes(tmp_pa
     resumed = start(tmp_path / "two", PAIR, precision="float32")
     alone = start(tmp_path / "one", PAIR)
     assert [e["epoch"] for e in resumed.epochs] == [1, 2, 3, 4, 5]
+    assert [(part["after"], part["processes"]) for part in resumed.parts or []] == [(0, 2), (3, 1)]
     steps = [[e["loss"] for e in record.epochs] for record in (resumed, alone)]
     assert steps[0] == pytest.approx(steps[1], abs=1e-6)
 

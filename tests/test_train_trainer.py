@@ -1,6 +1,8 @@
 """One step: what plain torch does, on the right images, in any number format."""
 
 import dataclasses
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -104,11 +106,60 @@ def test_training_images_are_augmented_anew_in_every_epoch_and_others_never() ->
     assert torch.allclose(network.images(data.test.x), plain)
 
 
+def test_dropout_depends_on_seed_epoch_and_sample_and_not_on_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = Trainer._loss
+    drawn: dict[int, dict[tuple[int, int], int]] = {}
+
+    def watching(self: Trainer, indices: torch.Tensor) -> torch.Tensor:
+        loss = original(self, indices)
+        (dropout,) = self.dropouts
+        assert dropout.keys is not None
+        epoch = int(self.step_number) // self.steps
+        pairs = zip(indices.tolist(), dropout.keys.tolist(), strict=True)
+        drawn.setdefault(self.batch, {}).update({(epoch, i): key for i, key in pairs})
+        return loss
+
+    monkeypatch.setattr(Trainer, "_loss", watching)
+    for size in (10, 35):
+        network = trainer(changed(batch_size=size))
+        for epoch in range(2):
+            network.epoch(epoch, lambda *_: None)
+    assert drawn[10] == drawn[35]
+    assert len(set(drawn[10].values())) == len(drawn[10]) == 140
+
+
 def test_a_step_leaves_the_data_alone(tmp_path: Path) -> None:
     data = stripes()
     start(tmp_path, data=data)
     assert torch.equal(data.train.x, stripes().train.x)
     assert torch.equal(data.test.y, stripes().test.y)
+
+
+@pytest.mark.parametrize(
+    ("text", "silent"),
+    [
+        ("TensorFloat32 tensor cores for float32 matrix multiplication available", True),
+        ("something else", False),
+    ],
+)
+def test_only_the_compilers_advice_on_number_formats_is_silenced(
+    monkeypatch: pytest.MonkeyPatch, text: str, silent: bool
+) -> None:
+    def compiled(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            warnings.warn(text, stacklevel=1)
+            return model(x)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    if silent:
+        trainer(engine="compile")
+    else:
+        with pytest.warns(UserWarning, match=text):
+            trainer(engine="compile")
 
 
 @pytest.mark.parametrize("precision", ["float64", "bfloat16"])

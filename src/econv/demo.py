@@ -98,9 +98,6 @@ def main(options: argparse.Namespace) -> int:
             f"train with; {len(digits.test):,} others to test",
             flush=True,
         )
-        if options.fresh:  # both: an interrupted run must not find the other one finished
-            for name in NAMES:
-                _record_path(name, options).unlink(missing_ok=True)
         ours, twin = (_trained(RECIPES[name], digits, options) for name in NAMES)
         _compare(ours, twin, digits, options.output)
     except KeyboardInterrupt:
@@ -126,6 +123,12 @@ def _trained(recipe: Recipe, digits: data_room.Dataset, options: argparse.Namesp
     finished = _record_path(recipe.name, options).exists()
     # Without its weights a finished run has nothing left to measure.
     fresh = options.fresh or (finished and not weights.exists())
+
+    def forget() -> None:
+        if options.fresh:  # both: an interrupted run must not find the other one finished
+            for name in NAMES[NAMES.index(recipe.name) :]:
+                _record_path(name, options).unlink(missing_ok=True)
+
     record = train.run(
         recipe,
         options.seed,
@@ -136,9 +139,10 @@ def _trained(recipe: Recipe, digits: data_room.Dataset, options: argparse.Namesp
         resume=not fresh,
         progress=not options.quiet,
         checkpoint_every=1,
+        when_ready=forget,
     )
     if finished and not fresh:
-        print(f"{recipe.name}, seed {options.seed}: trained before; --fresh trains it anew")
+        print(f"{recipe.name}, seed {options.seed}: {train.TRAINED_BEFORE}")
     network = create_model(recipe.model, **dict(recipe.model_options))
     try:
         # By name: it need not be installed where types are checked.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["atomic", "write_atomically"]
+__all__ = ["atomic", "check_folder", "write_atomically"]
 
 
 @contextmanager
@@ -30,6 +31,23 @@ def write_atomically(path: str | Path, content: bytes) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
         temporary.write_bytes(content)
+
+
+def check_folder(path: str | Path) -> None:
+    """Raise :class:`OSError`, naming the folder, if no file could be written to it or made for it.
+
+    Nothing is left behind: a folder that is not there is not made, its nearest parent is tried.
+    """
+    wanted = Path(path)
+    try:
+        there = wanted.absolute()
+        while not os.path.lexists(there) and there != there.parent:
+            there = there.parent
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise OSError(f"expected a folder that can be written to; got {wanted}: {reason}") from None
 
 
 def _keep_name(folder: Path) -> None:

@@ -131,6 +131,10 @@ class ResNet(_Classifier):
             raise ValueError(f"expected a depth of 6n + 2, such as 26 or 44; got {depth!r}")
         if not isinstance(fields, Sequence) or len(fields) != 3:
             raise ValueError(f"expected the fields of three stages; got {fields!r}")
+        _expect_whole("fields", fields)
+        _expect_whole("in_channels", in_channels)
+        _expect_whole("stem", 1 if stem is None else stem)
+        _expect_truth(exact=exact)
         kit = _Kit(group, pool, options)
         self.group = kit.group
         self.config = {
@@ -219,6 +223,14 @@ class ConvNet(_Classifier):
         super().__init__()
         if readout not in ("map", "mean"):
             raise ValueError(f"expected readout 'map' or 'mean'; got {readout!r}")
+        _expect_whole("fields", fields)
+        _expect_whole("pooled_after", pooled_after)
+        _expect_whole("in_channels", in_channels)
+        _expect_whole("image_size", image_size)
+        _expect_truth(shrink=shrink)
+        share = isinstance(dropout, int | float) and not isinstance(dropout, bool)
+        if not share or not 0 <= dropout < 1:
+            raise ValueError(f"expected dropout as a number from 0 to below 1; got {dropout!r}")
         kit = _Kit(group, pool, options)
         self.group = kit.group
         self.config = {
@@ -408,6 +420,23 @@ class _Block(nn.Module):
         out = self.halve(self.conv1(normed))
         result: Tensor = self.conv2(torch.relu(self.norm2(out))) + shortcut
         return result
+
+
+def _expect_whole(name: str, given: Any) -> None:
+    """One whole number above 0, or for a name in the plural a sequence of them."""
+    many = name in ("fields", "pooled_after")
+    fits = not many or (isinstance(given, Sequence) and not isinstance(given, str))
+    for value in (given if many else [given]) if fits else ():
+        fits &= hasattr(value, "__index__") and not isinstance(value, bool) and value >= 1
+    if not fits:
+        what = "whole numbers" if many else "a whole number"
+        raise ValueError(f"expected {name}: {what} of at least 1; got {given!r}")
+
+
+def _expect_truth(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"expected {name} as True or False; got {value!r}")
 
 
 def _plain_conv(

@@ -10,6 +10,7 @@ ours where they differ.
 from __future__ import annotations
 
 import ast
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,6 +21,7 @@ __all__ = ["RECIPES", "Recipe", "recipe"]
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("steps", "cosine", "exponential")
 
+_LONGEST_NAME = 120  # bytes; file systems allow 255, some tools less
 Items = tuple[tuple[str, Any], ...]
 
 
@@ -145,7 +147,7 @@ class Recipe:
                     f"{', '.join(open_fields)}; keywords as model_options.dropout"
                 )
         suffix = "".join(f"+{key}={_plain(text)}" for key, text in sorted(changes.items()))
-        return replace(self, name=self.name + suffix, **values)
+        return replace(self, name=_short(self.name + suffix), **values)
 
 
 def recipe(name: str) -> Recipe:
@@ -194,6 +196,19 @@ def _literal(text: str) -> Any:
 def _plain(text: str) -> str:
     """The text as part of a folder's name."""
     return "".join(c if c.isalnum() or c in ".,-_" else "_" for c in text.replace(" ", ""))
+
+
+def _short(name: str) -> str:
+    """The name, or one as short as folders' names must be, with a hash in place of the rest.
+
+    >>> len(_short("x" * 300)), _short("x" * 120) == "x" * 120
+    (120, True)
+    """
+    content = name.encode()
+    if len(content) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    return content[: _LONGEST_NAME - 17].decode(errors="ignore") + "+" + digest
 
 
 def _listed(items: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import subprocess
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,15 @@ from econv import files
 
 __all__ = [
     "Record",
+    "check_epoch",
+    "check_part",
     "load",
     "load_all",
     "parse",
     "path_of",
     "revision",
     "save",
+    "strays",
     "versions",
 ]
 
@@ -82,6 +85,16 @@ class Record:
     versions: dict[str, str]
     finished: str
     """When, in UTC."""
+    unverified: bool | None = None
+    """Whether no checksum vouches for the data; None if not known, as in older records."""
+    channels_last: bool | None = None
+    """Whether images were laid out with channels last; None if not known."""
+    parts: list[dict[str, Any]] | None = None
+    """What took part in turn: for each stretch ``after``, the number of epochs before it, and its
+    revision, source_sha256, engine, processes and device. One for a run by the same code in the
+    same way, however often it was interrupted; None if not known."""
+    shared: int | None = None
+    """How many runs shared the device, this one among them; None if not known."""
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -92,12 +105,75 @@ class Record:
                 raise RecordError(f"expected {field.name} as {kind}; got {value!r}")
         if self.format != FORMAT:
             raise RecordError(f"expected format {FORMAT}; got {self.format}")
+        if self.shared is not None and self.shared < 1:
+            raise RecordError(f"expected shared of at least 1; got {self.shared}")
         for name in ("validation_error", "test_error"):
             if not 0 <= getattr(self, name) <= 100:
                 raise RecordError(f"expected {name} in percent; got {getattr(self, name)!r}")
+        for name, least in (("seconds", 0), ("setup_seconds", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise RecordError(f"expected {name} of {least} or more; got {getattr(self, name)}")
+        for name in ("parameters", "processes", "selected_epoch"):
+            if getattr(self, name) < 1:
+                raise RecordError(f"expected {name} of at least 1; got {getattr(self, name)}")
+        for part in self.parts or []:
+            check_part(part)
+        for key, value in self.versions.items():
+            if not isinstance(value, str):
+                raise RecordError(f"expected versions as texts; got {key}: {value!r}")
         for entry in self.epochs:
-            if not isinstance(entry, dict) or not isinstance(entry.get("epoch"), int):
-                raise RecordError(f"expected epochs with their number; got {entry!r}")
+            check_epoch(entry)
+        self._check_selection()
+
+    def _check_selection(self) -> None:
+        """The selected epoch is one of those that were evaluated, and as good as is said."""
+        seen = [
+            entry["validation_error"]
+            for entry in self.epochs
+            if entry["epoch"] == self.selected_epoch
+            and entry.get("phase", "select") == "select"
+            and "validation_error" in entry
+        ]
+        if seen != [self.validation_error]:
+            raise RecordError(
+                f"expected selected_epoch {self.selected_epoch} once among the epochs, with a "
+                f"validation error of {self.validation_error}; got {seen}"
+            )
+        asked = self.settings.get("retrain_on_all", self.retrained)
+        if asked is not self.retrained:
+            raise RecordError(
+                f"expected retrained as the settings have it, {asked}; got {self.retrained}"
+            )
+
+
+_PART = {
+    "after": "int",
+    "revision": "str",
+    "source_sha256": "str",
+    "engine": "str",
+    "processes": "int",
+    "device": "str",
+}
+_NUMBERS = ("learning_rate", "loss", "seconds", "validation_loss", "validation_error")
+
+
+def check_part(part: Any) -> None:
+    """Raise :class:`RecordError` if this is none of the parts of a record."""
+    if not isinstance(part, dict) or {k: type(part[k]).__name__ for k in part} != _PART:
+        raise RecordError(f"expected parts with {', '.join(_PART)}; got {part!r}")
+
+
+def check_epoch(entry: Any) -> None:
+    """Raise :class:`RecordError` if these are not the metrics of an epoch."""
+    if not isinstance(entry, dict) or not _is(entry.get("epoch"), "int") or entry["epoch"] < 1:
+        raise RecordError(f"expected epochs with their number from 1; got {entry!r}")
+    if entry.get("phase", "select") not in ("select", "retrain"):
+        raise RecordError(f"expected epochs of the phase 'select' or 'retrain'; got {entry!r}")
+    for name in _NUMBERS:
+        if name in entry and not _is(entry[name], "float"):
+            raise RecordError(f"expected epochs with {name} as a number; got {entry!r}")
+    if not 0 <= entry.get("validation_error", 0) <= 100 or entry.get("seconds", 0) < 0:
+        raise RecordError(f"expected epochs with errors in percent, seconds above 0; got {entry!r}")
 
 
 def path_of(folder: Path, recipe: str, seed: int) -> Path:
@@ -125,10 +201,13 @@ def parse(content: bytes, path: Path) -> Record:
     except ValueError as error:
         raise RecordError(f"{path} is no record: {error}") from None
     names = {field.name for field in fields(Record)}
-    if not isinstance(told, dict) or set(told) != names:
-        given = set(told) if isinstance(told, dict) else set()
+    # What older records do not have has a value that says so.
+    needed = {f.name for f in fields(Record) if f.default is MISSING} | {"format"}
+    given = set(told) if isinstance(told, dict) else set()
+    if not needed <= given <= names:
         raise RecordError(
-            f"{path} is no record: missing {sorted(names - given)}, unknown {sorted(given - names)}"
+            f"{path} is no record: missing {sorted(needed - given)}, "
+            f"unknown {sorted(given - names)}"
         )
     try:
         record = Record(**told)
@@ -142,9 +221,25 @@ def parse(content: bytes, path: Path) -> Record:
 
 
 def load_all(folder: Path) -> list[Record]:
-    """Every record under the folder, by recipe and seed; none if the folder is not there."""
-    found = [load(path) for path in Path(folder).glob("*/*.json")]
+    """Every record under the folder, by recipe and seed; none if the folder is not there.
+
+    Files that are not named as records are, by a seed, are left alone: :func:`strays` has them.
+    """
+    found = [load(path) for path in Path(folder).glob("*/*.json") if _named_by_seed(path)]
     return sorted(found, key=lambda record: (record.recipe, record.seed))
+
+
+def strays(folder: Path) -> list[Path]:
+    """JSON files under the folder whose names are not those of records."""
+    return sorted(path for path in Path(folder).rglob("*.json") if not _is_place(path, folder))
+
+
+def _is_place(path: Path, folder: Path) -> bool:
+    return path.parent.parent == Path(folder) and _named_by_seed(path)
+
+
+def _named_by_seed(path: Path) -> bool:
+    return path.stem.isascii() and path.stem.isdecimal()
 
 
 @lru_cache
@@ -201,6 +296,7 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "cuda": torch.version.cuda or "none",
+        "cudnn": str(torch.backends.cudnn.version() or "none"),
         "system": f"{platform.system()} {platform.machine()}",
     }
 
@@ -212,6 +308,8 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def _is(value: Any, kind: str) -> bool:
+    if kind.endswith(" | None"):
+        return value is None or _is(value, kind.removesuffix(" | None"))
     if kind == "float":
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and math.isfinite(value)

@@ -11,6 +11,7 @@ import html
 import math
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 from econv.files import write_atomically
 from econv.page import filled
 from econv.recipes import RECIPES, Recipe
-from econv.records import Record, load_all
+from econv.records import Record, load_all, strays
 
 __all__ = [
     "Row",
@@ -53,6 +54,7 @@ _HEADS = (
     "paper's parameters",
     "parameters",
     "seconds",
+    "run as",
     "data",
 )
 _RUN_HEADS = (
@@ -70,15 +72,22 @@ _RUN_HEADS = (
     "revision",
     "finished",
 )
-_WORDS = ("data", "device", "engine", "torch", "revision", "finished")
+_WORDS = ("run as", "data", "device", "engine", "torch", "revision", "finished")
+RETRAINED = "retrained on all"
 NOTE = (
-    "Test errors are the mean ± standard deviation over seeds, of the epoch with the lowest "
-    "validation error; the test split is read once. Seconds are those of training with its "
-    "evaluations; compiling and reading the data come before and are in the records."
+    "Test errors are the mean ± sample standard deviation (n − 1) over seeds. They are those of "
+    "the epoch with the lowest validation error or, in rows marked as "
+    f"{RETRAINED}, of the last epoch of a second training on training and validation images "
+    "together; the test split is read once. Seconds are those of training with its evaluations; "
+    "compiling and reading the data come before and are in the records."
 )
 RECREATED = (
     " Re-created data are made from MNIST as MNIST-rot was; they are not its official images."
 )
+UNVERIFIED = (
+    " No checksum vouches for unverified data: they were not checked against official files."
+)
+SHARED = " † Several runs shared the device: their seconds would say nothing of one alone."
 INCOMPLETE = "incomplete"
 COLOURS = 6
 """Of learning curves; the page's style names them."""
@@ -114,11 +123,11 @@ class Row:
         name = recipe.row + (f" ({recipe.note})" if recipe.note else "")
         paper = "–" if recipe.paper_error is None else _percent(recipe.paper_error)
         parameters = sorted({record.parameters for record in found})
-        seconds = statistics.fmean(record.seconds for record in found) if found else math.nan
-        where = sorted({record.device for record in found})
+        where = ", ".join(sorted({record.device for record in found}))
         labels = sorted({record.dataset for record in found})
         labels += ["re-created"] if self.recreated else []
-        labels += ["retrained on all"] if any(record.retrained for record in found) else []
+        labels += ["unverified"] if any(record.unverified for record in found) else []
+        labels += [RETRAINED] if any(record.retrained for record in found) else []
         labels += [f"{self.outdated} outdated"] if self.outdated else []
         return (
             name,
@@ -127,9 +136,21 @@ class Row:
             str(len(found)),
             recipe.paper_parameters or "–",
             " / ".join(f"{count:,}" for count in parameters) or "–",
-            f"{seconds:.1f} ({', '.join(where)})" if found else "–",
+            f"{_seconds(found)} ({where})" if found else "–",
+            "; ".join(sorted({_run_as(record) for record in found})) or "–",
             ", ".join(labels) or "–",
         )
+
+
+def _run_as(record: Record) -> str:
+    return f"{record.engine}, {record.precision}"
+
+
+def _seconds(records: Sequence[Record]) -> str:
+    """Their mean, or a mark if a run shared its device with others."""
+    if any((record.shared or 1) > 1 for record in records):
+        return "†"
+    return f"{statistics.fmean(record.seconds for record in records):.1f}"
 
 
 def _percent(value: float) -> str:
@@ -154,7 +175,8 @@ def spread(values: Sequence[float]) -> str:
 def rows(records: Iterable[Record], recipes: Mapping[str, Recipe] = RECIPES) -> list[Row]:
     """The rows of all tables: one for each recipe, and for each set of images it was trained on.
 
-    Recipes that keep the paper's own schedule appear once they have records.
+    Recipes that keep the paper's own schedule, or are of no table of it, appear once they have
+    records.
     """
     by_name: dict[str, list[Record]] = {}
     for record in records:
@@ -165,14 +187,26 @@ def rows(records: Iterable[Record], recipes: Mapping[str, Recipe] = RECIPES) -> 
         settings = recipe.settings()
         current = [record for record in mine if record.settings == settings]
         outdated = len(mine) - len(current)
-        # Runs on different images have no common mean.
-        kinds = sorted({(record.recreated, record.data_sha256) for record in current})
-        if not kinds and (not name.endswith("_paper") or outdated):
+        kinds = sorted({_kind(record) for record in current})
+        # The paper's tables show what is missing; nobody asked for the rest.
+        demanded = recipe.table > 0 and not name.endswith("_paper")
+        if not kinds and (demanded or outdated):
             found.append(Row(recipe, (), False, outdated))
         for kind in kinds:
-            kept = [r for r in current if (r.recreated, r.data_sha256) == kind]
+            kept = [record for record in current if _kind(record) == kind]
             found.append(Row(recipe, tuple(kept), kind[0], outdated))
     return found
+
+
+def _kind(record: Record) -> tuple[bool, str, str, str, int]:
+    """Runs that differ in this, such as those on other images, have no common mean."""
+    return (
+        record.recreated,
+        record.dataset,
+        record.data_sha256,
+        record.precision,
+        record.parameters,
+    )
 
 
 def variants(
@@ -191,7 +225,7 @@ def as_text(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None 
     tables = [
         f"{title}\n{aligned(heads, lines)}\n" for title, heads, lines in _tables(found, others)
     ]
-    return "\n".join(tables)
+    return "\n".join([*tables, textwrap.fill(_note(found, others), 100)])
 
 
 def aligned(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -220,25 +254,30 @@ def as_markdown(found: Sequence[Row]) -> str:
     return "\n".join([*lines, _note(found), ""])
 
 
-def _note(found: Sequence[Row]) -> str:
-    return NOTE + RECREATED * any(row.recreated for row in found)
+def _note(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None = None) -> str:
+    """What a reader of these tables must know."""
+    shown = [record for row in found for record in row.records]
+    shown += [record for records in (others or {}).values() for record in records]
+    return (
+        NOTE
+        + RECREATED * any(record.recreated for record in shown)
+        + UNVERIFIED * any(record.unverified for record in shown)
+        + SHARED * any((record.shared or 1) > 1 for record in shown)
+    )
 
 
-def updated(text: str, found: Sequence[Row]) -> str:
-    """A README's text with the tables between its markers."""
+def updated(text: str, found: Sequence[Row], name: str | Path = "the text") -> str:
+    """A README's text with the tables between its markers; errors call it by the name."""
     begin, end = text.find(BEGIN), text.find(END)
     if begin < 0 or end < begin or text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"expected one line {BEGIN!r} and, after it, one line {END!r}")
+        raise ValueError(f"{name}: expected one line {BEGIN!r} and, after it, one line {END!r}")
     return f"{text[:begin]}{BEGIN}\n\n{as_markdown(found)}\n{text[end:]}"
 
 
 def update(path: Path, found: Sequence[Row]) -> bool:
     """Put the tables between the markers of a file; whether that changed it."""
     text = path.read_text(encoding="utf-8")
-    try:
-        after = updated(text, found)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    after = updated(text, found, path)
     if after != text:
         write_atomically(path, after.encode())
     return after != text
@@ -272,7 +311,7 @@ def as_html(
         "report.html",
         {
             "title": html.escape(title),
-            "note": html.escape(_note(found)),
+            "note": html.escape(_note(found, others)),
             "tables": "".join(parts),
             "further": further,
         },
@@ -318,7 +357,8 @@ def _series(
 
 
 def _data(record: Record) -> str:
-    return record.dataset + (", re-created" if record.recreated else "")
+    labels = [record.dataset, *["re-created"] * record.recreated]
+    return ", ".join([*labels, *["unverified"] * bool(record.unverified)])
 
 
 def _all_curves(series: Sequence[_Series]) -> str:
@@ -410,6 +450,15 @@ def _points(record: Record, key: str) -> list[tuple[int, float]]:
     ]
 
 
+def _revisions(record: Record) -> list[str]:
+    """Those of all that took part, shortened."""
+    found = [part["revision"] for part in record.parts or []] or [record.revision]
+    return [
+        commit[:10] + ("+changes" if commit.endswith("+changes") else "")
+        for commit in dict.fromkeys(found)
+    ]
+
+
 def _runs(series: Sequence[_Series]) -> str:
     """Every run of a table, to be unfolded."""
     lines = [
@@ -420,12 +469,12 @@ def _runs(series: Sequence[_Series]) -> str:
             f"{record.validation_error:.2f}",
             str(record.selected_epoch),
             f"{record.test_error:.2f}",
-            f"{record.seconds:.1f}",
+            f"{record.seconds:.1f}" + "†" * ((record.shared or 1) > 1),
             f"{record.setup_seconds:.1f}",
             record.device,
-            f"{record.engine}, {record.precision}",
+            _run_as(record),
             record.versions.get("torch", "–"),
-            record.revision[:10] + ("+changes" if record.revision.endswith("+changes") else ""),
+            ", ".join(_revisions(record)),
             record.finished,
         )
         for name, records in series
@@ -448,6 +497,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print the tables and write what is asked for; 0, or 1 with a line on stderr."""
     try:
+        for path in strays(options.records):
+            print(f"econv report: {path} is left out: no record's name", file=sys.stderr)
         records = load_all(options.records)
         found, others = rows(records), variants(records)
         print(as_text(found, others))
@@ -459,7 +510,7 @@ def main(options: argparse.Namespace) -> int:
             print(f"{options.markdown}: {'updated' if changed else 'as it was'}")
         if options.check is not None:
             text = options.check.read_text(encoding="utf-8")
-            if updated(text, found) != text:
+            if updated(text, found, options.check) != text:
                 raise ValueError(f"the tables in {options.check} are not those of the records")
     except BrokenPipeError:
         raise
@@ -485,21 +536,32 @@ def _tables(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None)
         if lines:
             tables.append((TITLES[number], heads, lines))
     if others:
-        heads = ("recipe", "validation, %", "test, %", "seeds", "parameters", "seconds", "data")
+        heads = (
+            "recipe",
+            "validation, %",
+            "test, %",
+            "seeds",
+            "parameters",
+            "seconds",
+            "run as",
+            "data",
+        )
         lines = []
-        for name, records in others.items():
-            kinds = sorted({_data(record) for record in records})
-            lines.append(
-                (
-                    name,
-                    spread([record.validation_error for record in records]),
-                    spread([record.test_error for record in records]),
-                    str(len(records)),
-                    " / ".join(f"{n:,}" for n in sorted({r.parameters for r in records})),
-                    f"{statistics.fmean(record.seconds for record in records):.1f}",
-                    "; ".join(kinds),
+        for name, whole in others.items():
+            for kind in sorted({_kind(record) for record in whole}):
+                records = [record for record in whole if _kind(record) == kind]
+                lines.append(
+                    (
+                        name,
+                        spread([record.validation_error for record in records]),
+                        spread([record.test_error for record in records]),
+                        str(len(records)),
+                        f"{records[0].parameters:,}",
+                        _seconds(records),
+                        "; ".join(sorted({_run_as(record) for record in records})),
+                        "; ".join(sorted({_data(record) for record in records})),
+                    )
                 )
-            )
         tables.append((_VARIANTS, heads, lines))
     return tables
 

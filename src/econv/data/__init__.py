@@ -1,10 +1,10 @@
 """Data sets: official files with checksums, the embedded default, batches that live on the device.
 
 A data set is three splits of images in memory, on any device. Where the images come from (a
-package, a download, a folder, an archive of arrays) is settled in :func:`load`, once, and what
-is not exactly the expected file is refused there. Random numbers are keyed: they depend on the
-seed, the epoch and the sample alone, never on the batch, the process or the device. This room
-knows nothing of models and training.
+package, a download, a folder, an archive of arrays) is settled in :func:`load`, once. What is not
+the expected file is refused there, and what no checksum vouches for is called unverified. Random
+numbers are keyed: they depend on the seed, the epoch and the sample alone, never on the batch, the
+process or the device. This room knows nothing of models and training.
 
 The rooms: `splits`, what a data set is; `keyed`, random numbers; `augmentation`; `formats`, bytes
 to arrays; `sources`, the official files and their checksums; `archives`, `npz` and `download`, how

@@ -47,6 +47,10 @@ class Augmentation:
     erase: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("rotate", "flip"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"expected {name} as True or False; got {value!r}")
         for name in ("shift", "erase"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

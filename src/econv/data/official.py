@@ -12,24 +12,24 @@ from typing import IO
 from econv.data.archives import again, check_md5, md5, open_inside, read_tar
 from econv.data.download import fetched
 from econv.data.errors import BROKEN, DataError, reason
-from econv.data.formats import Arrays, WrongMemberError
+from econv.data.formats import Arrays, Found, WrongMemberError
 from econv.data.npz import KEYS, derived, read_npz
 from econv.data.sources import SOURCES, File
 
 
-def published(name: str, root: Path, place: Path | None, download: bool) -> tuple[Arrays, bool]:
-    """The images as published, wherever they are, and whether they say that they are re-created."""
+def published(name: str, root: Path, place: Path | None, download: bool) -> Found:
+    """The images as published, wherever they are, and what is known of them."""
     if place is not None and not place.exists():
         raise DataError(f"{place}: no such file or folder; expected {wanted(name)}")
     folder = root if place is None else place
     if folder.is_file():
         if folder.suffix == ".npz":
             return read_npz(folder, name)
-        return official(name, root, folder, download=False), False
+        return official(name, root, folder, download=False)
     archive = folder / f"{name}.npz"
     if archive.is_file():
         return read_npz(archive, name)
-    return official(name, root, folder, download and place is None), False
+    return official(name, root, folder, download and place is None)
 
 
 def wanted(name: str) -> str:
@@ -37,11 +37,12 @@ def wanted(name: str) -> str:
     return f"a folder with {files} or {name}.npz, or an .npz with {', '.join(KEYS)}"
 
 
-def official(name: str, root: Path, place: Path, download: bool) -> Arrays:
+def official(name: str, root: Path, place: Path, download: bool) -> Found:
     """Read the official files in (or at) ``place``, downloading into it what is missing."""
     source = SOURCES[name]
     where: dict[str, Path] = {}  # member → its archive, or the member itself
     missing = []
+    unverified = False
     for file in source.files:
         if place.is_file():
             found = place if len(source.files) == 1 else None
@@ -50,6 +51,7 @@ def official(name: str, root: Path, place: Path, download: bool) -> Arrays:
         loose = {member: _find(place, source.subfolders, member) for member in file.members}
         if found is None and all(loose.values()):
             where.update({member: path for member, path in loose.items() if path})
+            unverified |= not file.member_md5  # the archive's checksum says nothing of these
             continue
         if found is None and download:
             found = fetched(file, place)
@@ -113,9 +115,10 @@ def official(name: str, root: Path, place: Path, download: bool) -> Arrays:
         return arrays
 
     if not source.keep:
-        return read()
+        return Found(read(), recreated=False, unverified=unverified)
     paths = sorted(set(where.values()))
-    return derived(root, f"{name}-{'-'.join(md5(path)[:16] for path in paths)}", read)
+    arrays = derived(root, f"{name}-{'-'.join(md5(path)[:16] for path in paths)}", read)
+    return Found(arrays, recreated=False, unverified=unverified)
 
 
 def _find(place: Path, subfolders: Sequence[str], name: str) -> Path | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from econv.data.digits import turned
 from econv.data.dividing import divided, stratified
-from econv.data.formats import Arrays
+from econv.data.formats import Arrays, Found
 from econv.data.npz import derived, npz_count, read_npz
 from econv.data.official import published
 from econv.data.sources import SOURCES
@@ -23,8 +24,9 @@ def recreated(root: Path, place: Path | None, download: bool, seed: int) -> Data
     if ready.is_dir():
         ready = ready / f"{name}.npz"
     if ready.is_file() and ready.suffix == ".npz" and npz_count(ready) != SOURCES["mnist"].train:
-        return divided(name, read_npz(ready, name)[0], True, seed)
-    upright, _ = published("mnist", root, place, download)
+        return divided(name, replace(read_npz(ready, name), recreated=True), seed)
+    mnist = published("mnist", root, place, download)
+    upright = mnist.arrays
     digest = hashlib.md5(usedforsecurity=False)
     for array in (upright.train_x, upright.train_y, upright.test_x, upright.test_y):
         digest.update(array.tobytes())
@@ -37,5 +39,5 @@ def recreated(root: Path, place: Path | None, download: bool, seed: int) -> Data
         train, test = np.split(order, [source.train])
         return Arrays(turned(x[train], train, seed), y[train], turned(x[test], test, seed), y[test])
 
-    arrays = derived(root, f"{name}-{digest.hexdigest()[:16]}-{seed}", make)
-    return divided(name, arrays, True, seed)
+    arrays = derived(root, f"{name}-{digest.hexdigest()[:16]}-{seed}", make, recreated=True)
+    return divided(name, Found(arrays, True, mnist.unverified), seed)

@@ -45,7 +45,8 @@ class Dataset:
     """Training, validation and test images of one kind.
 
     ``mean`` and ``std`` are per channel, of ``x / 255`` over the training split alone.
-    ``recreated`` says that the images stand in for a published data set that they are not.
+    ``recreated`` says that the images stand in for a published data set that they are not, and
+    ``unverified`` that no checksum vouches for them.
 
     >>> images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1)
     >>> split = Split(images, torch.tensor([0, 1, 0, 1, 0, 1]))
@@ -62,6 +63,7 @@ class Dataset:
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    unverified: bool = False
 
     def __post_init__(self) -> None:
         if self.classes < 1:
@@ -96,10 +98,11 @@ class Dataset:
         test: Split,
         classes: int,
         recreated: bool = False,
+        unverified: bool = False,
     ) -> Dataset:
         """A data set with the mean and the std of its training split."""
         mean, std = statistics(train.x)
-        return cls(name, recreated, train, validation, test, classes, mean, std)
+        return cls(name, recreated, train, validation, test, classes, mean, std, unverified)
 
     def to(self, device: torch.device | str) -> Dataset:
         """The same data set, all of it on a device."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from econv import files
+from econv import files, records
 from econv.train.errors import CheckpointError
 from econv.train.processes import Processes
 
@@ -68,19 +68,21 @@ class Checkpoints:
     def load(self) -> Saved | None:
         """The checkpoint, the first process's in all of them; an error if it is of another run."""
         text = content = None
-        problem = b""
-        if self.processes.first and self.path.exists():
+
+        def read() -> None:
+            nonlocal text, content
+            if not self.path.exists():
+                return
             try:
                 text = self.path.read_bytes()
                 content = self._tensors(json.loads(text))
             except (ValueError, KeyError, TypeError, OSError, CheckpointError) as error:
-                problem = (
+                raise CheckpointError(
                     f"the checkpoint in {self.folder} cannot be used: {error}; start anew with "
                     "--fresh, or remove the folder"
-                ).encode()
-        problem = self.processes.share(problem) or b""
-        if problem:
-            raise CheckpointError(problem.decode())
+                ) from None
+
+        self.processes.together(read, CheckpointError)
         text, content = self.processes.share(text), self.processes.share(content)
         if text is None or content is None:
             return None
@@ -96,6 +98,7 @@ class Checkpoints:
                     keys = sorted(k for k in wanted if whole[name].get(k) != wanted[k])
                     detail = f" ({', '.join(keys)})"
                 raise CheckpointError(f"it was made with other {name}{detail}")
+        _check_told(whole["told"], self.identity["settings"])
         content = (self.folder / whole["tensors"]).read_bytes()
         if hashlib.sha256(content).hexdigest() != whole["sha256"]:
             raise CheckpointError(f"{whole['tensors']} is damaged: its checksum differs")
@@ -110,6 +113,42 @@ class Checkpoints:
         self.path.unlink(missing_ok=True)
         for tensors in self.folder.glob("checkpoint-*.safetensors"):
             tensors.unlink()
+
+
+def _check_told(told: Any, settings: Mapping[str, Any]) -> None:
+    """Raise an error if the run's own notes are not what a run of these settings notes."""
+    kinds = {
+        "phase": int,
+        "epoch": int,
+        "best": dict | None,
+        "history": list,
+        "seconds": float,
+        "setup_seconds": float,
+        "parts": list,
+    }
+    if not isinstance(told, dict):
+        raise CheckpointError(f"expected told as an object; got {told!r:.50}")
+    for name, kind in kinds.items():
+        if name not in told:
+            raise CheckpointError(f"expected {name}, which is missing: an older version wrote it")
+        value = told[name]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(f"expected {name} of another kind; got {value!r:.50}")
+    for entry in told["history"]:
+        records.check_epoch(entry)
+    for part in told["parts"]:
+        records.check_part(part)
+    phase, epoch = told["phase"], told["epoch"]
+    last = int(settings["retrain_on_all"])
+    if not (0 <= phase <= last and 0 <= epoch <= settings["epochs"]):
+        raise CheckpointError(f"expected a phase and an epoch of this run; got {phase}, {epoch}")
+    if len(told["history"]) != phase * settings["epochs"] + epoch or not told["parts"]:
+        raise CheckpointError("expected a history of every epoch so far, and who took part")
+    best = told["best"]
+    names = ("epoch", "validation_error", "validation_loss")
+    seen = [{n: entry[n] for n in names} for entry in told["history"] if "validation_loss" in entry]
+    if best not in seen and (seen or best is not None):
+        raise CheckpointError(f"expected best as one of the evaluated epochs; got {best!r:.50}")
 
 
 def _safetensors() -> Any:

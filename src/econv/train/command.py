@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from econv.recipes import RECIPES, Recipe, recipe
+from econv.records import path_of
 from econv.train.errors import TrainingError
 from econv.train.how import ENGINES, PRECISIONS
 from econv.train.processes import leave
 from econv.train.runs import run
+
+TRAINED_BEFORE = "trained before; --fresh trains it anew"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="the first of them (default: %(default)s)")
     add("--root", type=Path, metavar="FOLDER", help="where downloaded data are kept")
     add("--source", type=Path, metavar="PATH", help="a folder or .npz with the data")
+    add(
+        "--recreated",
+        action="store_true",
+        help="train on MNIST-rot made again from MNIST, where the recipe's are the official images",
+    )
     add("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
     add("--output", type=Path, default=Path("outputs"), metavar="FOLDER", help="for checkpoints")
     add("--records", type=Path, default=Path("records"), metavar="FOLDER", help="for records")
@@ -42,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint-every", type=int, default=10, metavar="EPOCHS", help="default: %(default)s")
     add("--engine", choices=ENGINES, help="default: graph on one GPU, otherwise eager")
     add("--precision", choices=PRECISIONS, help="default: tf32 on GPUs, otherwise float32")
+    add(
+        "--shared",
+        type=int,
+        metavar="N",
+        help="how many runs share the device, this one among them, for the record",
+    )
     add(
         "--channels-last",
         action=argparse.BooleanOptionalAction,
@@ -74,11 +88,13 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> None:
+    before = not options.fresh and path_of(options.records, chosen.name, seed).exists()
     record = run(
         chosen,
         seed,
         root=options.root,
         source=options.source,
+        recreated=options.recreated,
         device=options.device,
         output=options.output,
         records=options.records,
@@ -89,13 +105,16 @@ def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> No
         engine=options.engine,
         precision=options.precision,
         channels_last=options.channels_last,
+        shared=options.shared,
     )
     if int(os.environ.get("RANK", "0")) == 0:
-        label = " (re-created)" if record.recreated else ""
+        labels = ["re-created"] * record.recreated + ["unverified"] * bool(record.unverified)
+        label = f" ({', '.join(labels)})" if labels else ""
         print(
             f"{record.recipe} seed {seed}: test error {record.test_error:.2f} %, validation error "
             f"{record.validation_error:.2f} % on {record.dataset}{label}, {record.parameters:,} "
             f"parameters, {record.seconds:.1f} s + {record.setup_seconds:.1f} s to set up"
+            + (f"; {TRAINED_BEFORE}" if before else "")
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
@@ -38,12 +39,13 @@ class Loop:
         checkpoint_every: int,
         board: Board,
         progress: bool,
+        shared: int | None,
     ) -> None:
         self.recipe, self.seed, self.how, self.processes = recipe, seed, how, processes
-        self.recreated = data.recreated
         self.data = data.to(how.device)
         self.checkpoints, self.checkpoint_every = checkpoints, checkpoint_every
         self.board = board
+        self.shared = shared
         self.phases = ["select", "retrain"] if recipe.retrain_on_all else ["select"]
         images = len(data.train), len(data.train) + len(data.validation)
         self.say = RunProgress(
@@ -64,16 +66,24 @@ class Loop:
             "history": [],
             "seconds": 0.0,
             "setup_seconds": 0.0,
+            "parts": [],
         }
         self.best: dict[str, Tensor] = {}
 
-    def train(self, saved: Saved | None, started: float) -> Record:
+    def train(
+        self, saved: Saved | None, started: float, ready: Callable[[], None] | None = None
+    ) -> Record:
+        """Train to the end; ``ready`` is called before the first step, when all is set up."""
         if saved is not None:
             self.told.update(saved.told)
         with self.say:
+            self._take_part()
             while True:
                 trainer = self._trainer(saved)
                 saved = None
+                if ready is not None:
+                    ready()
+                    ready = None
                 now = time.perf_counter()
                 self.told["setup_seconds"] += now - started
                 started = now
@@ -82,6 +92,23 @@ class Loop:
                     break
                 self.told.update(phase=self.told["phase"] + 1, epoch=0)
             return self._finish(trainer, started)
+
+    def _take_part(self) -> None:
+        """Note who trains from here on, and say so if it is another one than before."""
+        part = {
+            "after": len(self.told["history"]),
+            "revision": records.revision(),
+            "source_sha256": records.source_hash(),
+            "engine": self.how.engine,
+            "processes": self.processes.world,
+            "device": _device_name(self.how.device),
+        }
+        parts = self.told["parts"]
+        other = [key for key in part if parts and key != "after" and parts[-1][key] != part[key]]
+        if other:
+            self.say.changed(other)
+        if other or not parts:
+            parts.append(part)
 
     def _trainer(self, saved: Saved | None) -> Trainer:
         data = self.data
@@ -194,7 +221,7 @@ class Loop:
             recipe=self.recipe.name,
             seed=self.seed,
             dataset=self.data.name,
-            recreated=self.recreated,
+            recreated=self.data.recreated,
             parameters=sum(p.numel() for p in trainer.model.parameters()),
             validation_error=best["validation_error"],
             test_error=error,
@@ -214,6 +241,10 @@ class Loop:
             source_sha256=records.source_hash(),
             versions=records.versions(),
             finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            unverified=self.data.unverified,
+            channels_last=self.how.channels_last,
+            parts=told["parts"],
+            shared=self.shared,
         )
         self.say.finished(record)
         return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,13 +28,7 @@ class Processes:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        place = torch.device(device)
-        if place.type == "cuda":
-            if not torch.cuda.is_available():
-                raise ValueError(f"expected a device that is there; got {device}: no GPU is")
-            number = int(os.environ.get("LOCAL_RANK", "0")) if place.index is None else place.index
-            place = torch.device("cuda", number)
-            torch.cuda.set_device(place)
+        place = _device(device)
         if world > 1 and not distributed.is_initialized():
             backend = "nccl" if place.type == "cuda" else "gloo"
             distributed.init_process_group(backend, timeout=timedelta(minutes=10))
@@ -69,6 +64,37 @@ class Processes:
         distributed.broadcast(buffer, 0)
         return buffer.cpu().numpy().tobytes()
 
+    def together(self, attempt: Callable[[], None], kind: type[Exception]) -> None:
+        """What the first process attempts; where it fails, every process raises that error."""
+        problem = None
+        if self.first:
+            try:
+                attempt()
+            except kind as error:
+                problem = str(error).encode()
+        problem = self.share(problem)
+        if problem is not None:
+            raise kind(problem.decode())
+
+
+def _device(wanted: torch.device | str) -> torch.device:
+    """The device, tried: :class:`ValueError` if nothing can be computed on it."""
+    try:
+        place = torch.device(wanted)
+        if place.type == "cuda":
+            if not torch.cuda.is_available():
+                raise ValueError(f"expected a device that is there; got {wanted}: no GPU is")
+            number = int(os.environ.get("LOCAL_RANK", "0")) if place.index is None else place.index
+            place = torch.device("cuda", number)
+            torch.cuda.set_device(place)
+        torch.ones(1, device=place).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"expected a device that is there, such as cpu or cuda:0; got {wanted}: {first}"
+        ) from None
+    return place
+
 
 @contextmanager
 def watched(processes: Processes, what_is_left: Callable[[], str]) -> Iterator[None]:
@@ -92,5 +118,8 @@ def watched(processes: Processes, what_is_left: Callable[[], str]) -> Iterator[N
 def leave() -> None:
     """Part from the other processes, all at once: one that leaves early makes the rest abort."""
     if distributed.is_initialized():
+        # A network that waits to be collected holds the group, which would then outlive this call
+        # and end its threads in an interpreter that is half gone: they abort.
+        gc.collect()
         distributed.barrier()
         distributed.destroy_process_group()

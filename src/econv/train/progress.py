@@ -51,6 +51,10 @@ class RunProgress:
         retraining = " of retraining" if phase else ""
         self.bar.say(f"{self.title}: going on after epoch {epoch}{retraining}")
 
+    def changed(self, what: Sequence[str]) -> None:
+        names = ", ".join(what)
+        self.bar.say(f"{self.title}: going on with other {names}; the record names both")
+
     def phase(self, name: str, batch: int) -> None:
         """All is set up, and a phase begins or goes on."""
         self.batch = batch

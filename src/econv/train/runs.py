@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from econv import files
 from econv import records as records_room
 from econv.data import Dataset, load
 from econv.recipes import Recipe
@@ -28,6 +31,7 @@ def run(
     data: Dataset | None = None,
     root: Path | str | None = None,
     source: Path | str | None = None,
+    recreated: bool = False,
     device: torch.device | str | None = None,
     output: Path | str = "outputs",
     records: Path | str = "records",
@@ -38,6 +42,8 @@ def run(
     engine: str | None = None,
     precision: str | None = None,
     channels_last: bool | None = None,
+    shared: int | None = None,
+    when_ready: Callable[[], None] | None = None,
 ) -> Record:
     """Train a recipe to its end, write the record and return it.
 
@@ -50,6 +56,7 @@ def run(
         data: the data set, if it is at hand; otherwise the recipe's is loaded.
         root: where :func:`econv.data.load` keeps what it downloads.
         source: a folder or an ``.npz`` that it reads instead.
+        recreated: train on the re-creation of the recipe's data set; the record says so.
         device: where to train; the first GPU if there is one.
         output: checkpoints and the trained weights go to ``<output>/<recipe>/<seed>/``.
         records: the record goes to ``<records>/<recipe>/<seed>.json``.
@@ -63,31 +70,51 @@ def run(
         precision: ``"float64"``, ``"float32"``, ``"tf32"`` or ``"bfloat16"`` for convolutions; by
             default ``"tf32"`` on GPUs and ``"float32"`` elsewhere.
         channels_last: whether images are laid out with channels last; by default with bfloat16.
+        shared: how many runs share the device, this one among them, for the record: the seconds of
+            a run that is not alone mean little. By default what ``ECONV_SHARED`` says, or not
+            known.
+        when_ready: called once, when data and network are ready and training begins. What
+            ``resume=False`` replaces is removed then and not before.
     """
     started = time.perf_counter()
     if not 0 <= seed < 2**32:
         raise ValueError(f"expected a seed from 0 to 2**32 - 1; got {seed}")
     if checkpoint_every < 1:
         raise ValueError(f"expected checkpoint_every of at least 1; got {checkpoint_every}")
+    shared = _shared(shared)
     records_room.revision()  # what is wrong with it is said before training, not after
     processes = Processes.join(device)
     how = How.choose(processes, engine, precision, channels_last)
     folder = Path(output) / recipe.name / str(seed)
-    if not resume and processes.first:
-        clear(folder, records_room.path_of(Path(records), recipe.name, seed))
+    place = records_room.path_of(Path(records), recipe.name, seed)
+
+    def places() -> None:
+        for wanted in (folder, place.parent):
+            files.check_folder(wanted)
+
+    processes.together(places, OSError)  # before hours of training, not after
     if data is None:
-        data = load(recipe.dataset, root=root, source=source)
+        data = load(recipe.dataset, root=root, source=source, recreated=recreated)
+    elif recreated:
+        raise ValueError("expected recreated without data: those at hand are what they are")
     identity = {
         "settings": recipe.settings(),
         "seed": seed,
         "data_sha256": _fingerprint(data),
         "precision": how.precision,
     }
-    done = _finished(recipe, seed, identity, Path(records), processes) if resume else None
+    done = _finished(identity, place, processes) if resume else None
     if done is not None:
         return done
     checkpoints = Checkpoints(folder, identity, processes)
     saved = checkpoints.load() if resume else None
+
+    def ready() -> None:
+        if not resume and processes.first:
+            clear(folder, place)
+        if when_ready is not None:
+            when_ready()
+
     trained = len(saved.told["history"]) if saved is not None else 0
     events = None
     if tensorboard is not None and processes.first:
@@ -99,9 +126,18 @@ def run(
         open_board(events, first_step=trained + 1) as board,
     ):
         loop = Loop(
-            recipe, seed, data, how, processes, checkpoints, checkpoint_every, board, progress
+            recipe,
+            seed,
+            data,
+            how,
+            processes,
+            checkpoints,
+            checkpoint_every,
+            board,
+            progress,
+            shared,
         )
-        record = loop.train(saved, started)
+        record = loop.train(saved, started, ready)
         if processes.first:
             records_room.save(record, Path(records))
             checkpoints.remove()
@@ -109,11 +145,8 @@ def run(
     return record
 
 
-def _finished(
-    recipe: Recipe, seed: int, identity: dict[str, Any], folder: Path, processes: Processes
-) -> Record | None:
+def _finished(identity: dict[str, Any], path: Path, processes: Processes) -> Record | None:
     """The record that an earlier run left; an error if it is one of something else."""
-    path = records_room.path_of(folder, recipe.name, seed)
     content = path.read_bytes() if processes.first and path.exists() else None
     content = processes.share(content)
     if content is None:
@@ -126,6 +159,17 @@ def _finished(
             "--fresh, or name another folder for records"
         )
     return record
+
+
+def _shared(told: int | None) -> int | None:
+    text = os.environ.get("ECONV_SHARED")
+    what = "shared"
+    if told is None and text:
+        what, told = "ECONV_SHARED", int(text) if text.isdecimal() else 0
+    if told is not None and told < 1:
+        given = told if what == "shared" else repr(text)
+        raise ValueError(f"expected {what} as the number of runs, 1 or more; got {given}")
+    return told
 
 
 def _fingerprint(data: Dataset) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch.nn import functional
 
 from econv.data import Augmentation, Dataset, Split, keyed_bits, permutation
 from econv.layers import convert_sync_batchnorm
-from econv.models import create_model
+from econv.models import ConvNet, ResNet, create_model
 from econv.recipes import Recipe
 from econv.train.capture import captured, tried
 from econv.train.how import How
@@ -27,6 +29,34 @@ def batches(recipe: Recipe, count: int) -> tuple[int, int]:
     """The size of a batch, and how many of them an epoch of so many images has."""
     size = min(recipe.batch_size, count)
     return size, count // size
+
+
+def network_of(recipe: Recipe, classes: int) -> ResNet | ConvNet:
+    """The recipe's network, with new weights; :class:`ValueError` if there is none for the data."""
+    options = dict(recipe.model_options)
+    try:
+        model = create_model(recipe.model, **options)
+    except (TypeError, RuntimeError, AttributeError, KeyError) as error:
+        raise ValueError(
+            f"expected model_options that {recipe.model} can be built with; got {options}: {error}"
+        ) from None
+    if model.num_classes != classes:
+        raise ValueError(
+            f"expected model_options with num_classes={classes}, as the data have; "
+            f"got {model.num_classes}"
+        )
+    return model
+
+
+def augmentation_of(recipe: Recipe) -> Augmentation:
+    options = dict(recipe.augmentation)
+    names = [field.name for field in fields(Augmentation)]
+    unknown = sorted(set(options) - set(names))
+    if unknown:
+        raise ValueError(
+            f"expected augmentation with keywords of {', '.join(names)}; got {', '.join(unknown)}"
+        )
+    return Augmentation(**options)
 
 
 class Trainer:
@@ -61,13 +91,13 @@ class Trainer:
             torch.tensor(values, device=device, dtype=dtype).view(1, -1, 1, 1)
             for values in (data.mean, data.std)
         )
-        self.augmentation = Augmentation(**dict(recipe.augmentation))
+        self.augmentation = augmentation_of(recipe)
         self.drawn = self.augmentation.draw(seed, 0, self.order)
 
         # On one GPU torch's own dropout, seeded in every epoch, spares the hash.
         keyed = device.type != "cuda" or processes.world > 1
         torch.manual_seed(seed)
-        model = create_model(recipe.model, **dict(recipe.model_options))
+        model = network_of(recipe, data.classes)
         if keyed:
             replace(model, nn.Dropout, lambda m, number: KeyedDropout(m.p, number))
         if processes.world > 1 or how.engine == "graph":
@@ -75,6 +105,7 @@ class Trainer:
             # leaves most of them idle where a network has seven fields.
             convert_sync_batchnorm(model)
         self.model = model.to(device=device, dtype=dtype).train()
+        self._look_once(data.classes)
         self.dropouts = [m for m in self.model.modules() if isinstance(m, KeyedDropout)]
         parameters = list(self.model.parameters())
         self.weights = Vector(parameters)
@@ -102,10 +133,34 @@ class Trainer:
         self.advance: Callable[[], None] = self.step
         if how.engine != "eager":
             state = list(self.state().values())
-            if device.type == "cuda":
-                self.advance = captured(self.step, state)
-            else:
-                tried(self.step, state)
+            with warnings.catch_warnings():
+                # On purpose: TF32 is for convolutions, the products that make filters stay exact.
+                warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+                if device.type == "cuda":
+                    self.advance = captured(self.step, state)
+                else:
+                    tried(self.step, state)
+
+    @torch.no_grad()
+    def _look_once(self, classes: int) -> None:
+        """Say what the network has against the images before anything is trained."""
+        pictures = self.split.x[:1]
+        self.model.eval()
+        try:
+            with self.how.autocast():
+                scores = self.model(self.images(pictures))
+        except RuntimeError as error:
+            raise ValueError(
+                f"expected a network for images of {list(pictures.shape[1:])}; "
+                f"{self.recipe.model} says: {str(error).splitlines()[0]}"
+            ) from None
+        finally:
+            self.model.train()
+        if scores.shape != (1, classes):
+            raise ValueError(
+                f"expected {classes} scores of an image of {list(pictures.shape[1:])}; "
+                f"{self.recipe.model} gives {scores.numel()}"
+            )
 
     def _rows(self) -> list[tuple[float, float, float, float]]:
         """For each step: learning rate, share of the new weights in the average, corrections."""
@@ -160,7 +215,9 @@ class Trainer:
 
     def _loss(self, indices: Tensor) -> Tensor:
         if self.dropouts:
-            keys = keyed_bits(_DROPOUT, self.seed, self.step_number, indices)
+            # A sample comes once in an epoch: its number and the epoch's tell all draws apart.
+            epoch = self.step_number // self.steps
+            keys = keyed_bits(_DROPOUT, self.seed, epoch, indices)
             for dropout in self.dropouts:
                 dropout.keys = keys
         pictures = self.split.x.index_select(0, indices)
