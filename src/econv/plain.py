@@ -7,13 +7,12 @@ mode, and nothing of how it is trained.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import reduce, singledispatch, wraps
+from collections.abc import Callable
+from functools import reduce, singledispatch
 from typing import Any
 
 import torch
@@ -46,8 +45,9 @@ from econv.layers import (
 )
 from econv.layers.checks import expect
 from econv.layers.sampling import halve, nearest_pixels, points_about_centre
+from econv.tracing import followed
 
-__all__ = ["export", "plain_form", "traced_factories"]
+__all__ = ["export", "plain_form"]
 
 
 def export(model: nn.Module, example_input: Any = None) -> nn.Module:
@@ -453,7 +453,7 @@ def _plain(module: nn.Module) -> nn.Module:
     reason = _optional_arguments(module)
     if reason is None:
         try:
-            with traced_factories():
+            with followed():
                 graph = _Tracer().trace(module)
         except Exception as error:  # a tracer meets code of any kind
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -506,43 +506,8 @@ class _Tracer(fx.Tracer):
 
 
 def _graph(module: nn.Module, name: str) -> fx.GraphModule:
-    with traced_factories():
+    with followed():
         return _bare(module, fx.Tracer().trace(module), name)
-
-
-_FACTORIES = ("arange", "linspace", "zeros", "ones", "full", "rand", "randn", "empty")
-
-
-@contextlib.contextmanager
-def traced_factories(follow: bool = True) -> Iterator[None]:
-    """Let torch.fx follow `torch.arange(x.shape[3])` and its like, which it does not by itself.
-
-    ``follow=False`` within it: functions as they are, for what is run while something is traced
-    (and for what that imports).
-    """
-    before = {name: getattr(torch, name) for name in _FACTORIES}
-    made = {name: getattr(found, "__wrapped__", found) for name, found in before.items()}
-    try:
-        for name, make in made.items():
-            setattr(torch, name, _followed(make) if follow else make)
-        yield
-    finally:
-        for name, found in before.items():
-            setattr(torch, name, found)
-
-
-def _followed(make: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(make)
-    def follow(*args: Any, **kwargs: Any) -> Any:
-        found: list[fx.Proxy] = []
-        fx.node.map_aggregate(
-            (args, kwargs), lambda a: found.append(a) if isinstance(a, fx.Proxy) else None
-        )
-        if not found:
-            return make(*args, **kwargs)
-        return found[0].tracer.create_proxy("call_function", make, args, kwargs)
-
-    return follow
 
 
 def _bare(root: nn.Module | dict[str, Any], graph: fx.Graph, name: str) -> fx.GraphModule:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from econv.plain import traced_factories
+from econv.tracing import followed
 
 __all__ = [
     "Answer",
@@ -176,7 +176,7 @@ class _Source:
         given = {p.name: p.default for p in rest if p.default is not p.empty}
         before = set(vars(blank))
         try:
-            with torch.no_grad(), traced_factories():
+            with torch.no_grad(), followed():
                 graph = tracer.trace(blank, concrete_args=given)
         except ConversionError:
             raise
@@ -475,7 +475,7 @@ class _Tracer(fx.Tracer):
         try:
             if node.op == "get_attr":
                 return _without_data(_attribute(self.root, target))
-            with torch.device("meta"), traced_factories(follow=False):
+            with torch.device("meta"), followed(follow=False):
                 if node.op == "call_module":
                     return self.root.get_submodule(target)(*args, **kwargs)
                 if node.op == "call_method":
