@@ -34,7 +34,7 @@ def write_atomically(path: str | Path, content: bytes) -> None:
 
 
 def check_folder(path: str | Path) -> None:
-    """Raise :class:`OSError`, naming the folder, if no file could be written to it or made for it.
+    """Raise `OSError`, naming the folder, if no file could be written to it or made for it.
 
     Nothing is left behind: a folder that is not there is not made, its nearest parent is tried.
     """
