@@ -78,7 +78,7 @@ class Processes:
 
 
 def _device(wanted: torch.device | str) -> torch.device:
-    """The device, tried: :class:`ValueError` if nothing can be computed on it."""
+    """The device, tried: `ValueError` if nothing can be computed on it."""
     try:
         place = torch.device(wanted)
         if place.type == "cuda":

@@ -32,7 +32,7 @@ def batches(recipe: Recipe, count: int) -> tuple[int, int]:
 
 
 def network_of(recipe: Recipe, classes: int) -> ResNet | ConvNet:
-    """The recipe's network, with new weights; :class:`ValueError` if there is none for the data."""
+    """The recipe's network, with new weights; `ValueError` if there is none for the data."""
     options = dict(recipe.model_options)
     try:
         model = create_model(recipe.model, **options)
