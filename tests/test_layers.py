@@ -990,9 +990,6 @@ class EveryLayer(nn.Module):
 
 
 def test_export_keeps_height_and_width_dynamic():
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < (2, 6):
-        pytest.skip(f"torch.export of symbolic remainders needs torch 2.6; this is {version}")
     network = EveryLayer().double().eval()
     sides = {2: torch.export.Dim("height", min=9), 3: torch.export.Dim("width", min=9)}
     example = torch.randn(2, 1, 16, 17, dtype=torch.float64)

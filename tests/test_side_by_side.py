@@ -315,7 +315,8 @@ def test_a_library_that_is_not_installed_is_absent(monkeypatch):
 
 def test_versions_are_those_of_the_interpreter():
     found = compatibility.versions({"econv": sys.executable}, 60)
-    assert found["econv"]["torch"] == torch.__version__
+    # The installed package may leave out what the build adds, such as +cpu.
+    assert found["econv"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert found["econv"]["econv"]
 
 

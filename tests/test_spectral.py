@@ -156,6 +156,7 @@ def test_the_watch_notices_a_dense_convolution():
         result.backward()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_no_convolution_at_all_runs_beside_the_kernel():
     def convolutions(engine):
         layer = GroupConv2d(4, 2, "p4", engine=engine)

@@ -46,6 +46,7 @@ def test_programs_run_on_every_batch_and_image_size(name, train):
     assert_programs_run(name, module, program(name, copy.deepcopy(module)))
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 @pytest.mark.parametrize("name", ["resnet", "convnet6"])
 def test_a_program_is_saved_and_read(name, tmp_path):
     module, _ = case(name, train=False)
