@@ -55,6 +55,15 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
         assert told[name] == getattr(record(), name)
 
 
+def test_older_records_learn_from_others_of_the_same_data(tmp_path: Path) -> None:
+    records.save(record(seed=1), tmp_path)
+    assert [r.unverified for r in records.load_all(tmp_path)] == [None]
+    records.save(record(seed=2, unverified=True), tmp_path)
+    records.save(record(seed=3, data_sha256="4" * 64), tmp_path)
+    records.save(record(seed=4, unverified=False), tmp_path)
+    assert [r.unverified for r in records.load_all(tmp_path)] == [True, True, None, False]
+
+
 def test_all_records_are_found_in_order(tmp_path: Path) -> None:
     for seed in (10, 2):
         records.save(record(seed=seed), tmp_path)

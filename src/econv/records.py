@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import subprocess
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -224,8 +224,13 @@ def load_all(folder: Path) -> list[Record]:
     """Every record under the folder, by recipe and seed; none if the folder is not there.
 
     Files that are not named as records are, by a seed, are left alone: :func:`strays` has them.
+    What one record says of its data holds for older ones of the same data, which do not say it.
     """
     found = [load(path) for path in Path(folder).glob("*/*.json") if _named_by_seed(path)]
+    unverified = {record.data_sha256 for record in found if record.unverified}
+    for number, record in enumerate(found):
+        if record.unverified is None and record.data_sha256 in unverified:
+            found[number] = replace(record, unverified=True)
     return sorted(found, key=lambda record: (record.recipe, record.seed))
 
 
