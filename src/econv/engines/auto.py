@@ -3,6 +3,9 @@
 The model counts what each engine does and weighs the counts with coefficients that were fitted to
 measurements (`benchmarks/engines.py --fit`). Only ratios matter: a faster processor is faster at
 both. Where there are no coefficients, or the compiled kernel cannot be had, it is dense.
+
+On a CPU the counts add up. A GPU works while Python queues what comes next: there a call takes the
+longer of the two.
 """
 
 from __future__ import annotations
@@ -11,15 +14,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from econv.engines import native
+from econv.engines.spectral import Geometry, kernels, result_dtype
 from econv.fourier import butterflies
 from econv.plan import ParityError, SpectralPlan
 
-__all__ = ["Part", "Workload", "choose", "costs", "terms"]
+__all__ = ["Part", "Workload", "choose", "costs", "faster", "terms", "where"]
 
-# Seconds for each count of `terms`, on one core. A device that is not here runs dense.
+# Seconds for each count of `terms`, on one core or one GPU. A `where` that is not here runs dense.
 COEFFICIENTS: dict[str, dict[str, tuple[float, ...]]] = {
     "cpu": {
         "dense": (1.73e-11, 7.721e-10, 1.475e-10, 0.0001134, 0.0001398),
@@ -27,7 +32,11 @@ COEFFICIENTS: dict[str, dict[str, tuple[float, ...]]] = {
     },
 }
 
+HOST = 2
+"""The last of the counts: what Python does for a call, forwards and backwards."""
+
 _VECTOR = 16  # channels
+_CAPABILITY = (8, 0)  # of the oldest GPU whose tensor cores the kernels know
 
 
 class Part(NamedTuple):
@@ -44,11 +53,32 @@ class Workload(NamedTuple):
     parts: tuple[Part, ...]
     groups: int
     batch: int
-    in_pixels: int
-    """Of one input image, padding included."""
-    out_pixels: int
+    height: int
+    """Of the input; with the padding where that is not of zeros."""
+    width: int
+    geometry: Geometry
     backward: bool
     """Whether a backward pass will follow."""
+
+    @property
+    def in_pixels(self) -> int:
+        """Of one input image, padding included."""
+        rim = 2 * self.geometry.before
+        return (self.height + rim) * (self.width + rim)
+
+    @property
+    def out_pixels(self) -> int:
+        """Of one output image."""
+        return self.geometry.height * self.geometry.width
+
+
+def where(device: str, dtype: torch.dtype) -> str:
+    """The name of the coefficients for a type of device and a dtype.
+
+    >>> where("cpu", torch.float64), where("cuda", torch.bfloat16)
+    ('cpu', 'cuda, 16-bit')
+    """
+    return f"{device}, {8 * dtype.itemsize}-bit" if device == "cuda" else device
 
 
 class _Counts(NamedTuple):
@@ -75,12 +105,22 @@ def _counts(plan: SpectralPlan) -> _Counts:
     )
 
 
-def terms(work: Workload) -> dict[str, tuple[float, ...]]:
-    """What each engine does, in the order of its coefficients.
+def terms(work: Workload, device: str = "cpu") -> dict[str, tuple[float, ...]]:
+    """What each engine does, in the order of its coefficients; ``device`` as `where` says it.
 
-    dense: multiplications, elements of the filters, elements of the maps, calls forwards, calls
-    backwards. spectral: products, derivatives, features, transforms, weights, and the same calls.
+    CPU, dense: multiplications, elements of the filters, elements of the maps, calls forwards,
+    calls backwards. spectral: products, derivatives, features, transforms, weights, and the same
+    calls.
+
+    GPU, dense: multiplications of the convolutions, of the gradient to the filters, elements of the
+    filters, elements of the maps, launches forwards, launches backwards, calls forwards, calls
+    backwards. spectral: products, those of the gradient to the weights, derivatives, elements of
+    the maps and spectra, weights, and the same launches and calls.
     """
+    return _on_a_gpu(work) if device.startswith("cuda") else _on_a_cpu(work)
+
+
+def _on_a_cpu(work: Workload) -> dict[str, tuple[float, ...]]:
     passes = 3 if work.backward else 1
     dense, spectral = np.zeros(5), np.zeros(7)
     for plan, in_fields, out_fields in work.parts:
@@ -127,20 +167,105 @@ def terms(work: Workload) -> dict[str, tuple[float, ...]]:
     return {"dense": tuple(dense.tolist()), "spectral": tuple(spectral.tolist())}
 
 
-def _rounded(channels: int) -> int:
-    return -(-channels // _VECTOR) * _VECTOR
+def _rounded(count: int, unit: int = _VECTOR) -> int:
+    return -(-count // unit) * unit
+
+
+class _Tiles(NamedTuple):
+    """What the kernels for GPUs make of a plan: everything in powers of two, or fours."""
+
+    slots: int  # of the spectrum of a field
+    products: int  # of a pair of fields
+    differences: int  # derivatives and features of an input field
+
+
+_FIELDS = 4  # of a tile
+_ACCUMULATORS = 384  # output slots of a program
+_PROGRAMS = 264  # that share a gradient to the weights
+
+
+@lru_cache(maxsize=1024)
+def _tiles(plan: SpectralPlan) -> _Tiles:
+    single = [block.inner for block in plan.blocks if block.columns == 1 for _ in range(block.rows)]
+    double = [block.inner for block in plan.blocks if block.columns > 1 for _ in range(block.rows)]
+    # Two slots make a product of their own: two columns of one block, or one of two.
+    lengths = double + [sum(single[first : first + 2]) for first in range(0, len(single), 2)]
+    number = 1 << (len(lengths) - 1).bit_length()
+    inner = _rounded(max(lengths), 4)
+    there = _counts(plan)
+    filled = 2 * number / plan.analysis.shape[0]
+    return _Tiles(
+        2 * number, 2 * number * inner, round(filled * there.derivatives) + number * inner
+    )
+
+
+def _on_a_gpu(work: Workload) -> dict[str, tuple[float, ...]]:
+    dense, spectral = np.zeros(8), np.zeros(9)
+    for plan, in_fields, out_fields in work.parts:
+        inputs = in_fields * plan.analysis.shape[0]
+        outputs = out_fields * plan.synthesis.shape[0]
+        images = work.batch * work.groups
+        out, back = images * work.out_pixels, images * work.height * work.width
+        taps = plan.basis.size**2
+        # A tile of a convolution has 64 output channels, and reads 8 input channels at a time.
+        forward = out * taps * _rounded(outputs, 64) * _rounded(inputs, 8)
+        adjoint = out * taps * _rounded(inputs, 64) * _rounded(outputs, 8)
+        filters = work.groups * inputs * outputs * taps
+        maps = back * inputs + out * outputs
+        dense += [forward, 0, filters, maps, 0, 0, 0, 0]
+        if work.backward:
+            dense += [adjoint, forward, 2 * filters, 2 * maps, 0, 0, 0, 0]
+        tiles = _tiles(plan)
+        some, many = _rounded(in_fields, _FIELDS), _rounded(out_fields, _FIELDS)
+        pairs = some * many * tiles.products
+        # Every program differentiates all input fields anew for its share of the output fields.
+        ahead, behind = (-(-n * tiles.slots // _ACCUMULATORS) for n in (many, some))
+        spectrum = images * work.in_pixels * tiles.slots
+        spectral += [
+            out * pairs,
+            0,
+            out * some * ahead * tiles.differences,
+            2 * back * inputs + spectrum * some * (1 + ahead) + out * outputs,
+            work.groups * pairs,
+            work.groups,
+            0,
+            work.groups,
+            0,
+        ]
+        if work.backward:  # to the input at its resolution, to the weights at that of the output
+            splits = max(1, _PROGRAMS // (some // 2 * ahead))
+            laid = out * many * tiles.slots
+            spectral += [
+                back * pairs,
+                out * pairs,
+                back * many * behind * tiles.differences + out * some * ahead * tiles.differences,
+                2 * (back * inputs + 2 * out * outputs)
+                + spectrum * (many * (1 + behind) + some * (1 + ahead))
+                + laid * (1 + some // _FIELDS),
+                work.groups * pairs * (1 + 2 * splits),
+                0,
+                work.groups,
+                0,
+                work.groups,
+            ]
+    back_too = float(work.backward)
+    dense[-4:] = 1, back_too, 1, back_too
+    return {"dense": tuple(dense.tolist()), "spectral": tuple(spectral.tolist())}
 
 
 def costs(work: Workload, device: str = "cpu") -> dict[str, float]:
-    """The time that each engine is expected to take, in seconds on one core."""
-    return {
-        engine: float(np.dot(counts, COEFFICIENTS[device][engine]))
-        for engine, counts in terms(work).items()
-    }
+    """The time that each engine is expected to take, in seconds; ``device`` as `where` says it."""
+    found = {}
+    for engine, counts in terms(work, device).items():
+        seconds = np.multiply(counts, COEFFICIENTS[device][engine])
+        host, queued = float(seconds[-HOST:].sum()), float(seconds[:-HOST].sum())
+        found[engine] = max(host, queued) if device.startswith("cuda") else host + queued
+    return found
 
 
 @lru_cache(maxsize=4096)
-def _faster(work: Workload, device: str) -> str:
+def faster(work: Workload, device: str) -> str:
+    """The engine that is expected to be faster where every one can run."""
     try:
         found = costs(work, device)
     except ParityError:
@@ -150,10 +275,24 @@ def _faster(work: Workload, device: str) -> str:
 
 def choose(x: Tensor, work: Workload) -> str:
     """The engine for one call: ``"dense"`` or ``"spectral"``."""
-    device = x.device.type
-    if device not in COEFFICIENTS:
+    dtype = result_dtype(x)
+    device = where(x.device.type, dtype)
+    if device not in COEFFICIENTS or faster(work, device) == "dense":
         return "dense"
-    if _faster(work, device) == "dense":
-        return "dense"
-    usable = all(native.supports(x, part.plan) for part in work.parts)
+    if x.device.type == "cuda":
+        usable = not native.watched(x) and _recent(x.device) and _on_kernels(x, work, dtype)
+    else:
+        usable = all(native.supports(x, part.plan) for part in work.parts)
     return "spectral" if usable else "dense"
+
+
+def _on_kernels(x: Tensor, work: Workload, dtype: torch.dtype) -> bool:
+    shape = (*x.shape[:2], work.height, work.width)
+    return all(
+        kernels(x, part.plan, work.geometry, dtype, shape) is not None for part in work.parts
+    )
+
+
+@lru_cache
+def _recent(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= _CAPABILITY

@@ -37,7 +37,7 @@ from econv.plan import SpectralPlan
 if TYPE_CHECKING:
     from econv.engines.spectral import Geometry
 
-__all__ = ["available", "cache_folder", "reason", "run", "supports"]
+__all__ = ["available", "cache_folder", "reason", "run", "supports", "watched"]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _LARGEST = 9  # size of the stencils that the kernel is instantiated for
@@ -65,11 +65,15 @@ def reason(dtype: torch.dtype = torch.float32) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def watched(x: Tensor) -> bool:
+    """Whether a tracer, or whatever else watches, must see operations of torch."""
+    watching = torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    return watching or type(x) not in (Tensor, torch.nn.Parameter)
+
+
 def supports(x: Tensor, plan: SpectralPlan) -> bool:
     """Whether the kernel runs this: on a CPU, in float32 or float64, for stencils up to 9×9."""
-    # Tracers, and whatever else watches, must see operations of torch.
-    watched = torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
-    if watched or type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu":
+    if watched(x) or x.device.type != "cpu":
         return False
     return x.dtype in _REALS and plan.basis.size <= _LARGEST and available(x.dtype)
 

@@ -39,6 +39,7 @@ __all__ = [
     "apply_with_gram",
     "arrays",
     "kernel_name",
+    "kernels",
     "result_dtype",
     "run",
     "shapes",
@@ -78,6 +79,15 @@ class Geometry(NamedTuple):
     height: int
     """Rows of the output."""
     width: int
+
+    @staticmethod
+    def of(
+        size: int, height: int, width: int, stride: int, padding: int, dilation: int
+    ) -> Geometry:
+        """The geometry of a layer with zeros around an input of the given height and width."""
+        reach = dilation * (size - 1) + 1
+        rows, columns = ((n + 2 * padding - reach) // stride + 1 for n in (height, width))
+        return Geometry(1, stride, dilation, padding, rows, columns)
 
     def transposed(self, size: int, height: int, width: int) -> Geometry:
         """The geometry of the adjoint, whose output has the given height and width."""
@@ -147,6 +157,22 @@ def _kernels(x: Tensor) -> Any:
     except ImportError:
         return None
     return triton_ops
+
+
+def kernels(
+    x: Tensor, plan: SpectralPlan, geometry: Geometry, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Any:
+    """The kernels that run a layer, or nothing where torch's operations do.
+
+    ``dtype`` and ``shape`` are those of the input when it gets there: ``x`` may still have to be
+    rounded and padded.
+    """
+    if not kernel_name(plan) or torch._C._is_tracing() or _transformed():
+        return None
+    found = _kernels(x)
+    if found is None or not found.covers(dtype, plan.basis.size, geometry, shape):
+        return None
+    return found
 
 
 def _transformed() -> bool:
@@ -435,15 +461,15 @@ def traced(
     ``weight`` is ``[out fields, in fields / groups, coordinates]``, coordinates in the order of
     `SpectralPlan.weight_map`.
     """
-    kernels = _kernels(x) if table.name else None
+    known = _kernels(x) if table.name else None
 
     def plain(x: Tensor, weights: Tensor, geometry: Geometry) -> Tensor:
-        if kernels is not None and kernels.covers(x.dtype, size, geometry, x.shape):
-            return cast(Tensor, kernels.convolve(x, weights, table.name, False, *geometry))
+        if known is not None and known.covers(x.dtype, size, geometry, x.shape):
+            return cast(Tensor, known.convolve(x, weights, table.name, False, *geometry))
         return apply(x.to(weights.dtype), weights, table, geometry)
 
     size = table.stencils.shape[-1]
-    working = weight.dtype if kernels is None else torch.promote_types(x.dtype, torch.float32)
+    working = weight.dtype if known is None else torch.promote_types(x.dtype, torch.float32)
     weights = weight.to(working) @ table.weight_map.to(working)
     return _convolve(plain, x, weights, table, stride, padding, padding_mode, dilation, groups)
 
@@ -464,14 +490,12 @@ def run(
     table = tables(plan, x.device, working)
     adjoint = tables(plan.adjoint, x.device, working)
     ran: list[str] = []
-    kernels = None
-    if table.name and not torch._C._is_tracing() and not _transformed():
-        kernels = _kernels(x)
 
     def saving(x: Tensor, weights: Tensor, geometry: Geometry) -> Tensor:
-        if kernels is not None and kernels.covers(x.dtype, plan.basis.size, geometry, x.shape):
+        found = kernels(x, plan, geometry, x.dtype, x.shape)
+        if found is not None:
             ran.append("spectral/triton")
-            return cast(Tensor, kernels.convolve(x, weights, table.name, False, *geometry))
+            return cast(Tensor, found.convolve(x, weights, table.name, False, *geometry))
         x = x.to(working)
         compiled = native.supports(x, plan)
         ran.append("spectral/native" if compiled else "spectral/torch")
@@ -479,8 +503,7 @@ def run(
             return apply(x, weights, table, geometry)
         transposed = geometry.transposed(plan.basis.size, *x.shape[2:])
         operator = _Operator(plan, table, adjoint, geometry, transposed, compiled)
-        found: Tensor = _Convolution.apply(x, weights, operator)
-        return found
+        return cast(Tensor, _Convolution.apply(x, weights, operator))
 
     weights = weight.to(working) @ table.weight_map
     geometry = (stride, padding, padding_mode, dilation, groups)
@@ -505,9 +528,8 @@ def _convolve(
     if padding_mode != "zeros" and padding:
         x = functional.pad(x, (padding,) * 4, mode=padding_mode)
         padding = 0
-    reach = dilation * (table.stencils.shape[-1] - 1) + 1
-    rows, columns = ((n + 2 * padding - reach) // stride + 1 for n in x.shape[2:])
-    geometry = Geometry(1, stride, dilation, padding, rows, columns)
+    size, (height, width) = table.stencils.shape[-1], x.shape[2:]
+    geometry = Geometry.of(size, height, width, stride, padding, dilation)
     parts = zip(x.chunk(groups, dim=1), weights.chunk(groups), strict=True)
     found = [function(part, chosen, geometry) for part, chosen in parts]
     result = found[0] if groups == 1 else torch.cat(found, dim=1)

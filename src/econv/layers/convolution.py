@@ -276,14 +276,16 @@ class PDOConv2d(WithConstants):
 
     def workload(self, shape: torch.Size, backward: bool) -> auto.Workload:
         """What a call on an input of this shape has to do, for the cost model of the engines."""
-        height, width = (n + 2 * self.padding for n in shape[2:])
-        out = [(n - self.extent) // self.stride + 1 for n in (height, width)]
+        # Other borders than zeros are made before an engine sees the image.
+        zeros = self.padding if self.padding_mode == "zeros" else 0
+        height, width = (n + 2 * (self.padding - zeros) for n in shape[2:])
+        options = (self.stride, zeros, self.dilation)
+        geometry = spectral.Geometry.of(self.basis.size, height, width, *options)
         parts = []
         for part in self._parts():
             out_fields, in_fields = part.weight.shape[:2]
             parts.append(auto.Part(self._plan(part), in_fields, out_fields // self.groups))
-        pixels = (height * width, math.prod(out))
-        return auto.Workload(tuple(parts), self.groups, shape[0], *pixels, backward)
+        return auto.Workload(tuple(parts), self.groups, shape[0], height, width, geometry, backward)
 
     def _run_spectral(self, x: Tensor) -> Tensor:
         geometry = (self.stride, self.padding, self.padding_mode, self.dilation, self.groups)
