@@ -13,6 +13,9 @@ passes queued one after the other, as in training, and beside it that of the sam
 graph, free of what Python costs.
 
     python benchmarks/engines.py --device cuda --json benchmarks/results/engines_cuda.json
+    cd benchmarks/results
+    python ../engines.py --device cuda --grid --json engines_cuda_grid.json   # in four minutes
+    python ../engines.py --fit engines_cuda_grid.json
     python benchmarks/engines.py --device cuda --tune 60 --json benchmarks/results/tiles_cuda.json
     python benchmarks/engines.py --table benchmarks/results/tiles_cuda.json   # for `TUNED`
 """
@@ -31,98 +34,36 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import econv
-from econv.engines import auto, native
-from econv.engines.spectral import Geometry
+from econv.engines import ENGINES, auto, native
+from econv.engines.spectral import Geometry, kernel_name
 from econv.files import write_atomically
 from econv.plan import spectral_plan
+from econv.records import revision, source_hash
+from engine_cases import DTYPES, GROWTH, MOST, PASSES, TARGETS, Case, cpu_grid, cuda_grid
+from engine_choices import fit, print_choices, workload
 
 try:
+    import triton
+
     from econv.engines import triton_ops
     from econv.engines.triton_kernels import scheme
-except ImportError:  # no Triton: all but the measurements on a GPU
-    pass
+except ImportError:  # all but the measurements on a GPU
+    triton = None
 
-ENGINES = ("dense", "spectral")
 MEASURED = (*ENGINES, "auto")
-PASSES = ("forward", "forward+backward")
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-MOST = 4e10  # multiplications of a layer of the grid in the dense engine
-
-
-class Case(NamedTuple):
-    """One layer and its input."""
-
-    group: str
-    in_fields: int
-    out_fields: int
-    batch: int
-    size: int
-    kind: str = "group"  # or "lift"
-    operators: str = "paper"
-    stride: int = 1
-    dtype: str = "float32"
-
-    def layer(self, device: str) -> econv.layers.PDOConv2d:
-        make = econv.LiftConv2d if self.kind == "lift" else econv.GroupConv2d
-        options: dict[str, Any] = {"operators": self.operators, "stride": self.stride}
-        options |= {"dtype": DTYPES[self.dtype], "device": device}
-        return make(self.in_fields, self.out_fields, self.group, **options)
-
-    def __str__(self) -> str:
-        text = f"{self.kind} {self.group} {self.in_fields}→{self.out_fields}"
-        text += f", batch {self.batch}, {self.size}×{self.size}"
-        more = [f"stride {self.stride}"] * (self.stride > 1)
-        more += [self.operators] * (self.operators != "paper")
-        return ", ".join([text, *more, *[self.dtype] * (self.dtype != "float32")])
-
-
-# Equal fields in a group four times as large: at most 6 times the time, wanted 5.
-GROWTH = (
-    Case("p8", 20, 20, 64, 32, dtype="bfloat16"),
-    Case("p32", 20, 20, 64, 32, dtype="bfloat16"),
-)
-TARGETS = {  # least and wanted speed-up over dense, forward+backward
-    "cpu": {
-        Case("p8", 16, 16, 8, 32): (2.5, 5.0),
-        Case("p16", 16, 16, 8, 32): (5.0, 9.0),
-    },
-    "cuda": {
-        Case("p8", 40, 40, 512, 16, dtype="bfloat16"): (1.5, 3.0),
-        Case("p8", 80, 80, 512, 8, dtype="bfloat16"): (2.0, 3.5),
-        Case("p16", 20, 20, 256, 32, dtype="bfloat16"): (3.0, 6.0),
-        Case("p8m", 20, 20, 256, 32, dtype="bfloat16"): (3.0, 6.0),
-    },
-}
-
-
-def grid() -> Iterator[Case]:
-    """Shapes from far below to far above the point where the engines are equally fast."""
-    shapes = itertools.product(
-        ("p1", "p2", "p4", "p6", "p8", "p12", "p16", "p4m", "p8m"), (2, 4, 8, 16), (8, 16, 32)
-    )
-    for number, (group, fields, size) in enumerate(shapes):
-        yield Case(group, fields, fields, (1, 8)[number % 2], size)
-    for group, fields in (("p4", 8), ("p8", 8), ("p8", 16), ("p16", 8)):
-        yield Case(group, 3, fields, 8, 32, kind="lift")
-        yield Case(group, fields, 2 * fields, 4, 16, stride=2)
-        yield Case(group, fields, fields, 4, 16, dtype="float64")
-        yield Case(group, fields, fields, 4, 28)
-        for operators in ("order<=0", "order<=2"):
-            yield Case(group, fields, fields, 4, 16, operators=operators)
-    yield Case("p8", 40, 40, 4, 16)
-    yield Case("p8", 80, 80, 4, 8)
-    yield Case("p32", 8, 8, 2, 16)
+# Of the largest number: what separates engines that compute the same.
+TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+TF32 = 1e-2
 
 
 def passes(layer: torch.nn.Module, x: Tensor, gradient: Tensor) -> dict[str, Callable[[str], None]]:
@@ -145,22 +86,20 @@ def measure(
     torch.manual_seed(0)
     layer = case.layer(device)
     x = image(case, layer, device)
-    outputs = {}
-    for engine in MEASURED:
-        with torch.no_grad(), econv.engine(engine) as ran:
-            outputs[engine] = layer(x), ran[0]
-    # A comparison of times means something only between layers that compute the same.
-    scale = float(outputs["dense"][0].abs().max())
-    tolerance = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}[case.dtype]
-    for engine, (found, _) in outputs.items():
-        error = float((found - outputs["dense"][0]).abs().max()) / scale
-        if not error <= tolerance:
-            raise AssertionError(f"{engine} is off by {error:.1e} on {case}")
     record: dict[str, Any] = {"case": case._asdict(), "ran": {}}
-    record["spectral"] = outputs["spectral"][1]
-    gradient = torch.randn_like(outputs["dense"][0])
-    del outputs
+    gradient, wanted = None, None
     x.requires_grad_()
+    for engine in MEASURED:
+        with econv.engine(engine) as ran:
+            out = layer(x)
+        if engine == "spectral":
+            record["spectral"] = ran[0]
+        gradient = torch.randn_like(out) if gradient is None else gradient
+        found = [out.detach(), *torch.autograd.grad(out, [x, layer.weight], gradient)]
+        wanted = found if wanted is None else wanted
+        check(case, engine, found, wanted)
+    assert gradient is not None
+    del out, found, wanted
     for name, run in passes(layer, x, gradient).items():
         with econv.engine("auto") as ran:
             run("auto")
@@ -171,6 +110,17 @@ def measure(
             graphs = {engine: captured(runs[engine]) for engine in ENGINES}
             record[name]["graph"] = interleaved(graphs, device, clock, repeats, seconds)["median"]
     return record
+
+
+def check(case: Case, engine: str, found: list[Tensor], wanted: list[Tensor]) -> None:
+    """A comparison of times means something only between layers that compute the same."""
+    tf32 = case.dtype == "float32" and found[0].is_cuda and torch.backends.cudnn.allow_tf32
+    tolerance = TF32 if tf32 else TOLERANCES[case.dtype]
+    names = ("output", "gradient to the input", "gradient to the weights")
+    for name, ours, theirs in zip(names, found, wanted, strict=True):
+        error = float((ours - theirs).abs().max()) / float(theirs.abs().max())
+        if not error <= tolerance:
+            raise AssertionError(f"{engine}: the {name} is off by {error:.1e} on {case}")
 
 
 def image(case: Case, layer: econv.layers.PDOConv2d, device: str) -> Tensor:
@@ -312,80 +262,6 @@ def _high_water() -> int:
     raise OSError("no VmHWM in /proc/self/status")
 
 
-def workload(record: dict[str, Any], name: str) -> auto.Workload:
-    case = Case(**record["case"])
-    layer = case.layer("meta")
-    shape = torch.Size((case.batch, layer.in_channels, case.size, case.size))
-    return layer.workload(shape, backward=name != "forward")
-
-
-def print_choices(records: list[dict[str, Any]]) -> None:
-    """How much slower what the cost model picks is than the better engine, over a record."""
-    found = []
-    for record in records:
-        for name in PASSES:
-            times, costs = record[name]["least"], auto.costs(workload(record, name))
-            better = min(times["dense"], times["spectral"])
-            picked = times[min(costs, key=lambda engine: costs[engine])]
-            found.append((picked / better - 1, str(Case(**record["case"])), name))
-    found.sort(reverse=True)
-    near = sum(loss <= 0.05 for loss, *_ in found)
-    print(f"auto: {near} of {len(found)} choices within 5 % of the better engine; the worst:")
-    for loss, case, name in found[:5]:
-        print(f"    {loss:6.1%}  {case}, {name}")
-
-
-def fit(records: list[dict[str, Any]]) -> None:
-    """Print the coefficients of the cost model.
-
-    They are fitted to the relative error of the times; then the spectral ones are scaled together,
-    by a few percent, so that the worst wrong choice between the engines costs least.
-    """
-    cases = [(record, name) for record in records for name in PASSES]
-    times = {
-        engine: np.array([record[name]["least"][engine] for record, name in cases])
-        for engine in ENGINES
-    }
-    terms = {
-        engine: np.array([auto.terms(workload(*case))[engine] for case in cases])
-        for engine in ENGINES
-    }
-    chosen = np.array([record["case"]["dtype"] == "float32" for record, _ in cases])
-    found: dict[str, np.ndarray] = {}
-    for engine in ENGINES:
-        matrix = (terms[engine] / times[engine][:, None])[chosen]
-        weights = np.ones(len(matrix))
-        for _ in range(20):  # towards the least sum of absolute errors: a few outliers do not count
-            found[engine] = nonnegative(matrix * weights[:, None], weights)
-            error = np.abs(matrix @ found[engine] - 1)
-            weights = 1 / np.sqrt(np.maximum(error, 0.03))
-        print(f"# {engine}: error {np.median(error):.2f} in the middle, {error.max():.2f} at most")
-    best = np.minimum(times["dense"], times["spectral"])
-    expected = {engine: terms[engine] @ found[engine] for engine in ENGINES}
-
-    def wrong(factor: float) -> tuple[float, float]:
-        spectral = factor * expected["spectral"] < expected["dense"]
-        losses = np.where(spectral, times["spectral"], times["dense"]) / best - 1
-        return float(losses.max()), float(losses.mean())
-
-    factor = min(np.linspace(0.9, 1.1, 81).tolist(), key=wrong)
-    found["spectral"] *= factor
-    for engine, values in found.items():
-        print(f'    "{engine}": ({", ".join(f"{c:.4g}" for c in values)}),')
-    print(f"# spectral times {factor:.3f}: the worst choice loses {wrong(factor)[0]:.1%}")
-
-
-def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The least squares solution without negative coefficients, by leaving those out."""
-    kept = np.ones(matrix.shape[1], dtype=bool)
-    while True:
-        found = np.zeros(matrix.shape[1])
-        found[kept] = np.linalg.lstsq(matrix[:, kept], target, rcond=None)[0]
-        if (found >= 0).all():
-            return found
-        kept &= found > 0
-
-
 # What is tried, in this order: small programs and large ones, few launches and many.
 CONVOLUTION_TILES: tuple[dict[str, int], ...] = (
     {},
@@ -412,23 +288,13 @@ SPLITS = (1, 2, 3, 4)  # times as many programs as the default
 
 def tune(cases: list[Case], seconds: float, path: Path | None) -> None:
     """The best tiles for each layer, in at most so many seconds each; kept as they are found."""
-    work = [
-        (case, changes, kind)
+    jobs = [
+        Job((case,), (kind,), changes)
         for case in cases
         for kind, several in (("convolve", CONVOLUTION_TILES), ("gram", GRADIENT_TILES))
         for changes in several
     ]
-    start = time.perf_counter()
-    # One process for each core, none of which touches the GPU: Triton keeps what they compile.
-    with ProcessPoolExecutor(
-        max(1, (os.cpu_count() or 2) - 2), multiprocessing.get_context("spawn")
-    ) as pool:
-        for (case, changes, kind), problem in zip(
-            work, pool.map(precompiled, *zip(*work, strict=True)), strict=True
-        ):
-            if problem:
-                print(f"{case}: {kind} {changes}: {problem}", flush=True)
-    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    compile_beforehand(jobs, math.inf)
     records = []
     for case in cases:
         records.append(tuned(case, seconds))
@@ -438,17 +304,73 @@ def tune(cases: list[Case], seconds: float, path: Path | None) -> None:
             write_atomically(path, _one_line_each({**record, "layers": records}).encode())
 
 
-def precompiled(case: Case, changes: dict[str, int], kind: str) -> str:
-    """Compile what a layer needs, without a GPU; what went wrong, or nothing."""
+class Job(NamedTuple):
+    """Kernels that one process compiles: layers that share many of them stay together."""
+
+    cases: tuple[Case, ...]
+    operators: tuple[str, ...]
+    changes: dict[str, int]
+
+
+def compile_beforehand(jobs: list[Job], seconds: float) -> set[Case]:
+    """Compile on all cores, and say what went wrong; the layers that were not ready in time.
+
+    None of the processes touches the GPU: Triton keeps what they compile, and finds it again.
+    """
+    start = time.perf_counter()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    late = {case for job in jobs for case in job.cases}
+    open_jobs = {case: sum(case in job.cases for job in jobs) for case in late}
+    with multiprocessing.get_context("spawn").Pool(
+        min(len(jobs), max(1, (cores or 2) - 1))
+    ) as pool:
+        waiting = pool.imap_unordered(precompiled, jobs)
+        try:
+            for _ in jobs:
+                left = seconds - (time.perf_counter() - start)
+                job, problem = waiting.next(None if left == math.inf else max(0.0, left))
+                for case in job.cases:
+                    open_jobs[case] -= 1
+                if problem:
+                    print(f"{job.cases[0]}: {job.operators} {job.changes}: {problem}", flush=True)
+        except multiprocessing.TimeoutError:
+            print(f"not all was compiled within {seconds:.0f} s", flush=True)
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    return {case for case in late if open_jobs[case]}
+
+
+def precompiled(job: Job) -> tuple[Job, str]:
+    """Compile what layers need, without a GPU; what went wrong, or nothing."""
     import triton_compile
 
-    shape = triton_compile.Layer(case.group, case.out_fields, case.batch, case.size, case.dtype)
-    try:
-        with triton_ops.tiles(**changes):
-            triton_compile.training_step(shape, kind)
-    except Exception as error:  # one that does not compile is one less to try
-        return f"{type(error).__name__}: {error}"[:200]
-    return ""
+    problem = ""
+    for case in job.cases:
+        layer = case.layer("meta")
+        plan = spectral_plan(layer.basis, "regular", "regular")
+        shape = (case.batch, case.in_fields, case.out_fields, case.size)
+        options = (case.size, case.size, case.stride, layer.padding, layer.dilation)
+        geometry = Geometry.of(plan.basis.size, *options)
+        try:
+            with triton_ops.tiles(**job.changes) if job.changes else nullcontext():
+                triton_compile.operators(plan, *shape, geometry, case.dtype, job.operators)
+        except Exception as error:  # one that does not compile is one less to try
+            problem = f"{type(error).__name__}: {error}"[:200]
+    return job, problem
+
+
+def families(cases: Sequence[Case]) -> list[Job]:
+    """The jobs of a grid: one for the convolutions of layers alike, one for their gradients."""
+    found: dict[tuple[Any, ...], list[Case]] = {}
+    for case in cases:
+        layer = case.layer("meta")
+        # Layers that the kernels do not know have none to compile.
+        if all(kernel_name(part.plan) for part in workload(case, "forward").parts):
+            alike = (layer.basis, case.in_fields, case.out_fields, case.stride, case.dtype)
+            found.setdefault(alike, []).append(case)
+    # The longest first, so that the last to end ends soon.
+    order = sorted(found.items(), key=lambda item: -item[0][0].group.order)
+    kinds = (("gram",), ("convolve", "adjoint"))
+    return [Job(tuple(several), names, {}) for names in kinds for _, several in order]
 
 
 def tuned(case: Case, seconds: float) -> dict[str, Any]:
@@ -517,6 +439,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--repeats", type=int, default=30, help="at most (%(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="for a layer (%(default)s)")
+    parser.add_argument("--within", type=float, metavar="SECONDS", help="for everything, about")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record to FILE")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--tune", type=float, metavar="SECONDS", help="tiles of a layer, at most")
@@ -528,9 +451,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     if args.fit:
-        records = json.loads(args.fit.read_text())["layers"]
-        fit(records)
-        print_choices(records)
+        record = json.loads(args.fit.read_text())
+        print_choices(record, fit(record))
         return
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -546,48 +468,104 @@ def main(arguments: list[str] | None = None) -> None:
         tune([*targets, GROWTH[1]], args.tune, args.json)
         return
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
-    records = []
-    cases = list(grid()) if args.grid else [*targets, *(GROWTH if args.device == "cuda" else ())]
-    for case in cases:
+    cases = chosen(args)
+    within = args.within
+    if within is None and args.grid and args.device == "cuda":
+        within = WITHIN
+    stop = time.perf_counter() + (math.inf if within is None else within)
+    if args.grid and args.device == "cuda":
+        late = compile_beforehand(families(cases), COMPILING * within)
+        cases.sort(key=lambda case: case in late)
+    run = Run(args, head(args), [], [])
+    for number, case in enumerate(cases):
+        left = stop - time.perf_counter()
+        if left <= 0:
+            run.failed.append({"case": case._asdict(), "error": "no time was left"})
+            continue
+        # Half of a layer's share is for making it ready, the rest for four measurements.
+        seconds = min(args.seconds, left / (len(cases) - number) / 8)
+        try:
+            record = measure(case, args.device, clock, args.repeats, seconds)
+            if not args.grid:
+                record |= memory_and_errors(case, args.device)
+        except Exception as error:
+            if not args.grid:
+                raise
+            # One layer that fails is no reason to know nothing of the others.
+            run.failed.append(
+                {"case": case._asdict(), "error": f"{type(error).__name__}: {error}"[:300]}
+            )
+            print(f"{case}: {run.failed[-1]['error']}", flush=True)
+            write_record(run)
+            if args.device == "cuda":
+                torch.cuda.synchronize()  # raises if the device is lost, and everything with it
+            continue
+        run.layers.append(record)
+        print(line(case, record, targets), flush=True)
+        write_record(run)  # as far as it has come
+    write_record(run)
+    if run.failed:
+        print(f"{len(run.failed)} of {len(cases)} layers failed or were left out")
+    if args.grid or args.device == "cpu":
+        print_choices(contents(run), auto.COEFFICIENTS)
+    else:
+        print_growth(run.layers)
+
+
+WITHIN = 210.0  # seconds for the grid on a GPU
+COMPILING = 0.5  # the share of it in which compilers may end
+
+
+class Run(NamedTuple):
+    args: argparse.Namespace
+    head: dict[str, Any]
+    layers: list[dict[str, Any]]
+    failed: list[dict[str, Any]]
+
+
+def chosen(args: argparse.Namespace) -> list[Case]:
+    """The layers to measure."""
+    if not args.grid:
+        return [*TARGETS[args.device], *(GROWTH if args.device == "cuda" else ())]
+    if args.device == "cuda":
+        return cuda_grid()
+    found = []
+    for case in cpu_grid():
         layer = case.layer("meta")
         maps = layer.in_channels * layer.out_channels * layer.basis.size**2
-        if args.grid and maps * case.batch * (case.size // case.stride) ** 2 > MOST:
-            continue
-        record = measure(case, args.device, clock, args.repeats, args.seconds)
-        if not args.grid and args.device == "cpu" and Path("/proc/self/status").exists():
-            record["peak_bytes"] = peak_bytes(case)
-        if args.device == "cuda":
-            record["peak_bytes"] = cuda_peak(case)
-            record["errors"] = errors(case)
-        records.append(record)
-        ratios = [
-            record[name]["median"]["dense"] / record[name]["median"]["spectral"] for name in PASSES
-        ]
-        line = f"{case!s:<48} dense/spectral {ratios[0]:6.2f} forward {ratios[1]:6.2f} both"
-        line += f"   auto: {record['ran']['forward']}, {record['ran']['forward+backward']}"
-        if case in targets:
-            least, aim = targets[case]
-            verdict = (
-                "reached" if ratios[1] >= aim else "at least" if ratios[1] >= least else "missed"
-            )
-            line += f"   (≥ {least}, aim {aim}: {verdict})"
-        if memory := record.get("peak_bytes"):
-            line += f"   peak MB {memory['dense'] / 1e6:.0f} / {memory['spectral'] / 1e6:.0f}"
-        if "errors" in record:
-            graph = record["forward+backward"]["graph"]
-            line += f"   as a graph {graph['dense'] / graph['spectral']:.2f}"
-            worst = max(
-                record["errors"]["spectral"][name] / value
-                for name, value in record["errors"]["dense"].items()
-            )
-            line += f"   error {worst:.2f} of dense's"
-        print(line, flush=True)
-        if args.json:  # as far as it has come
-            write_record(args, records)
-    if args.device == "cpu":
-        print_choices(records)
-    else:
-        print_growth(records)
+        if maps * case.batch * (case.size // case.stride) ** 2 <= MOST:
+            found.append(case)
+    return found
+
+
+def memory_and_errors(case: Case, device: str) -> dict[str, Any]:
+    if device == "cuda":
+        return {"peak_bytes": cuda_peak(case), "errors": errors(case)}
+    return {"peak_bytes": peak_bytes(case)} if Path("/proc/self/status").exists() else {}
+
+
+def line(case: Case, record: dict[str, Any], targets: dict[Case, tuple[float, float]]) -> str:
+    """What is printed of a layer."""
+    ratios = [
+        record[name]["median"]["dense"] / record[name]["median"]["spectral"] for name in PASSES
+    ]
+    text = f"{case!s:<48} dense/spectral {ratios[0]:6.2f} forward {ratios[1]:6.2f} both"
+    text += f"   auto: {record['ran']['forward']}, {record['ran']['forward+backward']}"
+    if case in targets:
+        least, aim = targets[case]
+        verdict = "reached" if ratios[1] >= aim else "at least" if ratios[1] >= least else "missed"
+        text += f"   (≥ {least}, aim {aim}: {verdict})"
+    if memory := record.get("peak_bytes"):
+        text += f"   peak MB {memory['dense'] / 1e6:.0f} / {memory['spectral'] / 1e6:.0f}"
+    if graph := record["forward+backward"].get("graph"):
+        text += f"   as a graph {graph['dense'] / graph['spectral']:.2f}"
+    if "errors" in record:
+        worst = max(
+            record["errors"]["spectral"][name] / value
+            for name, value in record["errors"]["dense"].items()
+        )
+        text += f"   error {worst:.2f} of dense's"
+    return text
 
 
 def print_growth(records: list[dict[str, Any]]) -> None:
@@ -597,18 +575,30 @@ def print_growth(records: list[dict[str, Any]]) -> None:
         print(f"p32 / p8, {engine}: {large[engine] / small[engine]:.2f}")
 
 
-def write_record(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    record = {
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
+def write_record(run: Run) -> None:
+    if run.args.json:
+        write_atomically(run.args.json, _one_line_each(contents(run)).encode())
+
+
+def contents(run: Run) -> dict[str, Any]:
+    load = {"load": os.getloadavg()}
+    return {**run.head, **load, "failed": run.failed, "layers": run.layers}
+
+
+def head(args: argparse.Namespace) -> dict[str, Any]:
+    cuda = args.device == "cuda"
+    return {
+        "kind": args.device,
+        "device": torch.cuda.get_device_name() if cuda else platform.machine(),
         "threads": torch.get_num_threads(),
         "clock": args.clock,
-        "load": os.getloadavg(),
         "native": native.reason() or "available",
         "torch": torch.__version__,
+        "triton": None if triton is None else triton.__version__,
         "python": sys.version.split()[0],
-        "layers": records,
+        "revision": revision(),
+        "source_sha256": source_hash(),
     }
-    write_atomically(args.json, _one_line_each(record).encode())
 
 
 def _one_line_each(record: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from econv import filter_basis
 from econv.engines import triton_ops
 from econv.engines.spectral import Geometry
-from econv.plan import spectral_plan
+from econv.plan import SpectralPlan, spectral_plan
 
 SMS, CLOCK, MEMORY = 132, 1.7e9, 4.1e12  # of an H200: processors, cycles and bytes a second
 L2 = 5.5e12  # bytes a second that the processors read from the second-level cache
@@ -112,23 +112,43 @@ def caught() -> Iterator[list[Launch]]:
         triton.JITFunction.run = run
 
 
-def training_step(layer: Layer, kind: str = "") -> list[Launch]:
-    """The launches of the forward pass, then those of both gradients; or of one operator alone."""
+OPERATORS = ("convolve", "gram", "adjoint")  # of a training step, in the order in which they run
+
+
+def training_step(layer: Layer) -> list[Launch]:
+    """The launches of the forward pass, then those of both gradients."""
     plan = spectral_plan(filter_basis(layer.group), "regular", "regular")
-    reach = plan.basis.size // 2
-    geometry = Geometry(1, 1, 1, reach, layer.size, layer.size)
-    channels = layer.fields * plan.basis.group.order
-    shape = (layer.batch, channels, layer.size, layer.size)
-    options: dict[str, Any] = {"dtype": getattr(torch, layer.dtype), "device": "meta"}
-    x = torch.empty(shape, **options).to(memory_format=torch.channels_last)
-    weights = torch.empty(layer.fields, layer.fields, plan.weights, device="meta")
+    geometry = Geometry(1, 1, 1, plan.basis.size // 2, layer.size, layer.size)
+    shape = (layer.batch, layer.fields, layer.fields, layer.size)
+    return operators(plan, *shape, geometry, layer.dtype)
+
+
+def operators(
+    plan: SpectralPlan,
+    batch: int,
+    in_fields: int,
+    out_fields: int,
+    size: int,
+    geometry: Geometry,
+    dtype: str,
+    names: Sequence[str] = OPERATORS,
+) -> list[Launch]:
+    """The launches of some operators of a layer on images of ``size`` by ``size``."""
+    order = plan.basis.group.order
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": "meta"}
+    options["memory_format"] = torch.channels_last
+    x = torch.empty((batch, in_fields * order, size, size), **options)
+    g = torch.empty((batch, out_fields * order, geometry.height, geometry.width), **options)
+    weights = torch.empty(out_fields, in_fields, plan.weights, device="meta")
     with caught() as launches:
-        if kind != "gram":
-            triton_ops.run_convolve(x, weights, plan.name, False, *geometry)
-        if kind != "convolve":
-            triton_ops.run_gram(x, x, plan.name, *geometry[:4])
-        if not kind:
-            triton_ops.run_convolve(x, weights, plan.name, True, *geometry)
+        for name in names:
+            if name == "convolve":
+                triton_ops.run_convolve(x, weights, plan.name, False, *geometry)
+            elif name == "gram":
+                triton_ops.run_gram(x, g, plan.name, *geometry[:4])
+            else:
+                back = geometry.transposed(plan.basis.size, size, size)
+                triton_ops.run_convolve(g, weights, plan.name, True, *back)
     return launches
 
 

@@ -15,14 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from econv.engines import native
 from econv.engines.spectral import Geometry, kernels, result_dtype
 from econv.fourier import butterflies
+from econv.groups import FloatArray
 from econv.plan import ParityError, SpectralPlan
 
-__all__ = ["Part", "Workload", "choose", "costs", "faster", "terms", "where"]
+__all__ = ["Part", "Workload", "choose", "costs", "faster", "seconds", "terms", "where"]
 
 # Seconds for each count of `terms`, on one core or one GPU. A `where` that is not here runs dense.
 COEFFICIENTS: dict[str, dict[str, tuple[float, ...]]] = {
@@ -112,10 +114,10 @@ def terms(work: Workload, device: str = "cpu") -> dict[str, tuple[float, ...]]:
     calls backwards. spectral: products, derivatives, features, transforms, weights, and the same
     calls.
 
-    GPU, dense: multiplications of the convolutions, of the gradient to the filters, elements of the
-    filters, elements of the maps, launches forwards, launches backwards, calls forwards, calls
-    backwards. spectral: products, those of the gradient to the weights, derivatives, elements of
-    the maps and spectra, weights, and the same launches and calls.
+    GPU, dense: multiplications of the convolution, of the gradient to its input and of that to its
+    filters, elements of the filters, elements of the maps, launches forwards, launches backwards,
+    calls forwards, calls backwards. spectral: products, those of the gradient to the weights,
+    derivatives, elements of the maps and spectra, weights, and the same launches and calls.
     """
     return _on_a_gpu(work) if device.startswith("cuda") else _on_a_cpu(work)
 
@@ -179,6 +181,23 @@ class _Tiles(NamedTuple):
     differences: int  # derivatives and features of an input field
 
 
+# Rows and columns of the tiles that a convolution may be cut into, and the share of a GPU's speed
+# that they reach.
+_CONVOLUTION_TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.85), (64, 64, 0.7))
+_PROCESSORS = 132
+
+
+def _waves(rows: int, columns: int, inner: int) -> float:
+    """Multiplications of a matrix product in whole tiles, on all processors at a time."""
+
+    def padded(height: int, width: int) -> int:
+        tiles = -(-rows // height) * -(-columns // width)
+        return _rounded(tiles, _PROCESSORS) * height * width
+
+    least = min(padded(height, width) / speed for height, width, speed in _CONVOLUTION_TILES)
+    return least * _rounded(inner, 32)
+
+
 _FIELDS = 4  # of a tile
 _ACCUMULATORS = 384  # output slots of a program
 _PROGRAMS = 264  # that share a gradient to the weights
@@ -200,21 +219,25 @@ def _tiles(plan: SpectralPlan) -> _Tiles:
 
 
 def _on_a_gpu(work: Workload) -> dict[str, tuple[float, ...]]:
-    dense, spectral = np.zeros(8), np.zeros(9)
+    dense, spectral = np.zeros(9), np.zeros(9)
     for plan, in_fields, out_fields in work.parts:
         inputs = in_fields * plan.analysis.shape[0]
         outputs = out_fields * plan.synthesis.shape[0]
         images = work.batch * work.groups
         out, back = images * work.out_pixels, images * work.height * work.width
         taps = plan.basis.size**2
-        # A tile of a convolution has 64 output channels, and reads 8 input channels at a time.
-        forward = out * taps * _rounded(outputs, 64) * _rounded(inputs, 8)
-        adjoint = out * taps * _rounded(inputs, 64) * _rounded(outputs, 8)
         filters = work.groups * inputs * outputs * taps
         maps = back * inputs + out * outputs
-        dense += [forward, 0, filters, maps, 0, 0, 0, 0]
+        dense[:5] += [_waves(out, outputs, inputs * taps), 0, 0, filters, maps]
         if work.backward:
-            dense += [adjoint, forward, 2 * filters, 2 * maps, 0, 0, 0, 0]
+            to_filters = out * _rounded(outputs, 64) * _rounded(inputs * taps, 64)
+            dense[:5] += [
+                0,
+                _waves(back, inputs, outputs * taps) / work.geometry.down**2,
+                to_filters,
+                2 * filters,
+                2 * maps,
+            ]
         tiles = _tiles(plan)
         some, many = _rounded(in_fields, _FIELDS), _rounded(out_fields, _FIELDS)
         pairs = some * many * tiles.products
@@ -253,14 +276,19 @@ def _on_a_gpu(work: Workload) -> dict[str, tuple[float, ...]]:
     return {"dense": tuple(dense.tolist()), "spectral": tuple(spectral.tolist())}
 
 
+def seconds(counts: ArrayLike, coefficients: ArrayLike, device: str) -> FloatArray:
+    """The time that some counts are expected to take, or many: over their last axis."""
+    each = np.multiply(counts, coefficients)
+    host, queued = each[..., -HOST:].sum(axis=-1), each[..., :-HOST].sum(axis=-1)
+    return np.maximum(host, queued) if device.startswith("cuda") else host + queued
+
+
 def costs(work: Workload, device: str = "cpu") -> dict[str, float]:
     """The time that each engine is expected to take, in seconds; ``device`` as `where` says it."""
-    found = {}
-    for engine, counts in terms(work, device).items():
-        seconds = np.multiply(counts, COEFFICIENTS[device][engine])
-        host, queued = float(seconds[-HOST:].sum()), float(seconds[:-HOST].sum())
-        found[engine] = max(host, queued) if device.startswith("cuda") else host + queued
-    return found
+    return {
+        engine: float(seconds(counts, COEFFICIENTS[device][engine], device))
+        for engine, counts in terms(work, device).items()
+    }
 
 
 @lru_cache(maxsize=4096)

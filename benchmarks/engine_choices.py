@@ -1,0 +1,234 @@
+"""The cost model of `engine="auto"` over records of benchmarks/engines.py: fit and choices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from econv.engines import ENGINES, auto
+from engine_cases import DTYPES, PASSES, Case
+
+Coefficients = dict[str, dict[str, tuple[float, ...]]]
+
+
+class Measured(NamedTuple):
+    """The passes of a record that one set of coefficients is for."""
+
+    device: str  # as `auto.where` says it
+    names: list[str]
+    counts: dict[str, np.ndarray]  # [passes, terms] of each engine
+    times: dict[str, np.ndarray]  # what a choice is judged by
+    queued: dict[str, np.ndarray]  # the same without Python, on a GPU; nothing on a CPU
+    usable: np.ndarray  # where the spectral engine may be chosen: it has kernels of its own there
+    fitted: np.ndarray  # what the coefficients are fitted to
+
+
+def workload(case: Case, name: str) -> auto.Workload:
+    layer = case.layer("meta")
+    shape = torch.Size((case.batch, layer.in_channels, case.size, case.size))
+    return layer.workload(shape, backward=name != "forward")
+
+
+def measured(record: dict[str, Any]) -> list[Measured]:
+    """A whole record, for each set of coefficients what it is for."""
+    kind = record.get("kind", "cpu")
+    passes: dict[str, list[tuple[dict[str, Any], Case, str]]] = {}
+    for layer in record["layers"]:
+        case = Case(**layer["case"])
+        passes.setdefault(auto.where(kind, DTYPES[case.dtype]), []).extend(
+            (layer, case, name) for name in PASSES
+        )
+    found = []
+    for device, listed in passes.items():
+        counts = [auto.terms(workload(case, name), device) for _, case, name in listed]
+        # A GPU that others do not share gives steady times; the least of a CPU is what it can do.
+        statistic = "least" if kind == "cpu" else "median"
+        graphs = (
+            {} if kind == "cpu" else {e: [m[n]["graph"][e] for m, _, n in listed] for e in ENGINES}
+        )
+        own = "spectral/native" if kind == "cpu" else "spectral/triton"
+        usable = np.array([layer.get("spectral", own) == own for layer, *_ in listed])
+        exact = np.array([kind != "cpu" or case.dtype == "float32" for _, case, _ in listed])
+        found.append(
+            Measured(
+                device,
+                [f"{case}, {name}" for _, case, name in listed],
+                {e: np.array([several[e] for several in counts]) for e in ENGINES},
+                {e: np.array([m[n][statistic][e] for m, _, n in listed]) for e in ENGINES},
+                {e: np.array(times) for e, times in graphs.items()},
+                usable,
+                exact & usable,
+            )
+        )
+    return found
+
+
+def losses(
+    found: Measured,
+    coefficients: Mapping[str, ArrayLike],
+    times: dict[str, np.ndarray] | None = None,
+) -> np.ndarray:
+    """How much slower each choice is than the better engine: 0.05 is 5 %."""
+    times = found.times if times is None else times
+    expected = {
+        engine: auto.seconds(found.counts[engine], coefficients[engine], found.device)
+        for engine in ENGINES
+    }
+    spectral = found.usable & (expected["spectral"] < expected["dense"])
+    picked = np.where(spectral, times["spectral"], times["dense"])
+    return picked / np.minimum(times["dense"], times["spectral"]) - 1
+
+
+def print_choices(record: dict[str, Any], coefficients: Coefficients) -> None:
+    """How much slower what the cost model picks is than the better engine, over a record."""
+    for found in measured(record):
+        if found.device not in coefficients:
+            print(f"{found.device}: no coefficients, always dense")
+            continue
+        lost = losses(found, coefficients[found.device])
+        print(
+            f"{found.device}: {(lost <= 0.05).sum()} of {len(lost)} choices within 5 % of the "
+            "better engine; the worst:"
+        )
+        for number in np.argsort(-lost)[:5]:
+            print(f"    {lost[number]:6.1%}  {found.names[number]}")
+        if found.queued:
+            graphs = losses(found, coefficients[found.device], found.queued)
+            print(f"    as CUDA graphs: {(graphs <= 0.05).sum()} of {len(graphs)}")
+
+
+ENOUGH = 0.04  # a loss that need not be made smaller
+TRIALS = 20_000
+
+
+def fit(record: dict[str, Any]) -> Coefficients:
+    """The coefficients of the cost model, printed as `auto.COEFFICIENTS` has them.
+
+    They are fitted to the relative error of the times; then the spectral ones are scaled together,
+    by a few percent, so that the worst wrong choice between the engines costs least. Where that
+    still costs more than it should, they are moved on in small random steps, the same in every run.
+    """
+    table: Coefficients = {}
+    for found in measured(record):
+        fitted = {engine: _coefficients(found, engine) for engine in ENGINES}
+
+        def scaled(factor: float, fitted: dict[str, np.ndarray] = fitted) -> dict[str, np.ndarray]:
+            return {"dense": fitted["dense"], "spectral": factor * fitted["spectral"]}
+
+        def rank(factor: float, found: Measured = found) -> tuple[float, float, float]:
+            lost = losses(found, scaled(factor))
+            return float(lost.max()), float(lost.mean()), abs(np.log(factor))
+
+        best = scaled(min(np.linspace(0.9, 1.1, 81).tolist(), key=rank))
+        if losses(found, best).max() > ENOUGH:
+            best = moved(found, best)
+        table[found.device] = {
+            engine: tuple(float(f"{value:.4g}") for value in values)
+            for engine, values in best.items()
+        }
+        print(f'    "{found.device}": {{')
+        for engine, values in table[found.device].items():
+            print(f'        "{engine}": ({", ".join(f"{value:g}" for value in values)}),')
+        print("    },")
+        for engine, values in table[found.device].items():
+            expected = auto.seconds(found.counts[engine], values, found.device)
+            error = np.abs(expected / found.times[engine] - 1)[found.fitted]
+            middle = np.median(error)
+            print(f"# {engine}: error {middle:.2f} in the middle, {error.max():.2f} at most")
+        lost = losses(found, table[found.device])
+        print(f"# the worst choice loses {lost.max():.1%}, one in the mean {lost.mean():.2%}")
+    return table
+
+
+def moved(found: Measured, start: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Coefficients near the given ones whose wrong choices cost less."""
+    generator = np.random.default_rng(0)
+    here = found.fitted
+    times = {engine: found.times[engine][here] for engine in ENGINES}
+    counts = {engine: found.counts[engine][here] for engine in ENGINES}
+    sizes = [len(start[engine]) for engine in ENGINES]
+    # What a coefficient would be if its count alone took a twentieth of the time.
+    least = np.concatenate(
+        [np.median(0.05 * times[e][:, None] / np.maximum(counts[e], 1), axis=0) for e in ENGINES]
+    )
+
+    def apart(values: np.ndarray) -> dict[str, np.ndarray]:
+        return dict(zip(ENGINES, np.split(values, sizes[:1]), strict=True))
+
+    def badness(values: np.ndarray) -> float:
+        expected = {
+            engine: auto.seconds(counts[engine], given, found.device)
+            for engine, given in apart(values).items()
+        }
+        spectral = expected["spectral"] < expected["dense"]
+        picked = np.where(spectral, times["spectral"], times["dense"])
+        lost = picked / np.minimum(times["dense"], times["spectral"]) - 1
+        wrong = np.maximum(lost - ENOUGH / 2, 0)
+        # Times that are told well keep choices right that nobody has measured.
+        error = sum(np.abs(np.log(expected[e] / times[e])).mean() for e in ENGINES)
+        return float(10 * wrong.max() + wrong.sum() + 0.3 * error)
+
+    best = np.concatenate([start[engine] for engine in ENGINES])
+    score = badness(best)
+    for _ in range(TRIALS):
+        steps = generator.normal(0, 0.2, len(best)) * (generator.random(len(best)) < 0.3)
+        trial = np.maximum(0, best + steps * np.maximum(best, least))
+        if (found_score := badness(trial)) < score:
+            best, score = trial, found_score
+    return apart(best)
+
+
+def _coefficients(found: Measured, engine: str) -> np.ndarray:
+    counts, times, here = found.counts[engine], found.times[engine], found.fitted
+    if not found.queued:
+        return robust(counts[here], times[here])
+    device = found.queued[engine]
+    queued = robust(counts[here, : -auto.HOST], device[here])
+    # Where a pass takes clearly longer than what it queues, it is Python that takes the time.
+    waiting = here & (times > 1.2 * device)
+    backward = counts[:, -1] > 0
+    host: list[float] = []
+    for chosen in (waiting & ~backward, waiting & backward):
+        host.append(float(np.median(times[chosen])) if chosen.any() else 0.0)
+    return np.array([*queued, host[0], max(0.0, host[1] - host[0])])
+
+
+def robust(counts: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Coefficients that are nowhere negative: towards the least sum of absolute relative errors."""
+    matrix = counts / times[:, None]
+    weights = np.ones(len(times))
+    for _ in range(20):  # a few outliers do not count
+        found = nonnegative(matrix * weights[:, None], weights)
+        error = np.abs(matrix @ found - 1)
+        weights = 1 / np.sqrt(np.maximum(error, 0.03))
+    return found
+
+
+def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The least squares solution among those without negative numbers (Lawson and Hanson's way)."""
+    lengths = np.linalg.norm(matrix, axis=0)
+    lengths[lengths == 0] = 1.0
+    scaled = matrix / lengths
+    found = np.zeros(matrix.shape[1])
+    kept = np.zeros(matrix.shape[1], dtype=bool)
+    for _ in range(3 * len(found)):
+        gain = np.where(kept, 0.0, scaled.T @ (target - scaled @ found))
+        if gain.max() <= 1e-10 * np.linalg.norm(target):
+            break
+        kept[gain.argmax()] = True
+        while True:
+            trial = np.zeros_like(found)
+            trial[kept] = np.linalg.lstsq(scaled[:, kept], target, rcond=None)[0]
+            bad = kept & (trial <= 0)
+            if not bad.any():
+                break
+            step = (found[bad] / (found[bad] - trial[bad])).min()
+            found = found + step * (trial - found)
+            kept &= found > 1e-14 * np.abs(found).max()
+            found[~kept] = 0.0
+        found = trial
+    return found / lengths
