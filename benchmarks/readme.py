@@ -194,8 +194,31 @@ def conversion_table(found: dict[str, Any]) -> str:
     return "\n".join([*table(head, rows), "", note])
 
 
+def device_tests(found: dict[str, Any] | None) -> str:
+    """How the tests ended on a GPU."""
+    if found is None:
+        return "There is no record of such a run yet."
+    kinds = ("passed", "failed", "skipped")
+    sums = {kind: sum(count[kind] for count in found["files"].values()) for kind in kinds}
+    known = found["versions"]
+    failures = found["failures"]
+    failed = f"**{len(failures)} failed**" if failures else "none failed"
+    text = (
+        f"{found['device']}, with torch {known['torch']}, Triton {known['triton']} and Python "
+        f"{known['python']}, code of revision {found['revision'][:12]}: {sums['passed']} passed, "
+        f"{failed}, {sums['skipped']} skipped."
+    )
+    rows = [
+        [f"`{file}`", *(str(count[kind]) for kind in kinds), f"{count['seconds']:.0f}"]
+        for file, count in found["files"].items()
+    ]
+    reasons = [f"- skipped {n} times: {reason}" for reason, n in found["skips"].items()]
+    lines = [text, "", *table(["", *kinds, "seconds"], rows), ""]
+    return "\n".join([*lines, *reasons, *(f"- failed: `{name}`" for name in failures)]).rstrip()
+
+
 # For each file its tables: the name between the markers, the results, and what makes the table.
-TABLES: dict[str, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
+TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
     "README.md": {
         "equivariance": ("equivariance.json", equivariance_table),
         "compatibility": ("compatibility.json", compatibility_summary),
@@ -204,8 +227,18 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[dict[str, Any]], str]]]] = {
     },
     "docs/compatibility.md": {
         "compatibility": ("compatibility.json", compatibility_details),
+        "device tests": ("device_tests.json", device_tests),
     },
 }
+NOT_EVERYWHERE = ("device_tests.json",)  # what needs a machine that there may have been none of
+
+
+def read(results: str) -> Any:
+    """What a benchmark found, or nothing where it may be missing and is."""
+    path = RESULTS / results
+    if results in NOT_EVERYWHERE and not path.exists():
+        return None
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def with_tables(text: str, tables: dict[str, str]) -> str:
@@ -227,10 +260,7 @@ def main() -> None:
     for name, tables in TABLES.items():
         file = ROOT / name
         text = file.read_text(encoding="utf-8")
-        made = {
-            marker: make(json.loads((RESULTS / results).read_text(encoding="utf-8")))
-            for marker, (results, make) in tables.items()
-        }
+        made = {marker: make(read(results)) for marker, (results, make) in tables.items()}
         wanted = with_tables(text, made)
         if options.check and wanted != text:
             sys.exit(f"{name}: a table differs from benchmarks/results")
