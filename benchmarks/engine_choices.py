@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,14 +68,15 @@ def measured(record: dict[str, Any]) -> list[Measured]:
 
 
 def losses(
-    found: Measured,
-    coefficients: Mapping[str, ArrayLike],
-    times: dict[str, np.ndarray] | None = None,
+    found: Measured, coefficients: Mapping[str, ArrayLike], replayed: bool = False
 ) -> np.ndarray:
-    """How much slower each choice is than the better engine: 0.05 is 5 %."""
-    times = found.times if times is None else times
+    """How much slower each choice is than the better engine: 0.05 is 5 %.
+
+    ``replayed``: as CUDA graphs, without Python.
+    """
+    times = found.queued if replayed else found.times
     expected = {
-        engine: auto.seconds(found.counts[engine], coefficients[engine], found.device)
+        engine: auto.seconds(found.counts[engine], coefficients[engine], found.device, replayed)
         for engine in ENGINES
     }
     spectral = found.usable & (expected["spectral"] < expected["dense"])
@@ -89,16 +90,14 @@ def print_choices(record: dict[str, Any], coefficients: Coefficients) -> None:
         if found.device not in coefficients:
             print(f"{found.device}: no coefficients, always dense")
             continue
-        lost = losses(found, coefficients[found.device])
-        print(
-            f"{found.device}: {(lost <= 0.05).sum()} of {len(lost)} choices within 5 % of the "
-            "better engine; the worst:"
-        )
-        for number in np.argsort(-lost)[:5]:
-            print(f"    {lost[number]:6.1%}  {found.names[number]}")
-        if found.queued:
-            graphs = losses(found, coefficients[found.device], found.queued)
-            print(f"    as CUDA graphs: {(graphs <= 0.05).sum()} of {len(graphs)}")
+        for replayed in (False, True)[: 1 + bool(found.queued)]:
+            lost = losses(found, coefficients[found.device], replayed)
+            print(
+                f"{found.device}{' as CUDA graphs' * replayed}: {(lost <= 0.05).sum()} of "
+                f"{len(lost)} choices within 5 % of the better engine; the worst:"
+            )
+            for number in np.argsort(-lost)[:5]:
+                print(f"    {lost[number]:6.1%}  {found.names[number]}")
 
 
 ENOUGH = 0.04  # a loss that need not be made smaller
@@ -124,8 +123,9 @@ def fit(record: dict[str, Any]) -> Coefficients:
             return float(lost.max()), float(lost.mean()), abs(np.log(factor))
 
         best = scaled(min(np.linspace(0.9, 1.1, 81).tolist(), key=rank))
-        if losses(found, best).max() > ENOUGH:
-            best = moved(found, best)
+        ways = (False, True)[: 1 + bool(found.queued)]
+        if max(losses(found, best, replayed).max() for replayed in ways) > ENOUGH:
+            best = moved(found, best, ways)
         table[found.device] = {
             engine: tuple(float(f"{value:.4g}") for value in values)
             for engine, values in best.items()
@@ -144,33 +144,36 @@ def fit(record: dict[str, Any]) -> Coefficients:
     return table
 
 
-def moved(found: Measured, start: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Coefficients near the given ones whose wrong choices cost less."""
+def moved(
+    found: Measured, start: dict[str, np.ndarray], ways: Sequence[bool]
+) -> dict[str, np.ndarray]:
+    """Coefficients near the given ones whose wrong choices cost less, with Python and without."""
     generator = np.random.default_rng(0)
-    here = found.fitted
-    times = {engine: found.times[engine][here] for engine in ENGINES}
-    counts = {engine: found.counts[engine][here] for engine in ENGINES}
     sizes = [len(start[engine]) for engine in ENGINES]
     # What a coefficient would be if its count alone took a twentieth of the time.
     least = np.concatenate(
-        [np.median(0.05 * times[e][:, None] / np.maximum(counts[e], 1), axis=0) for e in ENGINES]
+        [
+            np.median(0.05 * found.times[e][:, None] / np.maximum(found.counts[e], 1), axis=0)
+            for e in ENGINES
+        ]
     )
 
     def apart(values: np.ndarray) -> dict[str, np.ndarray]:
         return dict(zip(ENGINES, np.split(values, sizes[:1]), strict=True))
 
     def badness(values: np.ndarray) -> float:
-        expected = {
-            engine: auto.seconds(counts[engine], given, found.device)
-            for engine, given in apart(values).items()
-        }
-        spectral = expected["spectral"] < expected["dense"]
-        picked = np.where(spectral, times["spectral"], times["dense"])
-        lost = picked / np.minimum(times["dense"], times["spectral"]) - 1
-        wrong = np.maximum(lost - ENOUGH / 2, 0)
-        # Times that are told well keep choices right that nobody has measured.
-        error = sum(np.abs(np.log(expected[e] / times[e])).mean() for e in ENGINES)
-        return float(10 * wrong.max() + wrong.sum() + 0.3 * error)
+        given = apart(values)
+        total = 0.0
+        for replayed in ways:
+            wrong = np.maximum(losses(found, given, replayed) - ENOUGH / 2, 0)
+            total += (1 if replayed else 10) * wrong.max() + wrong.sum()
+            times = found.queued if replayed else found.times
+            for engine in ENGINES:  # what is told well keeps choices right that nobody measured
+                counts = found.counts[engine]
+                expected = auto.seconds(counts, given[engine], found.device, replayed)
+                error = np.log(np.maximum(expected, 1e-12) / times[engine])[found.fitted]
+                total += 0.2 * float(np.abs(error).mean())
+        return float(total)
 
     best = np.concatenate([start[engine] for engine in ENGINES])
     score = badness(best)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["ENGINES", "engine", "note", "resolve"]
+__all__ = ["ENGINES", "engine", "note", "replayed", "resolve", "without_python"]
 
 ENGINES = ("dense", "spectral")
 
@@ -18,6 +18,7 @@ ENGINES = ("dense", "spectral")
 # For the whole process, as torch's own switches are: what a compiler can follow and guard.
 _names: list[str] = []
 _lists: list[list[str]] = []
+_replayed: list[bool] = []
 
 
 def resolve(engine: str) -> str:
@@ -62,3 +63,22 @@ def engine(name: str = "auto") -> Iterator[list[str]]:
     finally:
         _names.pop()
         _lists[:] = [found for found in _lists if found is not ran]
+
+
+@contextmanager
+def replayed() -> Iterator[None]:
+    """Inside the block ``"auto"`` does not count what Python does for a call.
+
+    For what is captured as a CUDA graph, and for the calls before it that warm up: a replay is the
+    device's work alone.
+    """
+    _replayed.append(True)
+    try:
+        yield
+    finally:
+        _replayed.pop()
+
+
+def without_python() -> bool:
+    """Whether a :func:`replayed` block is open."""
+    return bool(_replayed)

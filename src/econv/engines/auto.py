@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from econv.engines import native
+from econv.engines import native, without_python
 from econv.engines.spectral import Geometry, kernels, result_dtype
 from econv.fourier import butterflies
 from econv.groups import FloatArray
@@ -276,26 +276,33 @@ def _on_a_gpu(work: Workload) -> dict[str, tuple[float, ...]]:
     return {"dense": tuple(dense.tolist()), "spectral": tuple(spectral.tolist())}
 
 
-def seconds(counts: ArrayLike, coefficients: ArrayLike, device: str) -> FloatArray:
+def seconds(
+    counts: ArrayLike, coefficients: ArrayLike, device: str, replayed: bool = False
+) -> FloatArray:
     """The time that some counts are expected to take, or many: over their last axis."""
     each = np.multiply(counts, coefficients)
     host, queued = each[..., -HOST:].sum(axis=-1), each[..., :-HOST].sum(axis=-1)
-    return np.maximum(host, queued) if device.startswith("cuda") else host + queued
+    if not device.startswith("cuda"):
+        return host + queued
+    return queued if replayed else np.maximum(host, queued)
 
 
-def costs(work: Workload, device: str = "cpu") -> dict[str, float]:
-    """The time that each engine is expected to take, in seconds; ``device`` as `where` says it."""
+def costs(work: Workload, device: str = "cpu", replayed: bool = False) -> dict[str, float]:
+    """The time that each engine is expected to take, in seconds; ``device`` as `where` says it.
+
+    ``replayed``: as a CUDA graph.
+    """
     return {
-        engine: float(seconds(counts, COEFFICIENTS[device][engine], device))
+        engine: float(seconds(counts, COEFFICIENTS[device][engine], device, replayed))
         for engine, counts in terms(work, device).items()
     }
 
 
 @lru_cache(maxsize=4096)
-def faster(work: Workload, device: str) -> str:
+def faster(work: Workload, device: str, replayed: bool = False) -> str:
     """The engine that is expected to be faster where every one can run."""
     try:
-        found = costs(work, device)
+        found = costs(work, device, replayed)
     except ParityError:
         return "dense"
     return min(found, key=lambda engine: found[engine])
@@ -305,7 +312,7 @@ def choose(x: Tensor, work: Workload) -> str:
     """The engine for one call: ``"dense"`` or ``"spectral"``."""
     dtype = result_dtype(x)
     device = where(x.device.type, dtype)
-    if device not in COEFFICIENTS or faster(work, device) == "dense":
+    if device not in COEFFICIENTS or faster(work, device, without_python()) == "dense":
         return "dense"
     if x.device.type == "cuda":
         usable = not native.watched(x) and _recent(x.device) and _on_kernels(x, work, dtype)
