@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import econv
-from econv.engines import auto, native
+from econv.engines import auto, native, replayed
 
 needs_kernel = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
 
@@ -122,23 +123,126 @@ def test_the_default_is_dense_while_a_graph_is_captured():
     assert "aten.conv2d.default" in targets
 
 
-RECORD = Path(__file__).parent.parent / "benchmarks" / "results" / "engines_cpu.json"
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Tensors of a GPU that is not there, with coefficients by which spectral always wins."""
+    pytest.importorskip("triton", minversion="3.6", reason="no Triton 3.6 or later")
+    monkeypatch.setattr(native, "watched", lambda x: False)
+    monkeypatch.setattr(auto, "_recent", lambda device: True)
+    for bits in (16, 32):
+        table = {"dense": (1.0,) * 9, "spectral": (0.0,) * 9}
+        monkeypatch.setitem(auto.COEFFICIENTS, f"cuda, {bits}-bit", table)
+    monkeypatch.setattr(auto, "faster", auto.faster.__wrapped__)
+    return monkeypatch
 
 
-@pytest.mark.skipif(not RECORD.exists(), reason="the records are not part of this distribution")
-def test_the_cost_model_picks_well_over_the_recorded_grid():
-    losses = []
-    for record in json.loads(RECORD.read_text())["layers"]:
-        case = record["case"]
-        make = econv.LiftConv2d if case["kind"] == "lift" else econv.GroupConv2d
-        fields = (case["in_fields"], case["out_fields"], case["group"])
-        options = {"operators": case["operators"], "stride": case["stride"], "device": "meta"}
-        layer = make(*fields, **options)
-        shape = torch.Size((case["batch"], layer.in_channels, case["size"], case["size"]))
-        for name in ("forward", "forward+backward"):
-            times = record[name]["least"]
-            costs = auto.costs(layer.workload(shape, backward=name != "forward"))
-            picked = times[min(costs, key=lambda engine: costs[engine])]
-            losses.append(picked / min(times["dense"], times["spectral"]) - 1)
-    assert len(losses) >= 2 * 60
-    assert max(losses) <= 0.05
+def chosen_on_a_gpu(layer, size=16, dtype=torch.bfloat16):
+    with FakeTensorMode():
+        x = torch.empty(8, layer.in_channels, size, size, dtype=dtype, device="cuda")
+    return auto.choose(x, layer.workload(x.shape, backward=True))
+
+
+def test_auto_is_dense_on_a_gpu_without_coefficients(on_a_gpu):
+    layer = econv.GroupConv2d(16, 16, "p8", device="meta")
+    assert chosen_on_a_gpu(layer) == "spectral"
+    on_a_gpu.delitem(auto.COEFFICIENTS, "cuda, 16-bit")
+    assert chosen_on_a_gpu(layer) == "dense"
+    assert chosen_on_a_gpu(layer, dtype=torch.float32) == "spectral"
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype", "engine"),
+    [
+        (econv.GroupConv2d(2, 2, "p8", device="meta"), torch.bfloat16, "spectral"),
+        (econv.GroupConv2d(2, 4, "p4", stride=2, device="meta"), torch.float16, "spectral"),
+        (econv.GroupConv2d(4, 4, "p8", groups=2, device="meta"), torch.float32, "spectral"),
+        (
+            econv.GroupConv2d(2, 2, "p4", padding=7, padding_mode="circular", device="meta"),
+            torch.float16,
+            "spectral",
+        ),
+        (econv.GroupConv2d(2, 2, "p4", padding=7, device="meta"), torch.float16, "dense"),
+        (econv.GroupConv2d(2, 2, "p8", device="meta"), torch.float64, "dense"),
+        (econv.LiftConv2d(3, 2, "p8", device="meta"), torch.bfloat16, "dense"),
+        (econv.LiftConv2d(4, 2, "p8", vectors=1, device="meta"), torch.bfloat16, "dense"),
+        (econv.VectorConv2d(2, 2, "p8", device="meta"), torch.bfloat16, "dense"),
+    ],
+    ids=[
+        *("bfloat16", "stride", "groups", "padding made before", "padding wider than stencils"),
+        *("float64", "lift", "lift with vectors", "vectors"),
+    ],
+)
+def test_auto_takes_the_kernels_of_a_gpu_for_what_they_cover(on_a_gpu, layer, dtype, engine):
+    assert chosen_on_a_gpu(layer, dtype=dtype) == engine
+
+
+@pytest.mark.parametrize("reason", ["off", "old", "watched", "autocast"])
+def test_auto_is_dense_on_a_gpu_where_the_kernels_cannot_run(on_a_gpu, reason):
+    layer = econv.GroupConv2d(16, 16, "p8", device="meta")
+    assert chosen_on_a_gpu(layer, dtype=torch.float32) == "spectral"
+    if reason == "off":
+        on_a_gpu.setenv("ECONV_TRITON", "0")
+    elif reason == "old":
+        on_a_gpu.setattr(auto, "_recent", lambda device: False)
+    elif reason == "watched":
+        on_a_gpu.undo()
+        on_a_gpu.setattr(auto, "_recent", lambda device: True)
+        table = {"dense": (1.0,) * 9, "spectral": (0.0,) * 9}
+        on_a_gpu.setitem(auto.COEFFICIENTS, "cuda, 32-bit", table)
+    else:  # what runs is what autocast makes of it
+        on_a_gpu.delitem(auto.COEFFICIENTS, "cuda, 16-bit")
+        on_a_gpu.setattr(auto, "result_dtype", lambda x: torch.bfloat16)
+    assert chosen_on_a_gpu(layer, dtype=torch.float32) == "dense"
+
+
+def test_python_counts_on_a_gpu_unless_calls_are_replayed(monkeypatch):
+    """Dense queues less and works more: which is longer, the work or the queueing?"""
+    device = "cuda, 16-bit"
+    host = {"dense": (7e-5, 15e-5), "spectral": (2e-4, 4e-4)}
+    coefficients = {
+        "dense": (4e-15, 5e-15, 4e-15, 2e-12, 2e-13, 1e-5, 3e-5, *host["dense"]),
+        "spectral": (3e-15, 4e-15, 8e-14, 3e-13, 1e-13, 2e-5, 5e-5, *host["spectral"]),
+    }
+    monkeypatch.setitem(auto.COEFFICIENTS, device, coefficients)
+    layer = econv.GroupConv2d(20, 20, "p8", device="meta")
+    small, large = (
+        layer.workload(torch.Size((batch, 160, 16, 16)), backward=False) for batch in (64, 4096)
+    )
+    costs = auto.costs(small, device)
+    assert costs["spectral"] == host["spectral"][0]
+    assert auto.costs(large, device)["spectral"] > 10 * costs["spectral"]
+    auto.faster.cache_clear()
+    assert auto.faster(small, device) == "dense"
+    assert auto.faster(small, device, replayed=True) == "spectral"
+    assert auto.faster(large, device) == auto.faster(large, device, replayed=True) == "spectral"
+    auto.faster.cache_clear()
+
+
+def test_a_block_of_replayed_calls_ends_with_an_error_too(on_a_gpu):
+    asked = []
+    on_a_gpu.setattr(auto, "faster", lambda work, device, replayed: asked.append(replayed))
+    layer = econv.GroupConv2d(16, 16, "p8", device="meta")
+    with replayed():
+        chosen_on_a_gpu(layer)
+    with pytest.raises(KeyError), replayed():
+        raise KeyError
+    chosen_on_a_gpu(layer)
+    assert asked == [True, False]
+
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("name", ["engines_cpu", "engines_cuda_grid"])
+def test_the_cost_model_picks_well_over_the_recorded_grid(name):
+    file = RESULTS / f"{name}.json"
+    if not file.exists():
+        pytest.skip(f"no {file.name} here")
+    choices = pytest.importorskip("engine_choices", reason="no benchmarks beside the tests")
+    several = choices.measured(json.loads(file.read_text()))
+    assert sum(len(found.names) for found in several) >= 2 * 60
+    for found in several:
+        coefficients = auto.COEFFICIENTS[found.device]
+        assert choices.losses(found, coefficients).max() <= 0.05
+        if found.queued:  # as CUDA graphs
+            assert choices.losses(found, coefficients, replayed=True).max() <= 0.05
