@@ -10,6 +10,8 @@ import econv
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device found", allow_module_level=True)
 
+from econv.engines import auto
+from econv.train.capture import captured
 from triton_checks import *  # noqa: F403
 from triton_checks import error, exact, results
 
@@ -111,3 +113,46 @@ def test_a_training_step_takes_no_more_memory_than_the_dense_engine():
             layer(x).backward(probe)
         peaks[engine] = torch.cuda.max_memory_allocated() - before
     assert peaks["spectral"] <= peaks["dense"], peaks
+
+
+def test_auto_takes_the_kernels_where_its_cost_model_says_so(monkeypatch):
+    layer, x, _ = row("p8", 8, 16)
+    layer.engine = "auto"
+    for cost, engine in ((0.0, "spectral/triton"), (2.0, "dense")):
+        table = {"dense": (1.0,) * 9, "spectral": (cost,) * 9}
+        monkeypatch.setitem(auto.COEFFICIENTS, "cuda, 16-bit", table)
+        auto.faster.cache_clear()
+        with econv.engine() as ran:
+            layer(x)
+        assert ran == [engine]
+    monkeypatch.delitem(auto.COEFFICIENTS, "cuda, 16-bit")
+    with econv.engine() as ran:
+        layer(x)
+    assert ran == ["dense"]
+    auto.faster.cache_clear()
+
+
+def test_a_step_that_auto_chose_for_is_captured(monkeypatch):
+    """Python's share makes the kernels too slow, but not in a graph."""
+    slow = {"dense": (1e-9,) * 7 + (0.0,) * 2, "spectral": (0.0,) * 7 + (1e9,) * 2}
+    monkeypatch.setitem(auto.COEFFICIENTS, "cuda, 16-bit", slow)
+    auto.faster.cache_clear()
+    layer, x, probe = row("p8", 8, 16)
+    layer.engine = "auto"
+    found = torch.zeros_like(probe)
+
+    def step():
+        found.copy_(layer(x))
+
+    with torch.no_grad():
+        with econv.engine() as ran:
+            step()
+        assert ran == ["dense"]
+        wanted = found.clone()
+        with econv.engine() as ran:
+            replay = captured(step, [found])
+        assert set(ran) == {"spectral/triton"}
+        found.zero_()
+        replay()
+    assert error(found, wanted) <= 1e-2
+    auto.faster.cache_clear()
