@@ -10,6 +10,7 @@ where pytest did not come to its end. The record says so too.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -136,6 +137,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     if not torch.cuda.is_available():
         sys.exit("expected a CUDA device; torch finds none")
+    if args.processes > 1 and importlib.util.find_spec("xdist") is None:
+        sys.exit(f"expected pytest-xdist for {args.processes} processes; it is not installed")
     found = run(tuple(args.files), args.processes, args.within)
     record = {**machine(), "processes": args.processes, **found}
     print(summary(record))

@@ -129,6 +129,13 @@ def test_without_a_device_nothing_is_run(monkeypatch):
         device_tests.main([])
 
 
+def test_tests_do_not_start_side_by_side_without_what_that_takes(monkeypatch):
+    monkeypatch.setattr(device_tests.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device_tests.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="expected pytest-xdist for 4 processes"):
+        device_tests.main(["--processes", "4"])
+
+
 def test_the_files_are_there():
     for file in device_tests.FILES:
         assert (Path(__file__).parent.parent / file).exists(), file
