@@ -370,7 +370,12 @@ def families(cases: Sequence[Case]) -> list[Job]:
     # The longest first, so that the last to end ends soon.
     order = sorted(found.items(), key=lambda item: -item[0][0].group.order)
     kinds = (("gram",), ("convolve", "adjoint"))
-    return [Job(tuple(several), names, {}) for names in kinds for _, several in order]
+    return [Job(tuple(several), names, {}) for _, several in order for names in kinds]
+
+
+def kernels_kept() -> int:
+    """How many compiled kernels Triton has at hand."""
+    return sum(1 for _ in Path(triton.knobs.cache.dir).rglob("*.cubin"))
 
 
 def tuned(case: Case, seconds: float) -> dict[str, Any]:
@@ -476,6 +481,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.grid and args.device == "cuda":
         late = compile_beforehand(families(cases), COMPILING * within)
         cases.sort(key=lambda case: case in late)
+        kept = kernels_kept()
     run = Run(args, head(args), [], [])
     for number, case in enumerate(cases):
         left = stop - time.perf_counter()
@@ -504,6 +510,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(line(case, record, targets), flush=True)
         write_record(run)  # as far as it has come
     write_record(run)
+    if args.grid and args.device == "cuda":
+        print(f"{kernels_kept() - kept} kernels were compiled late, while layers were measured")
     if run.failed:
         print(f"{len(run.failed)} of {len(cases)} layers failed or were left out")
     if args.grid or args.device == "cpu":

@@ -149,6 +149,7 @@ def grid(monkeypatch):
     monkeypatch.setattr(engines, "cuda_grid", lambda: list(few))
     monkeypatch.setattr(engines, "measure", measure)
     monkeypatch.setattr(engines, "compile_beforehand", lambda jobs, seconds: {few[0]})
+    monkeypatch.setattr(engines, "kernels_kept", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return few
@@ -195,5 +196,10 @@ def test_kernels_are_compiled_without_a_gpu(tmp_path, monkeypatch, capsys):
     assert "Error" not in capsys.readouterr().out
     kept = {path.stem for path in Path(tmp_path).rglob("*.cubin")}
     assert {"analyse", "arrange", "forward", "gram", "spread"} <= kept
+    import triton
+
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        assert engines.kernels_kept() >= 5
     assert engines.compile_beforehand(jobs, 0.0) == {case}
     assert "not all was compiled" in capsys.readouterr().out
