@@ -96,6 +96,11 @@ def _module(file: str) -> str:
     return file.removesuffix(".py").replace("/", ".")
 
 
+def device() -> str | None:
+    """The name of the GPU, or nothing."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def machine() -> dict[str, Any]:
     """What the tests ran on, and what of."""
     try:
@@ -104,9 +109,8 @@ def machine() -> dict[str, Any]:
         known = "none"
     else:
         known = triton.__version__
-    cuda = torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if cuda else "no GPU",
+        "device": device(),
         "versions": {**versions(), "triton": known},
         "revision": revision(),
         "source_sha256": source_hash(),
@@ -135,7 +139,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    if not torch.cuda.is_available():
+    if device() is None:
         sys.exit("expected a CUDA device; torch finds none")
     if args.processes > 1 and importlib.util.find_spec("xdist") is None:
         sys.exit(f"expected pytest-xdist for {args.processes} processes; it is not installed")

@@ -100,8 +100,7 @@ def test_the_record_is_written_and_the_exit_status_is_that_of_the_tests(
     failures = [] if good else ["tests/test_cuda.py::test_it"]
     found = {"files": {"tests/test_cuda.py": count}, "failures": failures, "skips": {}}
     monkeypatch.setattr(device_tests, "run", lambda *_: {**found, "seconds": 2.0})
-    monkeypatch.setattr(device_tests.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(device_tests.torch.cuda, "get_device_name", lambda: "a device")
+    monkeypatch.setattr(device_tests, "device", lambda: "a device")
     file = tmp_path / "record.json"
     status = 0
     try:
@@ -124,13 +123,13 @@ def test_the_record_is_written_and_the_exit_status_is_that_of_the_tests(
 
 
 def test_without_a_device_nothing_is_run(monkeypatch):
-    monkeypatch.setattr(device_tests.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device_tests, "device", lambda: None)
     with pytest.raises(SystemExit, match="expected a CUDA device"):
         device_tests.main([])
 
 
 def test_tests_do_not_start_side_by_side_without_what_that_takes(monkeypatch):
-    monkeypatch.setattr(device_tests.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device_tests, "device", lambda: "a device")
     monkeypatch.setattr(device_tests.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="expected pytest-xdist for 4 processes"):
         device_tests.main(["--processes", "4"])
