@@ -46,10 +46,12 @@ class Layer(NamedTuple):
     batch: int
     size: int
     dtype: str = "bfloat16"
+    operators: str = "paper"
 
     def __str__(self) -> str:
         text = f"{self.group} {self.fields}→{self.fields}, batch {self.batch}"
-        return f"{text}, {self.size}×{self.size}, {self.dtype}"
+        text += f", {self.size}×{self.size}, {self.dtype}"
+        return text + f", {self.operators}" * (self.operators != "paper")
 
 
 LAYERS = (
@@ -117,7 +119,7 @@ OPERATORS = ("convolve", "gram", "adjoint")  # of a training step, in the order 
 
 def training_step(layer: Layer) -> list[Launch]:
     """The launches of the forward pass, then those of both gradients."""
-    plan = spectral_plan(filter_basis(layer.group), "regular", "regular")
+    plan = spectral_plan(filter_basis(layer.group, layer.operators), "regular", "regular")
     geometry = Geometry(1, 1, 1, plan.basis.size // 2, layer.size, layer.size)
     shape = (layer.batch, layer.fields, layer.fields, layer.size)
     return operators(plan, *shape, geometry, layer.dtype)

@@ -77,6 +77,7 @@ def test_a_training_step_is_captured_as_a_graph():
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_nothing_waits_for_the_device():
     layer, x, probe = row("p8", 8, 16)
     x.requires_grad_()

@@ -777,17 +777,26 @@ class _Fragments:
     def load(self, write: _Writer, source: str, result: str) -> None:
         """Read the matrices of all products, ``[product, inner, column]``."""
         run = ":, None" if _FIRST else ":, None, None, None"
-        write(f"n = tl.arange(0, {self.groups})[{run}]")
-        write(f"n = ((n * (TARGETS * COPIES) + member) * 32 + lane) * {self.vector}")
-        write(f"v = tl.load({source} + n + tl.arange(0, {self.vector}))")
-        write(f"v = tl.reshape(v, {self.axes})")
-        write(f"{result} = tl.reshape(tl.trans(v, {self.order}), {self.shape})")
+        member = f"tl.arange(0, {self.groups})[{run}] * (TARGETS * COPIES) + member"
+        where = f"(({member}) * 32 + lane) * {self.vector} + tl.arange(0, {self.vector})"
+        held = f"tl.reshape(tl.load({source} + ({where})), {self.axes})"
+        write(f"{result} = tl.reshape(tl.trans({held}, {self.order}), {self.shape})")
 
     @staticmethod
     def threads(write: _Writer) -> None:
         """What `load` reads with."""
         write(f"lane = tl.arange(0, 32)[{':, None, None, None' if _FIRST else ':, None'}]")
         write("member = tl.arange(0, TARGETS * COPIES)[:, None, None]")
+
+
+def _copied(write: _Writer, number: int, size: int) -> None:
+    """The features of a piece once for each copy of a target: ``v{number}``.
+
+    The name belongs to the piece: what a loop assigns keeps the type that it had before the loop.
+    """
+    shape = f"BP, BF * {size}]"
+    copies = f"tl.broadcast_to(z{number}[:, None, :, :], [TARGETS, COPIES, {shape})"
+    write(f"v{number} = tl.reshape({copies}, [TARGETS * COPIES, {shape})")
 
 
 def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
@@ -823,15 +832,14 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
         for number, (owner, _, size, start) in enumerate(layout.pieces):
             if owner != chunk:
                 continue
-            shape = f"BP, BF * {size}]"
-            write(f"v = tl.broadcast_to(z{number}[:, None, :, :], [TARGETS, COPIES, {shape})")
-            write(f"a = tl.reshape(v, [TARGETS * COPIES, {shape})")
+            _copied(write, number, size)
             each = 2 * FIELDS * size * layout.batch
             write(f"piece = weight + {start * 2 * FIELDS * layout.batch} * out_padded")
             write(f"piece += first * {each}")
             for part, wide in enumerate(parts):
-                _Fragments(FIELDS * size, 2 * wide).load(write, "piece", "v")
-                write(f"a{part} = tl.dot(a, v, a{part}, input_precision=PRECISION)")
+                _Fragments(FIELDS * size, 2 * wide).load(write, "piece", f"w{number}_{part}")
+                factors = f"v{number}, w{number}_{part}"
+                write(f"a{part} = tl.dot({factors}, a{part}, input_precision=PRECISION)")
                 write(f"piece += COPIES * {wide * each}")
 
     # Each turn multiplies the features that the turn before it has left: loads and sums of one
@@ -941,16 +949,15 @@ def _gram_of_chunk(
     def products() -> None:
         write("h = g + (last.to(tl.int64) * out_padded + first) * (TARGETS * 2 * BP)")
         for part, wide in enumerate(parts):
-            _Fragments(pixels, 2 * wide, left=True).load(write, "h", f"h{part}")
-            write(f"h{part} = tl.trans(h{part}, (0, 2, 1))")
+            _Fragments(pixels, 2 * wide, left=True).load(write, "h", "turned")
+            write(f"h{part} = tl.trans(turned, (0, 2, 1))")
             write(f"h += COPIES * {wide} * (TARGETS * 2 * BP)")
         for number, size, _ in pieces:
-            shape = f"BP, BF * {size}]"
-            write(f"v = tl.broadcast_to(z{number}[:, None, :, :], [TARGETS, COPIES, {shape})")
-            write(f"v = tl.reshape(v, [TARGETS * COPIES, {shape})")
+            _copied(write, number, size)
             for part in range(len(parts)):
                 total = f"a{part}_{number}"
-                write(f"{total} = tl.dot(h{part}, v, {total}, input_precision=PRECISION)")
+                factors = f"h{part}, v{number}"
+                write(f"{total} = tl.dot({factors}, {total}, input_precision=PRECISION)")
 
     write("for tile in tl.range(split, tiles, tl.num_programs(2), num_stages=1):")
     write.depth += 1
