@@ -30,6 +30,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -200,6 +201,28 @@ def cuda_peak(case: Case) -> dict[str, int]:
                 layer(x).sum().backward()
         found[engine] = torch.cuda.max_memory_allocated() - before
     return found
+
+
+def kernels(case: Case, engine: str) -> dict[str, float]:
+    """Where the time of a training step goes on the GPU: microseconds of each kernel, in all."""
+    torch.manual_seed(0)
+    layer = case.layer("cuda")
+    x = image(case, layer, "cuda").requires_grad_()
+    run = passes(layer, x, torch.randn_like(layer(x)))["forward+backward"]
+    for _ in range(2):
+        run(engine)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(QUEUED):
+            run(engine)
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for event in profile.key_averages():
+        if event.self_device_time_total > 0:
+            name = re.split(r"[<(]", event.key.removeprefix("void "))[0][:60]
+            took = found.get(name, 0.0) + event.self_device_time_total / QUEUED
+            found[name] = round(took, 1)
+    return dict(sorted(found.items(), key=lambda item: -item[1])[:10])
 
 
 def errors(case: Case) -> dict[str, dict[str, float]]:
@@ -548,7 +571,8 @@ def chosen(args: argparse.Namespace) -> list[Case]:
 
 def memory_and_errors(case: Case, device: str) -> dict[str, Any]:
     if device == "cuda":
-        return {"peak_bytes": cuda_peak(case), "errors": errors(case)}
+        found = {"peak_bytes": cuda_peak(case), "errors": errors(case)}
+        return {**found, "kernels": {engine: kernels(case, engine) for engine in ENGINES}}
     return {"peak_bytes": peak_bytes(case)} if Path("/proc/self/status").exists() else {}
 
 
