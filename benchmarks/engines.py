@@ -225,6 +225,19 @@ def kernels(case: Case, engine: str) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1])[:10])
 
 
+def with_norm(case: Case, seconds: float) -> dict[str, float]:
+    """Seconds of a training step of the layer, its batch norm and ReLU, as a CUDA graph."""
+    torch.manual_seed(0)
+    layer = case.layer("cuda")
+    x = image(case, layer, "cuda").requires_grad_()
+    norm = econv.GroupBatchNorm2d(case.out_fields, case.group, device="cuda")
+    block = torch.nn.Sequential(layer, norm, torch.nn.ReLU())
+    run = passes(block, x, torch.randn_like(layer(x)))["forward+backward"]
+    graphs = {engine: captured(partial(run, engine)) for engine in ENGINES}
+    found: dict[str, float] = interleaved(graphs, "cuda", time.perf_counter, 20, seconds)["median"]
+    return found
+
+
 def errors(case: Case) -> dict[str, dict[str, float]]:
     """Relative errors against float64: output, gradient to the input, gradient to the weights."""
     torch.manual_seed(0)
@@ -516,7 +529,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             record = measure(case, args.device, clock, args.repeats, seconds)
             if not args.grid:
-                record |= memory_and_errors(case, args.device)
+                record |= beyond_time(case, args.device, seconds)
         except Exception as error:
             if not args.grid:
                 raise
@@ -569,10 +582,14 @@ def chosen(args: argparse.Namespace) -> list[Case]:
     return found
 
 
-def memory_and_errors(case: Case, device: str) -> dict[str, Any]:
+def beyond_time(case: Case, device: str, seconds: float) -> dict[str, Any]:
     if device == "cuda":
-        found = {"peak_bytes": cuda_peak(case), "errors": errors(case)}
-        return {**found, "kernels": {engine: kernels(case, engine) for engine in ENGINES}}
+        return {
+            "peak_bytes": cuda_peak(case),
+            "errors": errors(case),
+            "kernels": {engine: kernels(case, engine) for engine in ENGINES},
+            "with_norm_and_relu": with_norm(case, seconds),
+        }
     return {"peak_bytes": peak_bytes(case)} if Path("/proc/self/status").exists() else {}
 
 

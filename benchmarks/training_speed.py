@@ -1,0 +1,123 @@
+"""Training from end to end: images a second with each engine, in one run.
+
+Whole steps of a recipe (augmentation, forward, backward, optimiser, moving average) on pictures of
+noise of the data's size, as `econv train --engine graph` runs them: every engine is captured as a
+CUDA graph of its own, and they take turns.
+
+    python benchmarks/training_speed.py --json benchmarks/results/training_cuda.json
+    python benchmarks/training_speed.py --device cpu --mode eager --batch 4   # that it runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import econv
+from econv.data import Dataset, Split
+from econv.files import write_atomically
+from econv.recipes import RECIPES, Recipe
+from econv.records import revision, source_hash
+from econv.train.how import How, convolution_precision
+from econv.train.processes import Processes
+from econv.train.trainer import Trainer
+
+ENGINES = ("dense", "spectral", "auto")
+NAMES = ("cifar10_resnet44_p8", "cifar10_resnet26_p8")
+SECOND_ORDER = {"model_options.options": '{"operators": "order<=2", "size": 3}'}
+
+
+def noise(recipe: Recipe, count: int, device: torch.device) -> Dataset:
+    """Pictures of CIFAR's size."""
+    make = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=make)
+    split = Split(images, torch.randint(0, 10, (count,), generator=make))
+    return Dataset.of(recipe.dataset, split, split, split, classes=10).to(device)
+
+
+def measure(recipe: Recipe, steps: int, rounds: int, how: How) -> dict[str, Any]:
+    processes = Processes(0, 1, how.device)
+    data = noise(recipe, recipe.batch_size * steps, how.device)
+    trainers, ran = {}, {}
+    for engine in ENGINES:
+        with econv.engine(engine) as chosen:
+            trainers[engine] = Trainer(recipe, 0, data.train, data, how, processes)
+        ran[engine] = {name: chosen.count(name) / len(chosen) for name in sorted(set(chosen))}
+    times: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+    for number in range(rounds + 1):
+        for engine, trainer in trainers.items():
+            start = time.perf_counter()
+            with econv.engine(engine):
+                trainer.epoch(number, lambda *_: None)  # ends with the losses, which waits
+            if number:  # the first round is for caches
+                times[engine].append(time.perf_counter() - start)
+    images = recipe.batch_size * steps
+    speed = {engine: images / statistics.median(t) for engine, t in times.items()}
+    return {
+        "recipe": recipe.name,
+        "parameters": sum(p.numel() for p in trainers["dense"].model.parameters()),
+        "batch": recipe.batch_size,
+        "images_per_second": {engine: round(value, 1) for engine, value in speed.items()},
+        "ran": ran,
+        "losses_of_the_last_step": {
+            engine: round(float(trainer.losses[-1]), 4) for engine, trainer in trainers.items()
+        },
+    }
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--recipes", nargs="+", default=NAMES, choices=sorted(RECIPES))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--mode", default="graph", choices=("eager", "graph"))
+    parser.add_argument("--batch", type=int, help="instead of the recipe's")
+    parser.add_argument("--steps", type=int, default=10, help="of a measurement (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record to FILE")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    device = torch.device(args.device)
+    gpu = device.type == "cuda"
+    how = How(device, args.mode, "bfloat16" if gpu else "float32", gpu)
+    record: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if gpu else device.type,
+        "mode": args.mode,
+        "precision": how.precision,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "revision": revision(),
+        "source_sha256": source_hash(),
+        "runs": [],
+    }
+    for name in args.recipes:
+        for changes in ({}, SECOND_ORDER):
+            recipe = RECIPES[name].with_changes(
+                {**changes, **({"batch_size": str(args.batch)} if args.batch else {})}
+            )
+            with convolution_precision(how):
+                found = measure(recipe, args.steps, args.rounds, how)
+            found["operators"] = "order<=2, 3×3" if changes else "the paper's, 5×5"
+            record["runs"].append(found)
+            speed = found["images_per_second"]
+            print(
+                f"{name}, {found['operators']}: "
+                + ", ".join(f"{engine} {value:,.0f}" for engine, value in speed.items())
+                + f" images/s; spectral/dense {speed['spectral'] / speed['dense']:.2f}",
+                flush=True,
+            )
+            if args.json:  # as far as it has come
+                write_atomically(args.json, (json.dumps(record, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
