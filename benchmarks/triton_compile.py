@@ -96,13 +96,12 @@ def caught() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     run = triton.JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         start = processor_seconds()
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         seconds = processor_seconds() - start
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         launches.append(Launch(self.fn.__name__, tuple(grid), given, kernel, seconds))
-        return kernel
 
     triton.JITFunction.run = compile_only
     triton.runtime.driver.set_active(_Device())
@@ -123,12 +122,16 @@ def training_step(layer: Layer, kind: str = "") -> list[Launch]:
     x = torch.empty(shape, **options).to(memory_format=torch.channels_last)
     weights = torch.empty(layer.fields, layer.fields, plan.weights, device="meta")
     with caught() as launches:
+        scaled = (x, triton_ops.run_largest(x))
+        both = (*scaled, weights, triton_ops.run_largest(weights), plan.name)
         if kind != "gram":
-            triton_ops.run_convolve(x, weights, plan.name, False, *geometry)
-        if kind != "convolve":
-            triton_ops.run_gram(x, x, plan.name, *geometry[:4])
+            triton_ops.run_convolve(*both, False, *geometry, True)
         if not kind:
-            triton_ops.run_convolve(x, weights, plan.name, True, *geometry)
+            triton_ops.run_largest(x)
+        if kind != "convolve":
+            triton_ops.run_gram(*scaled, *scaled, plan.name, *geometry[:4])
+        if not kind:
+            triton_ops.run_convolve(*both, True, *geometry, True)
     return launches
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "FIELDS",
     "HEADROOM",
     "INTERPRETED",
+    "OVERALL",
     "RUN",
     "Convolution",
     "Gradient",
@@ -46,6 +47,7 @@ __all__ = [
     "arrange",
     "convolution",
     "gradient",
+    "largest",
     "scheme",
     "spread",
 ]
@@ -1049,6 +1051,35 @@ def two_to(power):
 
 INTERPRETED = not isinstance(two_to, triton.JITFunction)
 """Whether Triton runs kernels one operation after the other, on the CPU."""
+
+
+OVERALL = 4
+"""Where the largest numbers of the images begin, after that of all: both addresses are aligned."""
+
+
+@triton.jit
+def largest(
+    x,
+    out,
+    numbers,
+    image_stride,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    OVERALL: tl.constexpr,
+):
+    """The largest magnitudes of all images and of each, where ``out`` was zero.
+
+    Those of numbers are ordered as their bits are, and NaN comes after infinity.
+    """
+    image = tl.program_id(1)
+    found = tl.zeros([BLOCK], tl.int32)
+    for block in tl.static_range(BLOCKS):
+        n = (tl.program_id(0) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(x + image.to(tl.int64) * image_stride + n, mask=n < numbers, other=0.0)
+        found = tl.maximum(found, value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    most = tl.max(found, axis=0)
+    tl.atomic_max(out, most)
+    tl.atomic_max(out + OVERALL + image, most)
 
 
 @triton.jit
