@@ -249,7 +249,7 @@ def trips(launch: Launch) -> float:
     if launch.name == "gram":
         return given["tiles"] / launch.grid[2]
     if launch.name == "spread":
-        return given["splits"]
+        return given["splits"] / given["SPLITS"]
     return 1.0
 
 

@@ -12,7 +12,7 @@ import econv
 from econv import GroupConv2d, filter_basis
 from econv.engines import spectral, triton_kernels, triton_ops
 from econv.engines.spectral import Geometry
-from econv.engines.triton_kernels import INTERPRETED
+from econv.engines.triton_kernels import INTERPRETED, OVERALL
 from econv.plan import spectral_plan
 from test_engines import run_reference
 
@@ -146,6 +146,76 @@ def test_what_is_no_number_reaches_its_neighbours_and_no_other_image(value):
     out = layer(x)
     assert not out[0, :, 3, 3].isfinite().any()
     assert torch.equal(out[1], clean[1])
+
+
+def layouts(x):
+    """The same images in one piece, channels last, with gaps, and out of step with addresses."""
+    wide = torch.zeros(2 * x.shape[0], x.shape[1] + 1, *x.shape[2:], dtype=x.dtype, device=x.device)
+    wide[::2, 1:] = x
+    return x, x.to(memory_format=torch.channels_last), wide[::2, 1:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_largest_numbers_are_those_of_all_images_and_of_each(dtype):
+    x = torch.randn(5, 7, 40, 33).to(device=DEVICE, dtype=dtype)
+    x[1] = 0
+    x[2, 6, 39, 32] = -torch.inf
+    x[4, 0, 0, 0] = torch.nan
+    wanted = x.flatten(1).abs().amax(1).float()
+    for images in layouts(x):
+        found = triton_ops.largest(images)
+        torch.testing.assert_close(found[OVERALL:], wanted, rtol=0, atol=0, equal_nan=True)
+        assert found[0].isnan()
+        assert triton_ops.largest(images[:4])[0] == torch.inf
+        assert triton_ops.largest(images[1:2])[0] == 0
+    expanded = torch.full((), -3.0, device=DEVICE).expand(2, 3, 4, 5)
+    assert triton_ops.largest(expanded).tolist()[OVERALL:] == [3.0, 3.0]
+    assert triton_ops.largest(x[:0]).shape == (OVERALL,)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_gradient_to_the_input_lies_as_the_input_and_is_not_copied(monkeypatch, layout):
+    """Whatever the layout of the output's gradient; that of a sum has none."""
+    layer, x, _ = case("p4", shape=(2, 6, 5))
+    x = x.to(memory_format=layout).requires_grad_()
+    made = []
+    plan = triton_ops._Convolution.__call__
+
+    def kept(self, *operands):
+        found = plan(self, *operands)
+        made.append((found.data_ptr(), found.stride()))
+        return found
+
+    monkeypatch.setattr(triton_ops._Convolution, "__call__", kept)
+    layer(x).sum().backward()
+    assert made[1] == (x.grad.data_ptr(), x.stride())
+
+
+def test_a_launch_finds_its_kernel_once_for_addresses_that_are_aligned():
+    found, launched = [], []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *arguments: launched.append((grid, arguments[1:]))
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def run(*arguments, **options):
+                found.append((grid, arguments[1:], options))
+                return Compiled()
+
+            return run
+
+    launch = triton_ops._Launch(Kernel(), (5, 2), (7, 8), BLOCK=64, num_warps=4)
+    x = torch.zeros(64)
+    launch(x)
+    assert found == [((5, 2, 1), (7, 8), {"BLOCK": 64, "num_warps": 4})]
+    launch(x)
+    assert launched == [((5, 2, 1), (7, 8, 64))]
+    launch(x[1:])
+    assert len(found) == 2
+    launch(x[4:])
+    assert len(found) == len(launched) == 2
 
 
 @pytest.mark.parametrize(("group", "dtype"), [("p6", torch.float32), ("p4", torch.bfloat16)])

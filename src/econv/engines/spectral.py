@@ -508,7 +508,9 @@ def _convolve(
     reach = dilation * (table.stencils.shape[-1] - 1) + 1
     rows, columns = ((n + 2 * padding - reach) // stride + 1 for n in x.shape[2:])
     geometry = Geometry(1, stride, dilation, padding, rows, columns)
-    parts = zip(x.chunk(groups, dim=1), weights.chunk(groups), strict=True)
-    found = [function(part, chosen, geometry) for part, chosen in parts]
-    result = found[0] if groups == 1 else torch.cat(found, dim=1)
+    if groups == 1:  # not as one of one chunks, whose gradients would be copied
+        result = function(x, weights, geometry)
+    else:
+        parts = zip(x.chunk(groups, dim=1), weights.chunk(groups), strict=True)
+        result = torch.cat([function(*part, geometry) for part in parts], dim=1)
     return result.to(dtype).contiguous(memory_format=layout)

@@ -553,13 +553,15 @@ class _Gram:
         self.fragments = (tiles_, laid * chosen.gram_pixels)
         constants = _constants(layout, x.device)
         self.owners = (constants.owners, constants.owner_signs)
+        block = 64
         self.spread = _Launch(
             spread,
-            (triton.cdiv(math.prod(self.shape), 1024),),
+            (triton.cdiv(math.prod(self.shape), block),),
             (out_fields, in_fields, weights, in_padded, cut.padded, count, splits),
             MOST=constants.owners.shape[1],
-            BLOCK=1024,
-            num_warps=8,
+            SPLITS=min(16, triton.next_power_of_2(splits)),
+            BLOCK=block,
+            num_warps=4,
         )
 
     def __call__(self, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor) -> Tensor:
@@ -821,12 +823,24 @@ class _GramOf(torch.autograd.Function):
         return to_x, None, to_g, *[None] * 6
 
 
+def _there(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Kernels are launched on the current device: it has to be that of the tensors."""
+
+    def on_device(x: Tensor, *more: Any) -> Tensor:
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return run(x, *more)
+        with torch.cuda.device(x.device):
+            return run(x, *more)
+
+    return on_device
+
+
 # An autograd function itself: `torch.library.register_autograd` takes longer than all launches.
 for _name, _kernel, _fake, _function in (
     ("largest", run_largest, _fake_largest, _Largest),
     ("convolve", run_convolve, _fake_convolve, _Convolve),
     ("gram", run_gram, _fake_gram, _GramOf),
 ):
-    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _there(_kernel), "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, _function.apply, "Autograd")
     torch.library.register_fake(f"econv::{_name}", _fake, lib=_LIBRARY)
