@@ -624,7 +624,7 @@ _op_gram = torch.ops.econv.gram.default
 
 def largest(x: Tensor) -> Tensor:
     """The largest magnitude in ``x``, and from `OVERALL` on that of each of its images."""
-    found: Tensor = _op_largest(x.detach())
+    found: Tensor = _op_largest(x)
     return found
 
 
@@ -753,19 +753,6 @@ def _fake_gram(
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-class _Largest(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            found: Tensor = _op_largest(x)
-        ctx.mark_non_differentiable(found)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        return None
-
-
 class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -835,12 +822,30 @@ def _there(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return on_device
 
 
-# An autograd function itself: `torch.library.register_autograd` takes longer than all launches.
-for _name, _kernel, _fake, _function in (
-    ("largest", run_largest, _fake_largest, _Largest),
-    ("convolve", run_convolve, _fake_convolve, _Convolve),
-    ("gram", run_gram, _fake_gram, _GramOf),
+def _differentiable(operator: Any, function: Any) -> Callable[..., Tensor]:
+    """An operator with its derivative, or without where it has none or nobody asks for it.
+
+    `torch.library.register_autograd` would do the same in more time than all launches take.
+    """
+
+    def run(*inputs: Any) -> Tensor:
+        found: Tensor
+        if function and torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            found = function.apply(*inputs)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                found = operator(*inputs)
+        return found
+
+    return run
+
+
+for _operator, _kernel, _fake, _function in (
+    (_op_largest, run_largest, _fake_largest, None),
+    (_op_convolve, run_convolve, _fake_convolve, _Convolve),
+    (_op_gram, run_gram, _fake_gram, _GramOf),
 ):
+    _name = _operator._opname
     _LIBRARY.impl(_name, _there(_kernel), "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, _function.apply, "Autograd")
+    _LIBRARY.impl(_name, _differentiable(_operator, _function), "Autograd")
     torch.library.register_fake(f"econv::{_name}", _fake, lib=_LIBRARY)
