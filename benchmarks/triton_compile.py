@@ -98,13 +98,12 @@ def caught() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     run = triton.JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         start = processor_seconds()
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         seconds = processor_seconds() - start
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         launches.append(Launch(self.fn.__name__, tuple(grid), given, kernel, seconds))
-        return kernel
 
     triton.JITFunction.run = compile_only
     triton.runtime.driver.set_active(_Device())
@@ -143,14 +142,15 @@ def operators(
     g = torch.empty((batch, out_fields * order, geometry.height, geometry.width), **options)
     weights = torch.empty(out_fields, in_fields, plan.weights, device="meta")
     with caught() as launches:
+        x_scaled, g_scaled, w_scaled = ((t, triton_ops.run_largest(t)) for t in (x, g, weights))
         for name in names:
             if name == "convolve":
-                triton_ops.run_convolve(x, weights, plan.name, False, *geometry)
+                triton_ops.run_convolve(*x_scaled, *w_scaled, plan.name, False, *geometry, True)
             elif name == "gram":
-                triton_ops.run_gram(x, g, plan.name, *geometry[:4])
+                triton_ops.run_gram(*x_scaled, *g_scaled, plan.name, *geometry[:4])
             else:
                 back = geometry.transposed(plan.basis.size, size, size)
-                triton_ops.run_convolve(g, weights, plan.name, True, *back)
+                triton_ops.run_convolve(*g_scaled, *w_scaled, plan.name, True, *back, True)
     return launches
 
 
@@ -268,7 +268,7 @@ def trips(launch: Launch) -> float:
     if launch.name == "gram":
         return given["tiles"] / launch.grid[2]
     if launch.name == "spread":
-        return given["splits"]
+        return given["splits"] / given["SPLITS"]
     return 1.0
 
 

@@ -1,6 +1,7 @@
 """Checks of the kernels for GPUs: `test_triton` runs them interpreted, `test_cuda_triton` there."""
 
 import copy
+import math
 import re
 
 import numpy as np
@@ -11,7 +12,7 @@ import econv
 from econv import GroupConv2d, filter_basis
 from econv.engines import spectral, triton_kernels, triton_ops
 from econv.engines.spectral import Geometry
-from econv.engines.triton_kernels import INTERPRETED
+from econv.engines.triton_kernels import INTERPRETED, OVERALL
 from econv.plan import spectral_plan
 from test_engines import run_reference
 
@@ -147,6 +148,76 @@ def test_what_is_no_number_reaches_its_neighbours_and_no_other_image(value):
     assert torch.equal(out[1], clean[1])
 
 
+def layouts(x):
+    """The same images in one piece, channels last, with gaps, and out of step with addresses."""
+    wide = torch.zeros(2 * x.shape[0], x.shape[1] + 1, *x.shape[2:], dtype=x.dtype, device=x.device)
+    wide[::2, 1:] = x
+    return x, x.to(memory_format=torch.channels_last), wide[::2, 1:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_largest_numbers_are_those_of_all_images_and_of_each(dtype):
+    x = torch.randn(5, 7, 40, 33).to(device=DEVICE, dtype=dtype)
+    x[1] = 0
+    x[2, 6, 39, 32] = -torch.inf
+    x[4, 0, 0, 0] = torch.nan
+    wanted = x.flatten(1).abs().amax(1).float()
+    for images in layouts(x):
+        found = triton_ops.largest(images)
+        torch.testing.assert_close(found[OVERALL:], wanted, rtol=0, atol=0, equal_nan=True)
+        assert found[0].isnan()
+        assert triton_ops.largest(images[:4])[0] == torch.inf
+        assert triton_ops.largest(images[1:2])[0] == 0
+    expanded = torch.full((), -3.0, device=DEVICE).expand(2, 3, 4, 5)
+    assert triton_ops.largest(expanded).tolist()[OVERALL:] == [3.0, 3.0]
+    assert triton_ops.largest(x[:0]).shape == (OVERALL,)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_gradient_to_the_input_lies_as_the_input_and_is_not_copied(monkeypatch, layout):
+    """Whatever the layout of the output's gradient; that of a sum has none."""
+    layer, x, _ = case("p4", shape=(2, 6, 5))
+    x = x.to(memory_format=layout).requires_grad_()
+    made = []
+    plan = triton_ops._Convolution.__call__
+
+    def kept(self, *operands):
+        found = plan(self, *operands)
+        made.append((found.data_ptr(), found.stride()))
+        return found
+
+    monkeypatch.setattr(triton_ops._Convolution, "__call__", kept)
+    layer(x).sum().backward()
+    assert made[1] == (x.grad.data_ptr(), x.stride())
+
+
+def test_a_launch_finds_its_kernel_once_for_addresses_that_are_aligned():
+    found, launched = [], []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *arguments: launched.append((grid, arguments[1:]))
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def run(*arguments, **options):
+                found.append((grid, arguments[1:], options))
+                return Compiled()
+
+            return run
+
+    launch = triton_ops._Launch(Kernel(), (5, 2), (7, 8), BLOCK=64, num_warps=4)
+    x = torch.zeros(64)
+    launch(x)
+    assert found == [((5, 2, 1), (7, 8), {"BLOCK": 64, "num_warps": 4})]
+    launch(x)
+    assert launched == [((5, 2, 1), (7, 8, 64))]
+    launch(x[1:])
+    assert len(found) == 2
+    launch(x[4:])
+    assert len(found) == len(launched) == 2
+
+
 @pytest.mark.parametrize(("group", "dtype"), [("p6", torch.float32), ("p4", torch.bfloat16)])
 def test_buffers_are_filled_before_they_are_read(monkeypatch, group, dtype):
     layer, x, probe = case(group, (5, 3), (1, 5, 7), dtype, stride=2)
@@ -163,7 +234,20 @@ def test_buffers_are_filled_before_they_are_read(monkeypatch, group, dtype):
     assert len(shapes) == 8  # two for each convolution, four for the gradient to the weights
 
 
-def test_poison_that_is_read_is_seen(monkeypatch):
+def forget():
+    """What was planned with other kernels than those of a test."""
+    triton_ops._convolution.cache_clear()
+    triton_ops._gradient.cache_clear()
+
+
+@pytest.fixture
+def forgotten():
+    """What is planned with the kernels of a test is not used again."""
+    yield
+    forget()
+
+
+def test_poison_that_is_read_is_seen(monkeypatch, forgotten):
     """The check above says no where one kernel leaves its buffer as it is."""
     layer, x, _ = case("p4")
 
@@ -178,17 +262,51 @@ def test_poison_that_is_read_is_seen(monkeypatch):
         "_empty",
         lambda shape, dtype, device: full(shape, torch.nan, dtype=dtype, device=device),
     )
+    forget()
     assert layer(x).isnan().all()
 
 
 def test_images_in_groups_and_programs_that_share_pixels_give_the_same():
-    layer, x, probe = case("p4", (3, 5), (6, 5, 5))
+    layer, x, probe = case("p4", (13, 13), (10, 5, 5))
     wanted = results(layer, x, probe, "spectral")
     with triton_ops.tiles(bytes=1, splits=3):
         found = results(layer, x, probe, "spectral")
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
     assert error(found[2], wanted[2]) <= FLOAT32
+
+
+LAYERS = [("p8", 40, 512, 16), ("p8", 80, 512, 8), ("p16", 20, 256, 32), ("p8", 20, 64, 32)]
+
+
+@pytest.mark.parametrize(("group", "fields", "batch", "size"), LAYERS)
+def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, batch, size):
+    """Beside output and gradient to the input: the rest lies where nothing is written yet."""
+    plan = spectral_plan(filter_basis(group), "regular", "regular")
+    shape = (batch, fields * plan.basis.group.order, size, size)
+    numbers = math.prod(shape)
+    strides = (numbers // batch, 1, shape[1] * size, shape[1])
+    x = triton_ops._Like(shape, strides, torch.bfloat16, torch.device(DEVICE))
+    geometry = Geometry(1, 1, 1, 2, size, size)
+    for adjoint in (False, True):
+        made = triton_ops._Convolution(
+            x, plan.name, adjoint, geometry, fields, True, triton_ops.Tiles(), "tf32"
+        )
+        filters = max(4 * shape[1] ** 2 * 25, 9 << 19)
+        assert 2 * made.own <= (filters if adjoint else max(filters, 2 * numbers))
+        assert len(made.groups) <= (7 if adjoint else 2)
+        done = 0
+        for group_ in made.groups:
+            assert group_.first == done
+            done += group_.images
+            if group_.place >= 0:
+                assert group_.place >= done * numbers // batch
+                assert group_.place + group_.analysis.numbers <= numbers
+        assert done == batch
+    gram = triton_ops._Gram(x, x, plan.name, geometry, triton_ops.Tiles(), "tf32")
+    spectrum = gram.groups[0].analysis.numbers + math.prod(gram.fragments)
+    assert 4 * math.prod(gram.partial) + 2 * spectrum <= 2 * numbers + filters
+    assert sum(group_.images for group_ in gram.groups) == batch
 
 
 TILES = {
@@ -229,7 +347,7 @@ def two_halves(code, registers, operands, dtype, is_pure, pack):
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU runs the instructions themselves")
 @pytest.mark.parametrize("group", ["p8", "p4m"])
-def test_sums_of_two_halves_at_a_time_are_the_same(monkeypatch, group):
+def test_sums_of_two_halves_at_a_time_are_the_same(monkeypatch, forgotten, group):
     layer, x, probe = case(group, (2, 2), dtype=torch.float16)
     wanted = results(layer, x, probe, "spectral")
     seen = []
@@ -242,6 +360,7 @@ def test_sums_of_two_halves_at_a_time_are_the_same(monkeypatch, group):
     monkeypatch.setattr(triton_kernels, "_read", read)
     monkeypatch.setattr(triton_kernels.tl, "two_halves", two_halves, raising=False)
     monkeypatch.setattr(triton_ops, "_packed", lambda dtype: True)
+    forget()
     found = results(layer, x, probe, "spectral")
     triton_kernels.convolution.cache_clear()
     triton_kernels.gradient.cache_clear()
@@ -331,9 +450,15 @@ def test_the_operators_pass_the_checks_of_torch():
     plan, x, g, weights, geometry = operands()
     x.requires_grad_()
     weights.requires_grad_()
-    torch.library.opcheck(triton_ops.convolve, (x, weights, plan.name, False, *geometry))
+    operators = torch.ops.econv
+    x_scale, w_scale, g_scale = (triton_ops.largest(tensor) for tensor in (x, weights, g))
+    torch.library.opcheck(operators.largest.default, (x,))
+    for last in (False, True):
+        inputs = (x, x_scale, weights, w_scale, plan.name, False, *geometry, last)
+        torch.library.opcheck(operators.convolve.default, inputs)
     g.requires_grad_()
-    torch.library.opcheck(triton_ops.gram, (x, g, plan.name, *geometry[:4]))
+    inputs = (x, x_scale, g, g_scale, plan.name, *geometry[:4])
+    torch.library.opcheck(operators.gram.default, inputs)
 
 
 def test_the_adjoint_and_the_gram_are_those_of_the_layer():

@@ -530,7 +530,9 @@ def _convolve(
         padding = 0
     size, (height, width) = table.stencils.shape[-1], x.shape[2:]
     geometry = Geometry.of(size, height, width, stride, padding, dilation)
-    parts = zip(x.chunk(groups, dim=1), weights.chunk(groups), strict=True)
-    found = [function(part, chosen, geometry) for part, chosen in parts]
-    result = found[0] if groups == 1 else torch.cat(found, dim=1)
+    if groups == 1:  # not as one of one chunks, whose gradients would be copied
+        result = function(x, weights, geometry)
+    else:
+        parts = zip(x.chunk(groups, dim=1), weights.chunk(groups), strict=True)
+        result = torch.cat([function(*part, geometry) for part in parts], dim=1)
     return result.to(dtype).contiguous(memory_format=layout)

@@ -39,6 +39,7 @@ __all__ = [
     "FIELDS",
     "HEADROOM",
     "INTERPRETED",
+    "OVERALL",
     "RUN",
     "Convolution",
     "Gradient",
@@ -46,6 +47,7 @@ __all__ = [
     "arrange",
     "convolution",
     "gradient",
+    "largest",
     "scheme",
     "spread",
 ]
@@ -648,15 +650,22 @@ def _transformed(write: _Writer, layout: Scheme) -> None:
     """The spectrum ``t0 …`` of the channels that lie at ``base``, times 2^(headroom − power)."""
     channels = layout.plan.analysis.shape[1]
     padded = _power_of_two(channels)
-    write(f"element = tl.arange(0, {padded})")
-    write(f"channel = (field * {channels})[:, None] + element[None, :]")
-    write(f"known = (field < fields)[:, None] & (element < {channels})[None, :]")
-    write("known = inside[:, None, None] & known[None, :, :]")
-    write("where = base[:, None, None] + (channel * x_channel)[None, :, :]")
-    write("c = tl.load(x + where, mask=known, other=0.0).to(tl.float32)")
-    write(f"c = c * two_to({HEADROOM} - power)")
-    write(f"c = tl.reshape(c, [BQ, BF{''.join(', 2' for _ in range(padded.bit_length() - 1))}])")
-    _split(write, "c", [f"c{n}" if n < channels else None for n in range(padded)])
+    vector = min(padded, layout.vector)
+    write(f"element = tl.arange(0, {vector})")
+    # As much at a time as a thread reads in one go: what it splits is its own.
+    for first in range(0, channels, vector):
+        write(f"channel = (field * {channels} + {first})[:, None] + element[None, :]")
+        write(f"known = (field < fields)[:, None] & (element < {channels - first})[None, :]")
+        write("known = inside[:, None, None] & known[None, :, :]")
+        write("where = base[:, None, None] + (channel * x_channel)[None, :, :]")
+        write("c = tl.load(x + where, mask=known, other=0.0).to(tl.float32)")
+        write(f"c = c * two_to({HEADROOM} - power)")
+        write(
+            f"c = tl.reshape(c, [BQ, BF{''.join(', 2' for _ in range(vector.bit_length() - 1))}])"
+        )
+        _split(
+            write, "c", [f"c{n}" if n < channels else None for n in range(first, first + vector)]
+        )
     pairs, rest = butterflies(layout.analysis.T)
     for a, b in pairs:
         write(f"c{a}, c{b} = c{a} + c{b}, c{a} - c{b}")
@@ -1058,6 +1067,35 @@ INTERPRETED = not isinstance(two_to, triton.JITFunction)
 """Whether Triton runs kernels one operation after the other, on the CPU."""
 
 
+OVERALL = 4
+"""Where the largest numbers of the images begin, after that of all: both addresses are aligned."""
+
+
+@triton.jit
+def largest(
+    x,
+    out,
+    numbers,
+    image_stride,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    OVERALL: tl.constexpr,
+):
+    """The largest magnitudes of all images and of each, where ``out`` was zero.
+
+    Those of numbers are ordered as their bits are, and NaN comes after infinity.
+    """
+    image = tl.program_id(1)
+    found = tl.zeros([BLOCK], tl.int32)
+    for block in tl.static_range(BLOCKS):
+        n = (tl.program_id(0) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(x + image.to(tl.int64) * image_stride + n, mask=n < numbers, other=0.0)
+        found = tl.maximum(found, value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    most = tl.max(found, axis=0)
+    tl.atomic_max(out, most)
+    tl.atomic_max(out + OVERALL + image, most)
+
+
 @triton.jit
 def arrange(
     weights,
@@ -1136,20 +1174,29 @@ def spread(
     count,
     splits,
     MOST: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the partial gradients in a fixed order: each spectral weight has its own."""  # fmt: skip
+    """Sum the partial gradients in a fixed order: each spectral weight has its own.
+
+    A program reads ``SPLITS`` of them at once.
+    """
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = n < weights * in_fields * out_fields
     o = n % out_fields
     i = n // out_fields % in_fields
     number = n // (out_fields * in_fields)
-    total = tl.zeros([BLOCK], tl.float32)
+    each = in_padded * count * out_padded * 2
+    total = tl.zeros([SPLITS, BLOCK], tl.float32)
     for t in tl.static_range(MOST):
         place = tl.load(owners + number * MOST + t, mask=kept, other=-1)
         sign = tl.load(signs + number * MOST + t, mask=kept, other=0.0)
-        source = partial + ((i * count + place // 2) * out_padded + o) * 2 + place % 2
-        for _ in tl.range(0, splits):
-            total += tl.load(source, mask=place >= 0, other=0.0) * sign
-            source += in_padded * count * out_padded * 2
+        where = ((i * count + place // 2) * out_padded + o) * 2 + place % 2
+        source = partial + where[None, :]
+        for first in tl.range(0, splits, SPLITS):
+            split = first + tl.arange(0, SPLITS)[:, None]
+            there = (split < splits) & (place >= 0)[None, :]
+            value = tl.load(source + split.to(tl.int64) * each, mask=there, other=0.0)
+            total += value * sign[None, :]
+    total = tl.sum(total, axis=0)
     tl.store(out + (o * in_fields + i) * weights + number, total, mask=kept)

@@ -2,15 +2,28 @@
 
 ``econv::convolve`` is a layer A(x; w), linear in its input and in its spectral weights, or its
 adjoint; ``econv::gram`` is the gradient to the weights. Their derivatives are these two again, so
-that every order of differentiation is made of them. They have fake kernels: compilers and exporters
-see one opaque operator each.
+that every order of differentiation is made of them. Every operand comes with its largest numbers
+(``econv::largest``), which settle how it is scaled and no result depends on: they are found once
+for all operators that read it, and have no gradient. All have fake kernels: compilers and
+exporters see one opaque operator each.
 
 Arithmetic: 16-bit inputs run in float16, each image scaled by a power of two to the middle of its
 range, so that derivatives and weights keep three digits more than bfloat16 has; sums are float32.
 float32 inputs run in float32 with products in tf32, or in three of them where tf32 is not allowed.
 
 Memory: what is kept for the backward pass is the input and the spectral weights. While an operator
-runs there is the spectrum of a group of images on the padded grid.
+runs there is the spectrum of a group of images on the padded grid. A training step takes no more
+than the dense engine's, which at its most holds output, gradient to the input, and twice its filter
+bank:
+
+- a layer may fill as much as its input takes, where later the gradient to it will be;
+- the gradient to the weights, too, which is made before that to the input;
+- the adjoint, while the gradient to the input is being made, no more than those filters less our
+  own weights, or 4.5 MiB. Beyond that the spectrum lies in the part of the output that is not yet
+  written: a group of images is about as large as all that come after it.
+
+Time: what depends on shapes alone is worked out once (`_Convolution`, `_Gram`), down to which
+compiled kernel is launched with which numbers (`_Launch`).
 
 This room knows tensors and launches. The kernels are those of `econv.engines.triton_kernels`.
 """
@@ -18,6 +31,7 @@ This room knows tensors and launches. The kernels are those of `econv.engines.tr
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -32,6 +46,7 @@ from econv.engines.triton_kernels import (
     FIELDS,
     HEADROOM,
     INTERPRETED,
+    OVERALL,
     RUN,
     Scheme,
     arrange,
@@ -40,9 +55,19 @@ from econv.engines.triton_kernels import (
     scheme,
     spread,
 )
+from econv.engines.triton_kernels import largest as largest_kernel
 from econv.plan import SpectralPlan, plan_named
 
-__all__ = ["Tiles", "convolve", "covers", "gram", "run_convolve", "run_gram", "tiles"]
+__all__ = [
+    "Tiles",
+    "convolve",
+    "covers",
+    "largest",
+    "run_convolve",
+    "run_gram",
+    "run_largest",
+    "tiles",
+]
 
 _INTERNAL = {
     torch.float16: torch.float16,
@@ -72,8 +97,8 @@ class Tiles(NamedTuple):
     gram_accumulators: int = 384
     splits: int = 0
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU."""
-    bytes: int = 64 << 20
-    """The most that is made of the images of one launch: they run in groups."""
+    bytes: int = 0
+    """The most that is made of the images of one launch; 0: as much as the dense engine takes."""
 
 
 TUNED: dict[tuple[int, int], Tiles] = {}
@@ -147,11 +172,6 @@ class _Grid:
         return _Grid(pitch, lines, places)
 
 
-class _Spectrum(NamedTuple):
-    values: Tensor  # [field chunks, slot chunks, places, FIELDS, width]
-    grid: _Grid
-
-
 class _Constants(NamedTuple):
     entries: Tensor
     signs: Tensor
@@ -179,58 +199,34 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return torch.linalg.vector_norm(x, math.inf, dim=dims, dtype=torch.float32)
+class _Launch:
+    """A kernel with all of its arguments that depend on shapes alone.
 
-
-def _groups(x: Tensor, layout: Scheme, geometry: Geometry, most: int, more: int = 0) -> list[slice]:
-    """Images in equal groups, such that no more than ``most`` bytes are made of one.
-
-    That is their spectrum, and ``more`` numbers for each image.
+    A kernel takes tensors, then numbers, then constants. Triton finds out at every launch which
+    compiled kernel fits the arguments, in several times what the launch takes: here it does so at
+    the first, and again where addresses are less aligned.
     """
-    grid = _Grid.of(tuple(x.shape), geometry, layout.plan.basis.size)
-    fields = FIELDS * triton.cdiv(x.shape[1] // layout.plan.analysis.shape[1], FIELDS)
-    numbers = grid.places * fields * layout.chunks * layout.width + x.shape[0] * more
-    total = numbers * _INTERNAL[x.dtype].itemsize
-    # Multiples of four: kernels are compiled anew for addresses that are less aligned.
-    each = 4 * triton.cdiv(x.shape[0], 4 * triton.cdiv(total, most))
-    return [slice(i, i + each) for i in range(0, x.shape[0], each)]
 
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[int, ...], **options: Any
+    ) -> None:
+        self.kernel, self.grid, self.options = kernel, (*grid, 1, 1)[:3], options
+        self.numbers = numbers
+        constants = [value for name, value in options.items() if name.isupper()]
+        self.more = (*numbers, *constants)
+        self.compiled: Callable[..., None] | None = None
 
-def _analysed(
-    analyse: Any, x: Tensor, largest: Tensor, layout: Scheme, geometry: Geometry
-) -> _Spectrum:
-    """The spectrum of images, scaled by a largest number of all or of each."""
-    plan = layout.plan
-    channels = plan.analysis.shape[1]
-    batch, fields = x.shape[0], x.shape[1] // channels
-    grid = _Grid.of(tuple(x.shape), geometry, plan.basis.size)
-    chunks = triton.cdiv(fields, FIELDS)
-    shape = (chunks, layout.chunks, grid.places, FIELDS, layout.width)
-    values = _empty(shape, _INTERNAL[x.dtype], x.device)
-    block = 64
-    analyse[(triton.cdiv(grid.places, block), chunks)](
-        x,
-        largest,
-        values,
-        batch,
-        fields,
-        x.shape[2],
-        x.shape[3],
-        geometry.up,
-        geometry.before,
-        grid.pitch,
-        grid.lines,
-        grid.places,
-        largest.dim(),
-        x.stride(0),
-        x.stride(1),
-        x.stride(2),
-        x.stride(3),
-        BQ=block,
-        num_warps=4,
-    )
-    return _Spectrum(values, grid)
+    def __call__(self, *tensors: Tensor) -> None:
+        aligned = True
+        for tensor in tensors:
+            if tensor.data_ptr() % 16:
+                aligned = False
+        if aligned and self.compiled is not None:
+            self.compiled(*tensors, *self.more)
+            return
+        found = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
+        if aligned and found is not None:  # nothing is compiled where Triton interprets
+            self.compiled = found[self.grid]
 
 
 class _Cut(NamedTuple):
@@ -261,41 +257,6 @@ def _cut(fields: int, layout: Scheme, warps: int, accumulators: int, least: int)
     return _Cut(tuple(parts), copies, triton.cdiv(fields, copies * sum(parts)))
 
 
-def _arranged(weights: Tensor, layout: Scheme, cut: _Cut, dtype: torch.dtype, adjoint: bool) -> Any:
-    constants = _constants(layout, weights.device)
-    weights = weights.contiguous()
-    turned = weights.transpose(0, 1) if adjoint else weights
-    out_fields, in_fields = turned.shape[:2]
-    in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
-    count = layout.batch * layout.inner
-    found = _empty((in_padded, count, cut.padded, 2), dtype, weights.device)
-    largest = _largest(weights, (0, 1, 2))
-    arrange[(triton.cdiv(found.numel(), 1024),)](
-        weights,
-        constants.adjoint_entries if adjoint else constants.entries,
-        constants.adjoint_signs if adjoint else constants.signs,
-        constants.pieces,
-        largest,
-        found,
-        out_fields,
-        in_fields,
-        turned.stride(0),
-        turned.stride(1),
-        cut.padded,
-        layout.batch,
-        layout.inner,
-        cut.copies,
-        sum(cut.parts),
-        cut.parts[0],
-        found.numel(),
-        BF=FIELDS,
-        BLOCK=1024,
-        HEADROOM=HEADROOM,
-        num_warps=8,
-    )
-    return found, largest
-
-
 def _packed(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and not INTERPRETED
 
@@ -310,24 +271,399 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32" if allowed else "tf32x3"
 
 
-def _output(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
+class _Like(NamedTuple):
+    """What there is to know of images but their numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: Tensor) -> _Like:
+        return _Like(x.shape, x.stride(), x.dtype, x.device)
+
+    @property
+    def image_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class _Analysis:
+    """From images to their spectrum, ``[field chunks, slot chunks, places, FIELDS, width]``."""
+
+    def __init__(
+        self, analyse: Any, x: _Like, layout: Scheme, geometry: Geometry, each: int
+    ) -> None:
+        """``each``: every image is scaled by a number of its own (1), or all by one (0)."""
+        batch, channels, height, width = x.shape
+        fields = channels // layout.plan.analysis.shape[1]
+        self.grid = _Grid.of(x.shape, geometry, layout.plan.basis.size)
+        chunks = triton.cdiv(fields, FIELDS)
+        self.shape = (chunks, layout.chunks, self.grid.places, FIELDS, layout.width)
+        block = 64
+        grid = (self.grid.pitch, self.grid.lines, self.grid.places)
+        numbers = (batch, fields, height, width, geometry.up, geometry.before, *grid, each)
+        self.run = _Launch(
+            analyse,
+            (triton.cdiv(self.grid.places, block), chunks),
+            (*numbers, *x.strides),
+            BQ=block,
+            num_warps=4,
+        )
+
+        self.numbers = math.prod(self.shape)
+
+    def within(self, memory: Tensor) -> Tensor:
+        """The spectrum at the beginning of some memory."""
+        return memory[: self.numbers].view(self.shape)
+
+
+def _images(x: Tensor, first: int, images: int) -> Tensor:
+    return x if images == x.shape[0] else x[first : first + images]
+
+
+def _spectrum_bytes(x: _Like, layout: Scheme, geometry: Geometry) -> int:
+    """Of one image, with its share of what images have in common."""
+    grid = _Grid.of((1, *x.shape[1:]), geometry, layout.plan.basis.size)
+    fields = FIELDS * triton.cdiv(x.shape[1] // layout.plan.analysis.shape[1], FIELDS)
+    return grid.places * fields * layout.chunks * layout.width * x.dtype.itemsize
+
+
+def _multiple(images: int) -> int:
+    """Groups are multiples of four images: less aligned addresses would need other kernels."""
+    return max(4, images // 4 * 4)
+
+
+def _spare_bytes(x: _Like, layout: Scheme, out_channels: int) -> int:
+    """What the dense engine's filters and the gradient to them take, less what ours do."""
+    plan, pairs = layout.plan, out_channels * x.shape[1]
+    dense = 2 * pairs * plan.basis.size**2 * x.dtype.itemsize
+    fields = pairs // plan.analysis.shape[1] ** 2
+    ours = plan.weights * 2 * 4 + 2 * layout.batch * layout.inner * x.dtype.itemsize
+    return max(_LEAST, dense - fields * ours)
+
+
+_LEAST = 9 << 19
+"""What a library of convolutions takes for small layers, in bytes."""
+
+
+def _numbers(pixels: int, geometry: Geometry, grid: _Grid) -> tuple[int, ...]:
+    """Where pixels lie: what the kernels that read a spectrum take first."""
+    shape = (pixels, geometry.height, geometry.width)
+    steps = (grid.pitch, grid.pitch * grid.lines, grid.places)
+    return (*shape, geometry.down, geometry.dilation, *steps)
+
+
+class _Group(NamedTuple):
+    """Images that are convolved together."""
+
+    first: int
+    images: int
+    place: int
+    """Where in the output the spectrum lies; −1: in memory of its own."""
+    analysis: _Analysis
+    forward: _Launch
+
+
+class _Convolution:
+    """All of `run_convolve` that depends on shapes alone."""
+
+    def __init__(
+        self,
+        x: _Like,
+        plan: str,
+        adjoint: bool,
+        geometry: Geometry,
+        out_fields: int,
+        channels_last: bool,
+        chosen: Tiles | None,
+        precision: str,
+    ) -> None:
+        layout = _scheme(plan_named(plan), x.dtype)
+        channels = layout.plan.synthesis.shape[0]
+        batch, in_fields = x.shape[0], x.shape[1] // channels
+        self.x, self.internal = x, _INTERNAL[x.dtype]
+        self.shape = (batch, out_fields * channels, geometry.height, geometry.width)
+        self.format = torch.channels_last if channels_last else torch.contiguous_format
+        self.groups: list[_Group] = []
+        if not math.prod(self.shape):
+            return
+        chosen = chosen or _tiles(layout, out_fields, self.internal)
+        self.cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
+        self._arrange(layout, in_fields, out_fields, adjoint)
+        sizes = self._sizes(layout, geometry, chosen, adjoint)
+        kernels = convolution(layout, self.cut.parts, self.cut.copies, _packed(self.internal))
+        strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
+        total, first = math.prod(self.shape), 0
+        self.own = 0  # numbers of the memory that is no part of the output
+        made: dict[int, tuple[_Analysis, _Launch]] = {}
+        for images in sizes:
+            if images not in made:
+                like = x._replace(shape=(images, *x.shape[1:]))
+                analysis = _Analysis(kernels.analyse, like, layout, geometry, 1)
+                pixels = images * geometry.height * geometry.width
+                numbers = _numbers(pixels, geometry, analysis.grid)
+                made[images] = (
+                    analysis,
+                    _Launch(
+                        kernels.forward,
+                        (triton.cdiv(pixels, chosen.pixels), self.cut.programs),
+                        (*numbers, analysis.shape[0], self.cut.padded, out_fields, *strides),
+                        BP=chosen.pixels,
+                        PRECISION=precision,
+                        num_warps=chosen.warps,
+                        num_stages=chosen.stages,
+                    ),
+                )
+            written = (first + images) * total // batch
+            place = (total - made[images][0].numbers) // 64 * 64
+            if place < written:
+                place = -1
+                self.own = max(self.own, made[images][0].numbers)
+            self.groups.append(_Group(first, images, place, *made[images]))
+            first += images
+
+    def _arrange(self, layout: Scheme, in_fields: int, out_fields: int, adjoint: bool) -> None:
+        cut, constants = self.cut, _constants(layout, self.x.device)
+        self.constants = (constants.entries, constants.signs, constants.pieces)
+        strides = (in_fields * layout.plan.weights, layout.plan.weights)
+        if adjoint:
+            self.constants = (*constants[2:4], constants.pieces)
+            strides = (layout.plan.weights, out_fields * layout.plan.weights)
+        in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
+        self.arranged = (in_padded, layout.batch * layout.inner, cut.padded, 2)
+        total = math.prod(self.arranged)
+        numbers = (out_fields, in_fields, *strides, cut.padded, layout.batch, layout.inner)
+        self.arrange = _Launch(
+            arrange,
+            (triton.cdiv(total, 1024),),
+            (*numbers, cut.copies, sum(cut.parts), cut.parts[0], total),
+            BF=FIELDS,
+            BLOCK=1024,
+            HEADROOM=HEADROOM,
+            num_warps=8,
+        )
+
+    def _sizes(self, layout: Scheme, geometry: Geometry, chosen: Tiles, adjoint: bool) -> list[int]:
+        """How many images run together, the first first: see the module's memory."""
+        batch = self.shape[0]
+        each = _spectrum_bytes(self.x, layout, geometry)
+        written = math.prod(self.shape[1:]) * self.x.dtype.itemsize
+        free = _spare_bytes(self.x, layout, self.shape[1])
+        if not adjoint:
+            free = max(free, batch * self.x.image_bytes)
+        free = chosen.bytes or free
+        sizes: list[int] = []
+        while (left := batch - sum(sizes)) > 0:  # from the last one on
+            room = max(free, sum(sizes) * written - each)
+            sizes.append(min(_multiple(room // each), left))
+        return sizes[::-1]
+
+    def __call__(self, x: Tensor, x_largest: Tensor, weights: Tensor, w_largest: Tensor) -> Tensor:
+        device = x.device
+        y = torch.empty(self.shape, dtype=x.dtype, device=device, memory_format=self.format)
+        if not self.groups:
+            return y
+        arranged = _empty(self.arranged, self.internal, device)
+        self.arrange(weights, *self.constants, w_largest, arranged)
+        own = _empty((self.own,), self.internal, device)
+        flat = y.as_strided((y.numel(),), (1,)).view(self.internal)
+        for first, images, place, analysis, forward in self.groups:
+            spectrum = analysis.within(own if place < 0 else flat[place:])
+            scales = x_largest[OVERALL + first :]
+            analysis.run(_images(x, first, images), scales, spectrum)
+            forward(spectrum, arranged, _images(y, first, images), scales, w_largest)
+        return y
+
+
+class _GramGroup(NamedTuple):
+    """Images whose gradients to the weights are added up together."""
+
+    first: int
+    images: int
+    analysis: _Analysis
+    lay: _Launch
+    gram: _Launch
+
+
+class _Gram:
+    """All of `run_gram` that depends on shapes alone."""
+
+    def __init__(
+        self,
+        x: _Like,
+        g: _Like,
+        plan: str,
+        geometry: Geometry,
+        chosen: Tiles | None,
+        precision: str,
+    ) -> None:
+        layout = _scheme(plan_named(plan), x.dtype)
+        channels, weights = layout.plan.analysis.shape[1], layout.plan.weights
+        in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
+        self.shape, self.internal = (out_fields, in_fields, weights), _INTERNAL[x.dtype]
+        self.groups: list[_GramGroup] = []
+        if not math.prod(x.shape) * math.prod(g.shape):
+            return
+        chosen = chosen or _tiles(layout, out_fields, self.internal)
+        cut = _cut(out_fields, layout, chosen.gram_warps, chosen.gram_accumulators, RUN)
+        batch, pixels = x.shape[0], geometry.height * geometry.width
+        in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
+        programs = in_padded // chosen.gram_fields * cut.programs
+        splits = chosen.splits or max(1, 264 // programs)
+        splits = min(splits, triton.cdiv(batch * pixels, chosen.gram_pixels))
+        count = layout.batch * layout.inner
+        self.partial = (splits, in_padded, count, cut.padded, 2)
+        laid = cut.padded * 2 * layout.batch  # numbers for each pixel
+        each = _spectrum_bytes(x, layout, geometry) + laid * pixels * x.dtype.itemsize
+        free = batch * x.image_bytes - 4 * math.prod(self.partial)
+        free = max(free, _spare_bytes(x, layout, g.shape[1]))
+        free = chosen.bytes or free
+        several = triton.cdiv(batch, _multiple(free // each))
+        most = 4 * triton.cdiv(batch, 4 * several)
+        kernels = gradient(
+            layout, cut.parts, cut.copies, chosen.gram_pixels, _packed(self.internal)
+        )
+        for first in range(0, batch, most):
+            images = min(most, batch - first)
+            like = x._replace(shape=(images, *x.shape[1:]))
+            analysis = _Analysis(kernels.analyse, like, layout, geometry, 0)
+            tiles_ = triton.cdiv(images * pixels, chosen.gram_pixels)
+            block = min(64, chosen.gram_pixels)
+            shape = (geometry.height, geometry.width)
+            lay = _Launch(
+                kernels.lay,
+                (tiles_ * (chosen.gram_pixels // block), cut.padded // RUN),
+                (images * pixels, out_fields, *shape, cut.programs, *g.strides),
+                BP=chosen.gram_pixels,
+                BQ=block,
+                num_warps=4,
+            )
+            numbers = _numbers(images * pixels, geometry, analysis.grid)
+            gram = _Launch(
+                kernels.gram,
+                (in_padded // chosen.gram_fields, cut.programs, splits),
+                (*numbers, tiles_, in_padded, cut.padded, len(self.groups)),
+                BF=chosen.gram_fields,
+                PRECISION=precision,
+                num_warps=chosen.gram_warps,
+            )
+            self.groups.append(_GramGroup(first, images, analysis, lay, gram))
+        tiles_ = triton.cdiv(self.groups[0].images * pixels, chosen.gram_pixels)
+        self.fragments = (tiles_, laid * chosen.gram_pixels)
+        constants = _constants(layout, x.device)
+        self.owners = (constants.owners, constants.owner_signs)
+        block = 64
+        self.spread = _Launch(
+            spread,
+            (triton.cdiv(math.prod(self.shape), block),),
+            (out_fields, in_fields, weights, in_padded, cut.padded, count, splits),
+            MOST=constants.owners.shape[1],
+            SPLITS=min(16, triton.next_power_of_2(splits)),
+            BLOCK=block,
+            num_warps=4,
+        )
+
+    def __call__(self, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor) -> Tensor:
+        device = x.device
+        if not self.groups:
+            return torch.zeros(self.shape, dtype=torch.float32, device=device)
+        # Images add up: they are scaled alike, by the largest number of all.
+        partial = _empty(self.partial, torch.float32, device)
+        memory = _empty((self.groups[0].analysis.numbers,), self.internal, device)
+        fragments = _empty(self.fragments, self.internal, device)
+        for first, images, analysis, lay, gram in self.groups:
+            spectrum = analysis.within(memory)
+            analysis.run(_images(x, first, images), x_largest, spectrum)
+            lay(_images(g, first, images), g_largest, fragments)
+            gram(spectrum, fragments, partial, x_largest, g_largest)
+        result = _empty(self.shape, torch.float32, device)
+        self.spread(partial, *self.owners, result)
+        return result
+
+
+_convolution = lru_cache(maxsize=1024)(_Convolution)
+_gradient = lru_cache(maxsize=1024)(_Gram)
+
+
+@lru_cache(maxsize=1024)
+def _largest(x: _Like) -> _Launch | None:
+    """How the largest numbers are found; nothing where images do not lie in one piece."""
+    images, *lengths = x.shape
+    numbers, piece = math.prod(lengths), 1
+    for stride, length in sorted(zip(x.strides[1:], lengths, strict=True)):
+        if length > 1 and stride != piece:
+            return None
+        piece *= length
+    block, blocks = 2048, 4
+    return _Launch(
+        largest_kernel,
+        (triton.cdiv(numbers, block * blocks), images),
+        (numbers, x.strides[0]),
+        BLOCK=block,
+        BLOCKS=blocks,
+        OVERALL=OVERALL,
+        num_warps=4,
+    )
 
 
 _GEOMETRY = "SymInt up, SymInt down, SymInt dilation, SymInt before"
 _LIBRARY = torch.library.Library("econv", "DEF")
+_LIBRARY.define("largest(Tensor x) -> Tensor")
 _LIBRARY.define(
-    f"convolve(Tensor x, Tensor weights, str plan, bool adjoint, {_GEOMETRY},"
-    " SymInt height, SymInt width) -> Tensor"
+    "convolve(Tensor x, Tensor x_largest, Tensor weights, Tensor w_largest, str plan,"
+    f" bool adjoint, {_GEOMETRY}, SymInt height, SymInt width, bool channels_last) -> Tensor"
 )
-_LIBRARY.define(f"gram(Tensor x, Tensor g, str plan, {_GEOMETRY}) -> Tensor")
-convolve = torch.ops.econv.convolve.default
-gram = torch.ops.econv.gram.default
+_LIBRARY.define(
+    f"gram(Tensor x, Tensor x_largest, Tensor g, Tensor g_largest, str plan, {_GEOMETRY}) -> Tensor"
+)
+_op_largest = torch.ops.econv.largest.default
+_op_convolve = torch.ops.econv.convolve.default
+_op_gram = torch.ops.econv.gram.default
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest magnitude in ``x``, and from `OVERALL` on that of each of its images."""
+    found: Tensor = _op_largest(x)
+    return found
+
+
+def convolve(x: Tensor, weights: Tensor, plan: str, adjoint: bool, *geometry: int) -> Tensor:
+    """A layer, or its adjoint: `run_convolve` as an operator, in the layout of the input."""
+    last = memory_format(x) is torch.channels_last
+    found: Tensor = _op_convolve(
+        x, largest(x), weights, largest(weights), plan, adjoint, *geometry, last
+    )
+    return found
+
+
+def gram(x: Tensor, g: Tensor, plan: str, *geometry: int) -> Tensor:
+    """The gradient to the weights: `run_gram` as an operator."""
+    found: Tensor = _op_gram(x, largest(x), g, largest(g), plan, *geometry)
+    return found
+
+
+def run_largest(x: Tensor) -> Tensor:
+    """`largest`, on a device."""
+    found = torch.zeros(OVERALL + x.shape[0], dtype=torch.float32, device=x.device)
+    if x.numel():
+        launch = _largest(_Like.of(x))
+        if launch is not None:
+            launch(x, found.view(torch.int32))
+        else:
+            each = torch.linalg.vector_norm(
+                x, math.inf, dim=tuple(range(1, x.dim())), dtype=torch.float32
+            )
+            found[OVERALL:] = each
+            found[:OVERALL] = each.amax()
+    return found
 
 
 def run_convolve(
     x: Tensor,
+    x_largest: Tensor,
     weights: Tensor,
+    w_largest: Tensor,
     plan: str,
     adjoint: bool,
     up: int,
@@ -336,80 +672,31 @@ def run_convolve(
     before: int,
     height: int,
     width: int,
+    channels_last: bool,
 ) -> Tensor:
     """A layer, or its adjoint, on ``[batch, fields * order, height, width]``.
 
     ``weights`` are spectral weights ``[out, in, count]`` in float32, those of the layer in both
     cases; the numbers from ``up`` on are those of `econv.engines.spectral.Geometry`.
     """
-    layout = _scheme(plan_named(plan), x.dtype)
-    geometry = Geometry(up, down, dilation, before, height, width)
-    found = layout.plan
-    channels = found.synthesis.shape[0]
-    out_fields = weights.shape[1 if adjoint else 0]
-    y = _output(x, (x.shape[0], out_fields * channels, height, width))
-    if not y.numel():
-        return y
-    internal = _INTERNAL[x.dtype]
-    chosen = _tiles(layout, out_fields, internal)
-    cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
-    arranged, w_largest = _arranged(weights, layout, cut, internal, adjoint)
-    x_largest = _largest(x, (1, 2, 3))
-    analyse, kernel = convolution(layout, cut.parts, cut.copies, _packed(internal))
-    for images in _groups(x, layout, geometry, chosen.bytes):
-        part = y[images]
-        pixels = part.shape[0] * height * width
-        spectrum = _analysed(analyse, x[images], x_largest[images], layout, geometry)
-        grid = spectrum.grid
-        kernel[(triton.cdiv(pixels, chosen.pixels), cut.programs)](
-            spectrum.values,
-            arranged,
-            part,
-            x_largest[images],
-            w_largest,
-            pixels,
-            height,
-            width,
-            down,
-            dilation,
-            grid.pitch,
-            grid.pitch * grid.lines,
-            grid.places,
-            spectrum.values.shape[0],
-            cut.padded,
-            out_fields,
-            y.stride(0),
-            y.stride(1),
-            y.stride(2),
-            y.stride(3),
-            BP=chosen.pixels,
-            PRECISION=_precision(internal),
-            num_warps=chosen.warps,
-            num_stages=chosen.stages,
-        )
-    return y
-
-
-def _fake_convolve(
-    x: Tensor,
-    weights: Tensor,
-    plan: str,
-    adjoint: bool,
-    up: int,
-    down: int,
-    dilation: int,
-    before: int,
-    height: int,
-    width: int,
-) -> Tensor:
-    channels = plan_named(plan).synthesis.shape[0]
-    out_fields = weights.shape[1 if adjoint else 0]
-    return _output(x, (x.shape[0], out_fields * channels, height, width))
+    run = _convolution(
+        _Like.of(x),
+        plan,
+        adjoint,
+        Geometry(up, down, dilation, before, height, width),
+        weights.shape[1 if adjoint else 0],
+        channels_last,
+        _override[-1] if _override else None,
+        _precision(x.dtype),
+    )
+    return run(x, x_largest, weights.contiguous(), w_largest)
 
 
 def run_gram(
     x: Tensor,
+    x_largest: Tensor,
     g: Tensor,
+    g_largest: Tensor,
     plan: str,
     up: int,
     down: int,
@@ -417,98 +704,48 @@ def run_gram(
     before: int,
 ) -> Tensor:
     """The gradient of ⟨A(x; w), g⟩ to the spectral weights w, ``[out, in, count]`` in float32."""
-    layout = _scheme(plan_named(plan), x.dtype)
-    found = layout.plan
-    channels = found.analysis.shape[1]
-    in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
-    shape = (out_fields, in_fields, found.weights)
-    height, width = g.shape[2:]
-    if not g.numel() * x.numel():
-        return torch.zeros(shape, dtype=torch.float32, device=x.device)
-    internal = _INTERNAL[x.dtype]
-    chosen = _tiles(layout, out_fields, internal)
-    geometry = Geometry(up, down, dilation, before, height, width)
-    cut = _cut(out_fields, layout, chosen.gram_warps, chosen.gram_accumulators, RUN)
-    laid = cut.padded * 2 * layout.batch  # numbers for each pixel
-    groups = _groups(x, layout, geometry, chosen.bytes, laid * height * width)
-    tiles_ = triton.cdiv(g[groups[0]].shape[0] * height * width, chosen.gram_pixels)
-    in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
-    programs = in_padded // chosen.gram_fields * cut.programs
-    splits = min(chosen.splits or max(1, 264 // programs), tiles_)
-    count = layout.batch * layout.inner
-    partial = _empty((splits, in_padded, count, cut.padded, 2), torch.float32, x.device)
-    # Images add up: they are scaled alike.
-    x_largest, g_largest = (_largest(image, (0, 1, 2, 3)) for image in (x, g))
-    written = gradient(layout, cut.parts, cut.copies, chosen.gram_pixels, _packed(internal))
-    for again, images in enumerate(groups):
-        ours = _analysed(written.analyse, x[images], x_largest, layout, geometry)
-        theirs = g[images]
-        pixels = theirs.shape[0] * height * width
-        tiles_ = triton.cdiv(pixels, chosen.gram_pixels)
-        fragments = _empty((tiles_, laid * chosen.gram_pixels), internal, x.device)
-        block = min(64, chosen.gram_pixels)
-        written.lay[(tiles_ * (chosen.gram_pixels // block), cut.padded // RUN)](
-            theirs,
-            g_largest,
-            fragments,
-            pixels,
-            out_fields,
-            height,
-            width,
-            cut.programs,
-            g.stride(0),
-            g.stride(1),
-            g.stride(2),
-            g.stride(3),
-            BP=chosen.gram_pixels,
-            BQ=block,
-            num_warps=4,
-        )
-        written.gram[(in_padded // chosen.gram_fields, cut.programs, splits)](
-            ours.values,
-            fragments,
-            partial,
-            x_largest,
-            g_largest,
-            pixels,
-            height,
-            width,
-            down,
-            dilation,
-            ours.grid.pitch,
-            ours.grid.pitch * ours.grid.lines,
-            ours.grid.places,
-            tiles_,
-            in_padded,
-            cut.padded,
-            again,
-            BF=chosen.gram_fields,
-            PRECISION=_precision(internal),
-            num_warps=chosen.gram_warps,
-        )
-    constants = _constants(layout, x.device)
-    result = _empty(shape, torch.float32, x.device)
-    spread[(triton.cdiv(result.numel(), 1024),)](
-        partial,
-        constants.owners,
-        constants.owner_signs,
-        result,
-        out_fields,
-        in_fields,
-        found.weights,
-        in_padded,
-        cut.padded,
-        count,
-        splits,
-        MOST=constants.owners.shape[1],
-        BLOCK=1024,
-        num_warps=8,
+    run = _gradient(
+        _Like.of(x),
+        _Like.of(g),
+        plan,
+        Geometry(up, down, dilation, before, *g.shape[2:]),
+        _override[-1] if _override else None,
+        _precision(x.dtype),
     )
-    return result
+    return run(x, x_largest, g, g_largest)
+
+
+def _fake_largest(x: Tensor) -> Tensor:
+    return torch.empty(OVERALL + x.shape[0], dtype=torch.float32, device=x.device)
+
+
+def _fake_convolve(
+    x: Tensor,
+    x_largest: Tensor,
+    weights: Tensor,
+    w_largest: Tensor,
+    plan: str,
+    adjoint: bool,
+    up: int,
+    down: int,
+    dilation: int,
+    before: int,
+    height: int,
+    width: int,
+    channels_last: bool,
+) -> Tensor:
+    channels = plan_named(plan).synthesis.shape[0]
+    out_fields = weights.shape[1 if adjoint else 0]
+    return torch.empty(
+        (x.shape[0], out_fields * channels, height, width),
+        dtype=x.dtype,
+        device=x.device,
+        memory_format=torch.channels_last if channels_last else torch.contiguous_format,
+    )
 
 
 def _fake_gram(
-    x: Tensor, g: Tensor, plan: str, up: int, down: int, dilation: int, before: int
+    x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor, plan: str, *geometry: int
 ) -> Tensor:
     found = plan_named(plan)
     channels = found.analysis.shape[1]
@@ -516,50 +753,99 @@ def _fake_gram(
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def _convolve_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weights, ctx.plan, ctx.adjoint, *geometry = inputs
-    ctx.geometry = Geometry(*geometry)
-    ctx.shape = x.shape[2:]
-    ctx.save_for_backward(x, weights)
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        ctx.save_for_backward(*inputs[:4])
+        ctx.plan, ctx.adjoint, *geometry = inputs[4:-1]
+        ctx.geometry = Geometry(*geometry)
+        with torch._C._AutoDispatchBelowAutograd():
+            found: Tensor = _op_convolve(*inputs)
+        return found
 
-
-def _convolve_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    x, weights = ctx.saved_tensors
-    size = plan_named(ctx.plan).basis.size
-    back = ctx.geometry.transposed(size, *ctx.shape)
-    to_x = to_weights = None
-    if ctx.needs_input_grad[1]:  # first: while it runs, the other, larger one does not exist
-        # The layer's input and output in this order, whichever of them was ours.
-        pair, way = ((gradient, x), back) if ctx.adjoint else ((x, gradient), ctx.geometry)
-        to_weights = gram(*pair, ctx.plan, *way[:4])
-    if ctx.needs_input_grad[0]:
-        to_x = convolve(gradient, weights, ctx.plan, not ctx.adjoint, *back)
-    return to_x, to_weights, *[None] * 8
-
-
-def _gram_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, g, ctx.plan, *geometry = inputs
-    ctx.geometry = Geometry(*geometry, *g.shape[2:])
-    ctx.save_for_backward(x, g)
-
-
-def _gram_backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    x, g = ctx.saved_tensors
-    to_x = to_g = None
-    if ctx.needs_input_grad[0]:
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, x_largest, weights, w_largest = ctx.saved_tensors
         back = ctx.geometry.transposed(plan_named(ctx.plan).basis.size, *x.shape[2:])
-        to_x = convolve(g, gradient, ctx.plan, True, *back)
-    if ctx.needs_input_grad[1]:
-        to_g = convolve(x, gradient, ctx.plan, False, *ctx.geometry)
-    return to_x, to_g, *[None] * 5
+        last = memory_format(x) is torch.channels_last
+        to_x = to_weights = None
+        found = largest(gradient)
+        if ctx.needs_input_grad[2]:  # first: while it runs, the other, larger one does not exist
+            # The layer's input and output in this order, whichever of them was ours.
+            if ctx.adjoint:
+                pair = (gradient, found, x, x_largest)
+                to_weights = _op_gram(*pair, ctx.plan, *back[:4])
+            else:
+                pair = (x, x_largest, gradient, found)
+                to_weights = _op_gram(*pair, ctx.plan, *ctx.geometry[:4])
+        if ctx.needs_input_grad[0]:
+            rest = (weights, w_largest, ctx.plan, not ctx.adjoint, *back, last)
+            to_x = _op_convolve(gradient, found, *rest)
+        return to_x, None, to_weights, *[None] * 10
 
 
-for _name, _kernel, _fake, _backward, _context in (
-    ("convolve", run_convolve, _fake_convolve, _convolve_backward, _convolve_context),
-    ("gram", run_gram, _fake_gram, _gram_backward, _gram_context),
+class _GramOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, x_largest, g, g_largest, ctx.plan, *geometry = inputs
+        ctx.save_for_backward(x, x_largest, g, g_largest)
+        ctx.geometry = Geometry(*geometry, *g.shape[2:])
+        with torch._C._AutoDispatchBelowAutograd():
+            found: Tensor = _op_gram(*inputs)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, x_largest, g, g_largest = ctx.saved_tensors
+        size = plan_named(ctx.plan).basis.size
+        back = ctx.geometry.transposed(size, *x.shape[2:])
+        to_x = to_g = None
+        weights = (gradient, largest(gradient), ctx.plan)
+        if ctx.needs_input_grad[0]:
+            last = memory_format(x) is torch.channels_last
+            to_x = _op_convolve(g, g_largest, *weights, True, *back, last)
+        if ctx.needs_input_grad[2]:
+            last = memory_format(g) is torch.channels_last
+            to_g = _op_convolve(x, x_largest, *weights, False, *ctx.geometry, last)
+        return to_x, None, to_g, *[None] * 6
+
+
+def _there(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Kernels are launched on the current device: it has to be that of the tensors."""
+
+    def on_device(x: Tensor, *more: Any) -> Tensor:
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return run(x, *more)
+        with torch.cuda.device(x.device):
+            return run(x, *more)
+
+    return on_device
+
+
+def _differentiable(operator: Any, function: Any) -> Callable[..., Tensor]:
+    """An operator with its derivative, or without where it has none or nobody asks for it.
+
+    `torch.library.register_autograd` would do the same in more time than all launches take.
+    """
+
+    def run(*inputs: Any) -> Tensor:
+        found: Tensor
+        if function and torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            found = function.apply(*inputs)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                found = operator(*inputs)
+        return found
+
+    return run
+
+
+for _operator, _kernel, _fake, _function in (
+    (_op_largest, run_largest, _fake_largest, None),
+    (_op_convolve, run_convolve, _fake_convolve, _Convolve),
+    (_op_gram, run_gram, _fake_gram, _GramOf),
 ):
-    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _name = _operator._opname
+    _LIBRARY.impl(_name, _there(_kernel), "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _differentiable(_operator, _function), "Autograd")
     torch.library.register_fake(f"econv::{_name}", _fake, lib=_LIBRARY)
-    torch.library.register_autograd(
-        f"econv::{_name}", _backward, setup_context=_context, lib=_LIBRARY
-    )
