@@ -16,11 +16,13 @@ runs there is the spectrum of a group of images on the padded grid. A training s
 than the dense engine's, which at its most holds output, gradient to the input, and twice its filter
 bank:
 
-- a layer may fill as much as its input takes, where later the gradient to it will be;
-- the gradient to the weights, too, which is made before that to the input;
-- the adjoint, while the gradient to the input is being made, no more than those filters less our
-  own weights, or 4.5 MiB. Beyond that the spectrum lies in the part of the output that is not yet
-  written: a group of images is about as large as all that come after it.
+- the adjoint, while the gradient to the input is being made, may fill as much as those filters take
+  less our own weights, or 4.5 MiB;
+- a layer, as much as its input takes in addition, where later the gradient to it will be;
+- the gradient to the weights, which is made before that to the input, the same.
+
+A convolution that has less than its spectrum takes uses the part of its output that is not yet
+written: a group of images is about as large as all that come after it.
 
 Time: what depends on shapes alone is worked out once (`_Convolution`, `_Gram`), down to which
 compiled kernel is launched with which numbers (`_Launch`).
@@ -96,7 +98,8 @@ class Tiles(NamedTuple):
     gram_warps: int = 8
     gram_accumulators: int = 384
     splits: int = 0
-    """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU."""
+    """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU,
+    as far as their sums take a quarter of the memory that is free."""
     bytes: int = 0
     """The most that is made of the images of one launch; 0: as much as the dense engine takes."""
 
@@ -451,7 +454,7 @@ class _Convolution:
         written = math.prod(self.shape[1:]) * self.x.dtype.itemsize
         free = _spare_bytes(self.x, layout, self.shape[1])
         if not adjoint:
-            free = max(free, batch * self.x.image_bytes)
+            free += batch * self.x.image_bytes
         free = chosen.bytes or free
         sizes: list[int] = []
         while (left := batch - sum(sizes)) > 0:  # from the last one on
@@ -510,15 +513,16 @@ class _Gram:
         batch, pixels = x.shape[0], geometry.height * geometry.width
         in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
         programs = in_padded // chosen.gram_fields * cut.programs
-        splits = chosen.splits or max(1, 264 // programs)
-        splits = min(splits, triton.cdiv(batch * pixels, chosen.gram_pixels))
         count = layout.batch * layout.inner
-        self.partial = (splits, in_padded, count, cut.padded, 2)
+        one = (in_padded, count, cut.padded, 2)
+        free = batch * x.image_bytes + _spare_bytes(x, layout, g.shape[1])
+        splits = min(264 // programs, free // 4 // (4 * math.prod(one)))
+        splits = chosen.splits or max(1, splits)
+        splits = min(splits, triton.cdiv(batch * pixels, chosen.gram_pixels))
+        self.partial = (splits, *one)
+        free = chosen.bytes or free - 4 * math.prod(self.partial)
         laid = cut.padded * 2 * layout.batch  # numbers for each pixel
         each = _spectrum_bytes(x, layout, geometry) + laid * pixels * x.dtype.itemsize
-        free = batch * x.image_bytes - 4 * math.prod(self.partial)
-        free = max(free, _spare_bytes(x, layout, g.shape[1]))
-        free = chosen.bytes or free
         several = triton.cdiv(batch, _multiple(free // each))
         most = 4 * triton.cdiv(batch, 4 * several)
         kernels = gradient(
