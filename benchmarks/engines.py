@@ -17,7 +17,6 @@ graph, free of what Python costs.
     python ../engines.py --device cuda --grid --json engines_cuda_grid.json   # in four minutes
     python ../engines.py --fit engines_cuda_grid.json
     python benchmarks/engines.py --device cuda --tune 60 --json benchmarks/results/tiles_cuda.json
-    python benchmarks/engines.py --table benchmarks/results/tiles_cuda.json   # for `TUNED`
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ try:
     import triton
 
     from econv.engines import triton_ops
-    from econv.engines.triton_kernels import scheme
 except ImportError:  # all but the measurements on a GPU
     triton = None
 
@@ -299,27 +297,36 @@ def _high_water() -> int:
 
 
 # What is tried, in this order: small programs and large ones, few launches and many.
-CONVOLUTION_TILES: tuple[dict[str, int], ...] = (
-    {},
-    {"pixels": 32, "warps": 4},
-    {"stages": 2},
-    {"accumulators": 192},
-    {"accumulators": 256},
-    {"pixels": 128, "accumulators": 192},
-    {"pixels": 32, "warps": 4, "accumulators": 192},
-    {"pixels": 64, "warps": 4, "accumulators": 192},
+CONVOLUTION_TILES: tuple[dict[str, int], ...] = tuple(
+    {"pixels": pixels, "warps": warps, "stages": stages, "accumulators": accumulators}
+    for pixels, warps, stages, accumulators in (
+        (32, 4, 1, 384),
+        (64, 8, 1, 384),
+        (16, 2, 1, 384),
+        (32, 4, 2, 384),
+        (32, 4, 1, 192),
+        (64, 4, 1, 192),
+        (64, 8, 1, 192),
+        (128, 8, 1, 192),
+    )
 )
-GRADIENT_TILES: tuple[dict[str, int], ...] = (
-    {},
-    {"gram_pixels": 64, "gram_fields": 4},
-    {"gram_pixels": 64, "gram_fields": 4, "gram_accumulators": 192},
-    {"gram_pixels": 64, "gram_warps": 4},
-    {"gram_pixels": 32, "gram_fields": 4, "gram_warps": 4, "gram_accumulators": 192},
-    {"gram_accumulators": 192},
+GRADIENT_TILES: tuple[dict[str, int], ...] = tuple(
+    {
+        "gram_pixels": pixels,
+        "gram_fields": fields,
+        "gram_warps": warps,
+        "gram_accumulators": accumulators,
+    }
+    for pixels, fields, warps, accumulators in (
+        (64, 2, 4, 384),
+        (64, 4, 8, 384),
+        (128, 2, 8, 384),
+        (64, 4, 8, 192),
+        (32, 4, 4, 192),
+        (128, 2, 8, 192),
+    )
 )
-# Those of the best, which need no compiler.
-GROUPS = ({"bytes": 32 << 20}, {"bytes": 128 << 20}, {"bytes": 1 << 33})
-SPLITS = (1, 2, 3, 4)  # times as many programs as the default
+SPLITS = (1, 2, 3, 4)  # times as many programs as one for each processor
 
 
 def tune(cases: list[Case], seconds: float, path: Path | None) -> None:
@@ -427,16 +434,14 @@ def tuned(case: Case, seconds: float) -> dict[str, Any]:
     }
     stop = time.perf_counter() + seconds
     found: dict[str, Any] = {"case": case._asdict(), "tried": []}
-    best: dict[str, int] = {}
     for kind, several in (("convolve", CONVOLUTION_TILES), ("gram", GRADIENT_TILES)):
         fastest, chosen = math.inf, {}
-        # The size of a group is settled by the convolution; the programs by the gradient.
-        more = list(GROUPS) if kind == "convolve" else [{"splits": n} for n in SPLITS]
+        more = [{"splits": n} for n in SPLITS] if kind == "gram" else []
         for changes in itertools.chain(several, more):
             extra = changes in more
             if time.perf_counter() > stop:
                 break
-            trial = {**best, **(chosen if extra else {}), **changes}
+            trial = {**(chosen if extra else {}), **changes}
             if "splits" in changes:
                 trial["splits"] = changes["splits"] * splits(layer, trial)
             try:
@@ -449,9 +454,7 @@ def tuned(case: Case, seconds: float) -> dict[str, Any]:
             found["tried"].append([kind, trial, rounded(took)])
             if took < fastest:
                 fastest, chosen = took, trial
-        best.update(chosen)
-        found[kind] = fastest
-    found["tiles"] = best
+        found[kind] = {"tiles": chosen, "seconds": fastest}
     return found
 
 
@@ -460,16 +463,6 @@ def splits(layer: econv.layers.PDOConv2d, changes: dict[str, int]) -> int:
     chosen = triton_ops.Tiles(**changes)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     return max(1, processors * chosen.gram_fields // layer.in_fields)
-
-
-def print_table(path: Path) -> None:
-    """What a record of `--tune` says, as the table `triton_ops.TUNED`."""
-    for record in json.loads(path.read_text())["layers"]:
-        case = Case(**record["case"])
-        plan = spectral_plan(case.layer("meta").basis, "regular", "regular")
-        batch = scheme(plan, 8).batch
-        changes = ", ".join(f"{name}={value}" for name, value in record["tiles"].items())
-        print(f"    ({batch}, {case.out_fields}): Tiles({changes}),")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -484,7 +477,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record to FILE")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--tune", type=float, metavar="SECONDS", help="tiles of a layer, at most")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="print tuned tiles as source")
     parser.add_argument("--fit", type=Path, metavar="FILE", help="fit the cost model to a record")
     return parser.parse_args(arguments)
 
@@ -502,9 +494,6 @@ def main(arguments: list[str] | None = None) -> None:
         return
     torch.backends.cudnn.benchmark = True
     targets = TARGETS[args.device]
-    if args.table:
-        print_table(args.table)
-        return
     if args.tune:
         tune([*targets, GROWTH[1]], args.tune, args.json)
         return

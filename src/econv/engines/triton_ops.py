@@ -85,17 +85,17 @@ class Tiles(NamedTuple):
     and a field.
     """
 
-    pixels: int = 64
+    pixels: int = 32
     """Pixels of one program of the convolution, which takes `FIELDS` fields at a time."""
-    warps: int = 8
+    warps: int = 4
     stages: int = 1
     accumulators: int = 384
     """Output channels (slots times fields) of one program, at most."""
-    gram_pixels: int = 128
+    gram_pixels: int = 64
     """Pixels at a time in the gradient to the weights."""
     gram_fields: int = 2
     """Input fields of one program there, at most `FIELDS`."""
-    gram_warps: int = 8
+    gram_warps: int = 4
     gram_accumulators: int = 384
     splits: int = 0
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU,
@@ -104,12 +104,6 @@ class Tiles(NamedTuple):
     """The most that is made of the images of one launch; 0: as much as the dense engine takes."""
 
 
-TUNED: dict[tuple[int, int], Tiles] = {}
-"""The best of what was measured, by targets (a power of two) and output fields.
-
-Made by ``benchmarks/engines.py --device cuda --tune``; what is not there takes the nearest number
-of fields, or the defaults where there is none for its targets.
-"""
 _override: list[Tiles] = []
 
 
@@ -132,14 +126,19 @@ class tiles:  # noqa: N801  # a context manager, named as `econv.engine` is
         _override.pop()
 
 
-def _tiles(layout: Scheme, fields: int, dtype: torch.dtype) -> Tiles:
+def _tiles(layout: Scheme) -> Tiles:
+    """What was fastest of the tiles that ``benchmarks/engines.py --device cuda --tune`` tries.
+
+    Small programs, several of which share a processor and take turns at its units, unless there are
+    many targets. Where slots come in several chunks the gradient holds one at a time, of more
+    fields.
+    """
     if _override:
         return _override[-1]
-    known = [key for key in TUNED if key[0] == layout.batch]
-    if not known or dtype != torch.float16:
-        # Where slots come in several chunks the gradient holds one at a time, of more fields.
-        return Tiles() if layout.chunks == 1 else Tiles(gram_pixels=64, gram_fields=4)
-    return TUNED[min(known, key=lambda key: abs(math.log(key[1] / fields)))]
+    found = Tiles()
+    if layout.batch >= 16:
+        found = found._replace(pixels=64, warps=8)
+    return found if layout.chunks == 1 else found._replace(gram_fields=4, gram_warps=8)
 
 
 def covers(dtype: torch.dtype, size: int, geometry: Geometry, shape: tuple[int, ...]) -> bool:
@@ -391,7 +390,7 @@ class _Convolution:
         self.groups: list[_Group] = []
         if not math.prod(self.shape):
             return
-        chosen = chosen or _tiles(layout, out_fields, self.internal)
+        chosen = chosen or _tiles(layout)
         self.cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
         self._arrange(layout, in_fields, out_fields, adjoint)
         sizes = self._sizes(layout, geometry, chosen, adjoint)
@@ -508,7 +507,7 @@ class _Gram:
         self.groups: list[_GramGroup] = []
         if not math.prod(x.shape) * math.prod(g.shape):
             return
-        chosen = chosen or _tiles(layout, out_fields, self.internal)
+        chosen = chosen or _tiles(layout)
         cut = _cut(out_fields, layout, chosen.gram_warps, chosen.gram_accumulators, RUN)
         batch, pixels = x.shape[0], geometry.height * geometry.width
         in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
