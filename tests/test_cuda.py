@@ -125,3 +125,56 @@ def test_gradients_of_a_compiled_network_in_bfloat16_are_numbers():
     )
     assert compiled < 1.5 * plain
     assert plain < 0.2
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_norm_of_fields_is_that_of_the_cpu(dtype, memory_format):
+    """Its sums are found channel by channel: outputs, gradients and running statistics."""
+    torch.manual_seed(0)
+    here = GroupBatchNorm2d(5, "p8").double()
+    nn.init.uniform_(here.weight, 0.5, 1.5)
+    there = copy.deepcopy(here).float().cuda()
+    x = (2 + 3 * torch.randn(6, 40, 9, 7)).to(dtype).to(memory_format=memory_format)
+    probe = torch.randn_like(x)
+    runs = []
+    for norm, kind in ((here, torch.float64), (there, dtype)):
+        image = x.to(norm.weight.device, kind).detach().requires_grad_()
+        out = norm(image)
+        out.backward(probe.to(out))
+        assert out.dtype == kind
+        assert image.grad.stride() == image.stride()
+        runs.append([out, image.grad, *(p.grad for p in norm.parameters()), *norm.buffers()])
+    close = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    for wanted, found in zip(*runs, strict=True):
+        scale = wanted.detach().abs().max().double()
+        assert (found.detach().cpu().double() - wanted.detach()).abs().max() <= close * scale
+
+
+def test_derivatives_of_the_second_order_of_a_norm_of_fields():
+    torch.manual_seed(0)
+    norm = GroupBatchNorm2d(2, "p2", track_running_stats=False).double().cuda()
+    x = torch.randn(3, 4, 3, 2, dtype=torch.float64, device="cuda", requires_grad=True)
+    assert torch.autograd.gradcheck(norm, x)
+    assert torch.autograd.gradgradcheck(norm, x)
+
+
+def test_a_norm_of_fields_is_no_slower_than_one_of_channels():
+    """One that leaves most of the GPU idle takes thirty times as long."""
+    x = torch.randn(256, 160, 16, 16, device="cuda", dtype=torch.bfloat16)
+    x = x.to(memory_format=torch.channels_last).requires_grad_()
+
+    def seconds(norm):
+        least = float("inf")
+        for _ in range(5):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            norm(x).backward(x.detach())
+            begin.record()
+            for _ in range(3):
+                norm(x).backward(x.detach())
+            end.record()
+            torch.cuda.synchronize()
+            least = min(least, begin.elapsed_time(end))
+        return least
+
+    assert seconds(GroupBatchNorm2d(20, "p8").cuda()) <= 3 * seconds(nn.BatchNorm2d(160).cuda())

@@ -167,7 +167,7 @@ def kernels(
     ``dtype`` and ``shape`` are those of the input when it gets there: ``x`` may still have to be
     rounded and padded.
     """
-    if not kernel_name(plan) or torch._C._is_tracing() or _transformed():
+    if not kernel_name(plan) or torch._C._is_tracing() or transformed():
         return None
     found = _kernels(x)
     if found is None or not found.covers(dtype, plan.basis.size, geometry, shape):
@@ -175,7 +175,7 @@ def kernels(
     return found
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Whether functions are being transformed (vmap, jvp …) in ways that kernels do not know."""
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     return forward_mode or torch._C._are_functorch_transforms_active()

@@ -14,6 +14,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from econv.engines import dense
 from econv.groups import Group, GroupLike
+from econv.layers import pooled
 from econv.layers.checks import check_fields, check_groups, positive
 
 __all__ = ["GroupBatchNorm2d", "GroupGroupNorm2d", "GroupInstanceNorm2d", "GroupLayerNorm2d"]
@@ -71,7 +72,23 @@ class GroupBatchNorm2d(_BatchNorm):
         """Normalise ``[batch, fields * order, height, width]``."""
         own = self.running_mean if self.weight is None else self.weight
         check_fields(x, self.fields, self.group, own)
+        if self._pools(x):
+            return self._pooled(x)
         return by_field(x, self.fields, self._normalise)
+
+    def _pools(self, x: Tensor) -> bool:
+        """Whether statistics are to be found that a GPU finds better channel by channel."""
+        now = self.training or self.running_mean is None
+        return now and self.momentum is not None and pooled.usable(x, self.fields)
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        kept = (self.running_mean, self.running_var) if self.training else (None, None)
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        assert self.momentum is not None
+        return pooled.normalise(
+            x, self.fields, self.weight, self.bias, *kept, self.momentum, self.eps
+        )
 
     def _normalise(self, folded: Tensor) -> Tensor:
         """Normalise ``[n, fields, m]``."""

@@ -62,6 +62,9 @@ class SyncGroupBatchNorm2d(GroupBatchNorm2d):
     process_group: Any = None
     ordinary: type[nn.Module] = GroupBatchNorm2d
 
+    def _pools(self, x: Tensor) -> bool:
+        return _processes(self.process_group) is None and super()._pools(x)
+
     def _normalise(self, folded: Tensor) -> Tensor:
         return _normalised(self, folded, self.fields)
 

@@ -100,9 +100,7 @@ class Trainer:
         model = network_of(recipe, data.classes)
         if keyed:
             replace(model, nn.Dropout, lambda m, number: KeyedDropout(m.p, number))
-        if processes.world > 1 or how.engine == "graph":
-            # On one GPU too: torch's own norm gives each channel to one multiprocessor, which
-            # leaves most of them idle where a network has seven fields.
+        if processes.world > 1:
             convert_sync_batchnorm(model)
         self.model = model.to(device=device, dtype=dtype).train()
         self._look_once(data.classes)
