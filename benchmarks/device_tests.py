@@ -31,6 +31,7 @@ FILES = (
     "tests/test_cuda.py",
     "tests/test_cuda_compatibility.py",
     "tests/test_cuda_triton.py",
+    "tests/test_train_capture.py",
     "tests/test_conversion_packages.py",
 )
 WITHIN = 570.0
