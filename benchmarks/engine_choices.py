@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +33,15 @@ def workload(case: Case, name: str) -> auto.Workload:
     layer = case.layer("meta")
     shape = torch.Size((case.batch, layer.in_channels, case.size, case.size))
     return layer.workload(shape, backward=name != "forward")
+
+
+def together(files: Sequence[Path]) -> dict[str, Any]:
+    """Records of one kind of device as one."""
+    records = [json.loads(file.read_text()) for file in files]
+    kinds = sorted({record.get("kind", "cpu") for record in records})
+    if len(kinds) > 1:
+        raise ValueError(f"expected records of one kind of device; got {' and '.join(kinds)}")
+    return {**records[0], "layers": [layer for record in records for layer in record["layers"]]}
 
 
 def measured(record: dict[str, Any]) -> list[Measured]:

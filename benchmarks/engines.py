@@ -15,7 +15,7 @@ graph, free of what Python costs.
     python benchmarks/engines.py --device cuda --json benchmarks/results/engines_cuda.json
     cd benchmarks/results
     python ../engines.py --device cuda --grid --json engines_cuda_grid.json   # in four minutes
-    python ../engines.py --fit engines_cuda_grid.json
+    python ../engines.py --fit engines_cuda_grid.json engines_cuda.json
     python benchmarks/engines.py --device cuda --tune 60 --json benchmarks/results/tiles_cuda.json
 """
 
@@ -50,7 +50,7 @@ from econv.files import write_atomically
 from econv.plan import spectral_plan
 from econv.records import revision, source_hash
 from engine_cases import DTYPES, GROWTH, MOST, PASSES, TARGETS, Case, cpu_grid, cuda_grid
-from engine_choices import fit, print_choices, workload
+from engine_choices import fit, print_choices, together, workload
 
 try:
     import triton
@@ -477,14 +477,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record to FILE")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--tune", type=float, metavar="SECONDS", help="tiles of a layer, at most")
-    parser.add_argument("--fit", type=Path, metavar="FILE", help="fit the cost model to a record")
+    parser.add_argument(
+        "--fit", type=Path, nargs="+", metavar="FILE", help="fit the cost model to records"
+    )
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     if args.fit:
-        record = json.loads(args.fit.read_text())
+        record = together(args.fit)
         print_choices(record, fit(record))
         return
     if args.threads:
