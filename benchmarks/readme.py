@@ -217,6 +217,94 @@ def device_tests(found: dict[str, Any] | None) -> str:
     return "\n".join([*lines, *reasons, *(f"- failed: `{name}`" for name in failures)]).rstrip()
 
 
+def layer_name(case: dict[str, Any]) -> str:
+    fields = f"{case['in_fields']}→{case['out_fields']}"
+    return f"{case['group']}, {fields}, batch {case['batch']}, {case['size']}×{case['size']}"
+
+
+def ratio(times: dict[str, float]) -> str:
+    return f"{times['dense'] / times['spectral']:.2f}"
+
+
+def cpu_layers(found: dict[str, Any]) -> str:
+    """The layers of the CPU: dense over spectral."""
+    rows = [
+        [
+            layer_name(layer["case"]),
+            ratio(layer["forward"]["median"]),
+            f"**{ratio(layer['forward+backward']['median'])}**",
+            " / ".join(f"{layer['peak_bytes'][e] / 1e6:.0f}" for e in ("dense", "spectral")),
+        ]
+        for layer in found["layers"]
+    ]
+    head = ["layer, float32", "forward", "forward+backward", "peak MB, dense / spectral"]
+    note = f"(dense / spectral; {found['threads']} threads, torch {found['torch']}; "
+    note += "`benchmarks/engines.py --threads 2`.)"
+    return "\n".join([*table(head, rows), "", note])
+
+
+def gpu_layers(found: dict[str, Any]) -> str:
+    """The layers of the GPU: dense over spectral, memory and errors."""
+    rows = []
+    for layer in found["layers"]:
+        both, errors = layer["forward+backward"], layer["errors"]
+        worst = max(errors["spectral"][name] / error for name, error in errors["dense"].items())
+        peaks = (layer["peak_bytes"][engine] / 1e6 for engine in ("dense", "spectral"))
+        rows.append(
+            [
+                layer_name(layer["case"]),
+                ratio(layer["forward"]["median"]),
+                ratio(both["median"]),
+                f"**{ratio(both['graph'])}**",
+                ratio(layer["with_norm_and_relu"]),
+                " / ".join(f"{peak:.0f}" for peak in peaks),
+                f"{worst:.2f}",
+            ]
+        )
+    head = ["layer, bfloat16", "forward", "forward+backward", "as a CUDA graph"]
+    head += ["with norm and ReLU", "peak MB, dense / spectral", "error over dense's"]
+    note = (
+        f"(dense / spectral, medians of one run; {found['device']}, torch {found['torch']}, Triton "
+        f"{found['triton']}; `benchmarks/engines.py --device cuda`.)"
+    )
+    return "\n".join([*table(head, rows), "", note])
+
+
+def gpu_kernels(found: dict[str, Any]) -> str:
+    """Where the time of a training step goes."""
+    names = ("forward", "gram", "analyse", "lay", "largest")
+    rows = []
+    for layer in found["layers"]:
+        ours, dense = (layer["kernels"][engine] for engine in ("spectral", "dense"))
+        rest = sum(ours.values()) - sum(ours[name] for name in names)
+        cells = [*(ours[name] for name in names), rest, sum(ours.values()), sum(dense.values())]
+        rows.append([layer_name(layer["case"]), *(f"{cell:.0f}" for cell in cells)])
+    head = ["µs", "layer and adjoint", "gradient to the weights", "spectra", "gradient laid out"]
+    head += ["largest numbers", "rest", "in all", "dense, in all"]
+    return "\n".join(table(head, rows))
+
+
+def training_speed(found: dict[str, Any]) -> str:
+    """Whole training steps with each engine."""
+    rows = []
+    for run in found["runs"]:
+        speed = run["images_per_second"]
+        rows.append(
+            [
+                run["recipe"].partition("+")[0],
+                run["operators"],
+                f"{run['parameters']:,}",
+                *(f"{speed[engine] / speed['dense']:.2f}" for engine in ("spectral", "auto")),
+            ]
+        )
+    head = ["recipe", "operators", "parameters", "spectral / dense", "auto / dense"]
+    note = (
+        f"(Images a second over the dense engine's; {found['device']}, batch "
+        f"{found['runs'][0]['batch']}, {found['precision']}; `benchmarks/training_speed.py`.)"
+    )
+    return "\n".join([*table(head, rows), "", note])
+
+
 # For each file its tables: the name between the markers, the results, and what makes the table.
 TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
     "README.md": {
@@ -228,6 +316,12 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
     "docs/compatibility.md": {
         "compatibility": ("compatibility.json", compatibility_details),
         "device tests": ("device_tests.json", device_tests),
+    },
+    "docs/engines.md": {
+        "cpu layers": ("engines_cpu_rows.json", cpu_layers),
+        "training on a cpu": ("training_cpu.json", training_speed),
+        "gpu layers": ("engines_cuda.json", gpu_layers),
+        "gpu kernels": ("engines_cuda.json", gpu_kernels),
     },
 }
 NOT_EVERYWHERE = ("device_tests.json",)  # what needs a machine that there may have been none of
