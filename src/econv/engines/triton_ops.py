@@ -331,9 +331,21 @@ def _spectrum_bytes(x: _Like, layout: Scheme, geometry: Geometry) -> int:
     return grid.places * fields * layout.chunks * layout.width * x.dtype.itemsize
 
 
-def _multiple(images: int) -> int:
-    """Groups are multiples of four images: less aligned addresses would need other kernels."""
-    return max(4, images // 4 * 4)
+def _multiple(images: int, whole: int = 4) -> int:
+    """Groups are multiples of four images: less aligned addresses would need other kernels.
+
+    And of ``whole``, where there are as many: as many as the GPU runs at a time.
+    """
+    whole = whole // 4 * 4
+    return images // whole * whole if whole and images >= whole else max(4, images // 4 * 4)
+
+
+def _at_a_time(device: torch.device, warps: int) -> int:
+    """Programs that a GPU runs at a time: eight warps take all registers of a processor."""
+    processors = 132  # of an H200, for whom there is none
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * max(1, 8 // warps)
 
 
 def _spare_bytes(x: _Like, layout: Scheme, out_channels: int) -> int:
@@ -455,10 +467,12 @@ class _Convolution:
         if not adjoint:
             free += batch * self.x.image_bytes
         free = chosen.bytes or free
+        running = _at_a_time(self.x.device, chosen.warps) // self.cut.programs
+        whole = running * chosen.pixels // (geometry.height * geometry.width)
         sizes: list[int] = []
         while (left := batch - sum(sizes)) > 0:  # from the last one on
             room = max(free, sum(sizes) * written - each)
-            sizes.append(min(_multiple(room // each), left))
+            sizes.append(min(_multiple(room // each, whole), left))
         return sizes[::-1]
 
     def __call__(self, x: Tensor, x_largest: Tensor, weights: Tensor, w_largest: Tensor) -> Tensor:
@@ -515,7 +529,9 @@ class _Gram:
         count = layout.batch * layout.inner
         one = (in_padded, count, cut.padded, 2)
         free = batch * x.image_bytes + _spare_bytes(x, layout, g.shape[1])
-        splits = min(264 // programs, free // 4 // (4 * math.prod(one)))
+        # All programs run at the same time: a few more would take as long again.
+        running = _at_a_time(x.device, chosen.gram_warps)
+        splits = min(running // programs, free // 4 // (4 * math.prod(one)))
         splits = chosen.splits or max(1, splits)
         splits = min(splits, triton.cdiv(batch * pixels, chosen.gram_pixels))
         self.partial = (splits, *one)
