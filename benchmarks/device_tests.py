@@ -32,6 +32,7 @@ FILES = (
     "tests/test_cuda_compatibility.py",
     "tests/test_cuda_triton.py",
     "tests/test_train_capture.py",
+    "tests/test_data_augmentation.py",
     "tests/test_conversion_packages.py",
 )
 WITHIN = 570.0

@@ -220,7 +220,7 @@ def kernels(case: Case, engine: str) -> dict[str, float]:
             name = re.split(r"[<(]", event.key.removeprefix("void "))[0][:60]
             took = found.get(name, 0.0) + event.self_device_time_total / QUEUED
             found[name] = round(took, 1)
-    return dict(sorted(found.items(), key=lambda item: -item[1])[:10])
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def with_norm(case: Case, seconds: float) -> dict[str, float]:
@@ -609,7 +609,7 @@ def line(case: Case, record: dict[str, Any], targets: dict[Case, tuple[float, fl
 
 
 def print_growth(records: list[dict[str, Any]]) -> None:
-    times = {Case(**record["case"]): record["forward+backward"]["median"] for record in records}
+    times = {Case(**record["case"]): record["forward+backward"]["graph"] for record in records}
     small, large = (times[case] for case in GROWTH)
     for engine in ENGINES:
         print(f"p32 / p8, {engine}: {large[engine] / small[engine]:.2f}")

@@ -292,7 +292,7 @@ def training_speed(found: dict[str, Any]) -> str:
         rows.append(
             [
                 run["recipe"].partition("+")[0],
-                run["operators"],
+                ", ".join(run["operators"]),
                 f"{run['parameters']:,}",
                 *(f"{speed[engine] / speed['dense']:.2f}" for engine in ("spectral", "auto")),
             ]

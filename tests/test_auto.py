@@ -185,6 +185,7 @@ def test_auto_is_dense_on_a_gpu_where_the_kernels_cannot_run(on_a_gpu, reason):
         on_a_gpu.setattr(auto, "_recent", lambda device: False)
     elif reason == "watched":
         on_a_gpu.undo()
+        on_a_gpu.setattr(auto, "faster", auto.faster.__wrapped__)
         on_a_gpu.setattr(auto, "_recent", lambda device: True)
         table = {"dense": (1.0,) * 9, "spectral": (0.0,) * 9}
         on_a_gpu.setitem(auto.COEFFICIENTS, "cuda, 32-bit", table)
@@ -244,7 +245,7 @@ def test_the_cost_model_picks_well_over_the_recorded_grid(choices):
 
 
 def test_the_cost_model_picks_well_over_the_records_of_a_gpu(choices):
-    """As CUDA graphs four layers of 46, of the smallest, are further off."""
+    """As CUDA graphs five choices of 92 are further off, by 9 to 35 %."""
     names = ("engines_cuda_grid", "engines_cuda")
     several = choices.measured(choices.together([RESULTS / f"{name}.json" for name in names]))
     assert sum(len(found.names) for found in several) == 2 * 46

@@ -49,7 +49,7 @@ def kernels(monkeypatch):
             return made(*arguments)
 
         monkeypatch.setattr(torch, f"batch_norm_{made.__name__}", run)
-    monkeypatch.setattr(pooled, "usable", lambda x, fields: True)
+    monkeypatch.setattr(pooled, "usable", lambda x, fields, eps: True)
     return calls
 
 
@@ -80,7 +80,7 @@ def test_outputs_gradients_and_running_statistics_are_those_of_torch(
     probe = torch.randn_like(x)
     found = [step(norm, x * scale, probe) for scale in (1, 2)]
     assert kernels == ["stats", "elemt", "backward_reduce", "backward_elemt"] * 2
-    monkeypatch.setattr(pooled, "usable", lambda x, fields: False)
+    monkeypatch.setattr(pooled, "usable", lambda x, fields, eps: False)
     wanted = [step(twin, x * scale, probe) for scale in (1, 2)]
     assert len(kernels) == 8
     for ours, theirs in zip(found, wanted, strict=True):
@@ -120,14 +120,67 @@ def test_a_shared_norm_pools_only_where_it_is_alone(kernels, monkeypatch):
     assert kernels == ["stats", "elemt"]
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_derivatives_through_an_input_that_is_not_dense(kernels, turned):
+    """A penalty on the gradient: what a copy inside the norm would cut off."""
+    norm = ready(econv.GroupBatchNorm2d(2, "p2"))
+    x = torch.randn(3, 4, 5, 3, dtype=torch.float64, requires_grad=True)
+
+    def penalty(x):
+        given = x.transpose(2, 3) if turned else x
+        (gradient,) = torch.autograd.grad((norm(given) ** 3).sum(), x, create_graph=True)
+        return gradient.square().sum()
+
+    assert torch.autograd.gradcheck(penalty, x)
+
+
+def test_statistics_that_are_no_longer_tracked_stay(kernels):
+    norm = ready(econv.GroupBatchNorm2d(2, "p4"))
+    norm.track_running_stats = False
+    before = [buffer.clone() for buffer in norm.buffers()]
+    norm(torch.randn(2, 8, 4, 4, dtype=torch.float64))
+    assert kernels == ["stats", "elemt"]
+    assert all(torch.equal(a, b) for a, b in zip(before, norm.buffers(), strict=True))
+
+
+def test_the_variance_of_a_constant_field_is_not_negative(kernels):
+    norm = econv.GroupBatchNorm2d(1, "p2", momentum=1.0)
+    assert norm(torch.full((2, 2, 3, 3), 0.1)).abs().max() < 1e-3
+    assert float(norm.running_var) >= 0
+
+
+class OnGPU(torch.Tensor):
+    """As much of a tensor on a GPU as is asked for."""
+
+    is_cuda = True
+
+
+def on_gpu(*shape, **options):
+    return torch.zeros(shape, **options).as_subclass(OnGPU)
+
+
+LARGE = (64, 16, 16, 16)
+
+
 @pytest.mark.parametrize(
-    "x",
+    ("x", "fields", "eps", "wanted"),
     [
-        torch.zeros(2, 8, 4, 4),
-        torch.zeros(2, 8, 4),
-        torch.fx.Proxy(torch.fx.Graph().placeholder("x")),
+        (on_gpu(*LARGE), 2, 1e-5, True),
+        (torch.zeros(LARGE), 2, 1e-5, False),
+        (on_gpu(*LARGE, dtype=torch.int32), 2, 1e-5, False),
+        (on_gpu(2, 16, 16, 16), 2, 1e-5, False),
+        (on_gpu(*LARGE), 2, 0.0, False),
     ],
-    ids=["CPU", "three dimensions", "followed by torch.fx"],
+    ids=["a large one", "CPU", "integers", "a small one", "no eps"],
 )
-def test_not_usable(x):
-    assert not pooled.usable(x, 2)
+def test_where_it_is_usable(monkeypatch, x, fields, eps, wanted):
+    monkeypatch.setattr(pooled, "watched", lambda x: False)
+    assert pooled.usable(x, fields, eps) is wanted
+
+
+def test_it_is_not_usable_while_something_watches_or_transforms(monkeypatch):
+    x = on_gpu(*LARGE)
+    assert not pooled.usable(x, 2, 1e-5)  # no tensor of torch's own kind
+    monkeypatch.setattr(pooled, "watched", lambda x: False)
+    monkeypatch.setattr(pooled, "transformed", lambda: True)
+    assert not pooled.usable(x, 2, 1e-5)

@@ -1085,10 +1085,10 @@ def largest(
 
     Those of numbers are ordered as their bits are, and NaN comes after infinity.
     """
-    image = tl.program_id(1)
+    image = tl.program_id(0)
     found = tl.zeros([BLOCK], tl.int32)
     for block in tl.static_range(BLOCKS):
-        n = (tl.program_id(0) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        n = (tl.program_id(1) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(x + image.to(tl.int64) * image_stride + n, mask=n < numbers, other=0.0)
         found = tl.maximum(found, value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     most = tl.max(found, axis=0)

@@ -470,9 +470,10 @@ class _Convolution:
         running = _at_a_time(self.x.device, chosen.warps) // self.cut.programs
         whole = running * chosen.pixels // (geometry.height * geometry.width)
         sizes: list[int] = []
-        while (left := batch - sum(sizes)) > 0:  # from the last one on
+        while (left := batch - sum(sizes)) > 0:  # from the last one on, which has what is over
+            over = 0 if sizes else batch % 4
             room = max(free, sum(sizes) * written - each)
-            sizes.append(min(_multiple(room // each, whole), left))
+            sizes.append(min(_multiple(room // each - over, whole) + over, left))
         return sizes[::-1]
 
     def __call__(self, x: Tensor, x_largest: Tensor, weights: Tensor, w_largest: Tensor) -> Tensor:
@@ -617,7 +618,7 @@ def _largest(x: _Like) -> _Launch | None:
     block, blocks = 2048, 4
     return _Launch(
         largest_kernel,
-        (triton.cdiv(numbers, block * blocks), images),
+        (images, triton.cdiv(numbers, block * blocks)),  # the second has a limit of 65,535
         (numbers, x.strides[0]),
         BLOCK=block,
         BLOCKS=blocks,

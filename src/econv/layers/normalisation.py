@@ -79,12 +79,14 @@ class GroupBatchNorm2d(_BatchNorm):
     def _pools(self, x: Tensor) -> bool:
         """Whether statistics are to be found that a GPU finds better channel by channel."""
         now = self.training or self.running_mean is None
-        return now and self.momentum is not None and pooled.usable(x, self.fields)
+        return now and self.momentum is not None and pooled.usable(x, self.fields, self.eps)
 
     def _pooled(self, x: Tensor) -> Tensor:
-        kept = (self.running_mean, self.running_var) if self.training else (None, None)
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+        kept: tuple[Tensor | None, Tensor | None] = (None, None)
+        if self.training and self.track_running_stats:
+            kept = (self.running_mean, self.running_var)
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
         assert self.momentum is not None
         return pooled.normalise(
             x, self.fields, self.weight, self.bias, *kept, self.momentum, self.eps

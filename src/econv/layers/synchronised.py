@@ -63,7 +63,7 @@ class SyncGroupBatchNorm2d(GroupBatchNorm2d):
     ordinary: type[nn.Module] = GroupBatchNorm2d
 
     def _pools(self, x: Tensor) -> bool:
-        return _processes(self.process_group) is None and super()._pools(x)
+        return super()._pools(x) and _processes(self.process_group) is None
 
     def _normalise(self, folded: Tensor) -> Tensor:
         return _normalised(self, folded, self.fields)
