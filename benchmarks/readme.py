@@ -265,7 +265,8 @@ def gpu_layers(found: dict[str, Any]) -> str:
     head += ["with norm and ReLU", "peak MB, dense / spectral", "error over dense's"]
     note = (
         f"(dense / spectral, medians of one run; {found['device']}, torch {found['torch']}, Triton "
-        f"{found['triton']}; `benchmarks/engines.py --device cuda`.)"
+        f"{found['triton']}, code of revision {found['revision'][:12]}; `benchmarks/engines.py "
+        "--device cuda`.)"
     )
     return "\n".join([*table(head, rows), "", note])
 

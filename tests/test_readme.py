@@ -38,6 +38,34 @@ def test_the_tables_are_those_of_the_benchmarks():
     assert result.returncode == 0, result.stderr
 
 
+def test_the_tables_of_engines_say_how_many_times_dense_takes():
+    readme = pytest.importorskip("readme", reason="no benchmarks beside the tests")
+    case = {"group": "p8", "in_fields": 4, "out_fields": 8, "batch": 2, "size": 16}
+    times = {"dense": 3.0, "spectral": 2.0}
+    errors = {"dense": {"output": 0.2, "input": 0.2}, "spectral": {"output": 0.1, "input": 0.3}}
+    parts = {name: 10.0 for name in ("forward", "gram", "analyse", "lay", "largest", "spread")}
+    layer = {
+        "case": case,
+        "forward": {"median": times},
+        "forward+backward": {"median": times, "graph": {"dense": 5.0, "spectral": 2.0}},
+        "with_norm_and_relu": {"dense": 8.0, "spectral": 2.0},
+        "peak_bytes": {"dense": 2e6, "spectral": 1e6},
+        "errors": errors,
+        "kernels": {"dense": {"conv": 90.0}, "spectral": parts},
+    }
+    known = {"device": "a GPU", "torch": "2", "triton": "3", "revision": "a" * 40, "threads": 2}
+    found = {**known, "layers": [layer]}
+    name = "| p8, 4→8, batch 2, 16×16 |"
+    assert f"{name} 1.50 | **1.50** | 2 / 1 |" in readme.cpu_layers(found)
+    assert f"{name} 1.50 | 1.50 | **2.50** | 4.00 | 2 / 1 | 1.50 |" in readme.gpu_layers(found)
+    assert "revision aaaaaaaaaaaa;" in readme.gpu_layers(found)
+    assert f"{name} 10 | 10 | 10 | 10 | 10 | 10 | 60 | 90 |" in readme.gpu_kernels(found)
+    run = {"recipe": "one+batch_size=8", "operators": ["9 on 5×5"], "parameters": 1234, "batch": 8}
+    run["images_per_second"] = {"dense": 2.0, "spectral": 5.0, "auto": 4.0}
+    text = readme.training_speed({"runs": [run], "device": "cpu", "precision": "float32"})
+    assert "| one | 9 on 5×5 | 1,234 | 2.50 | 2.00 |" in text
+
+
 def test_the_papers_tables_are_those_of_the_records():
     folder = ROOT / "records"
     if not folder.exists():

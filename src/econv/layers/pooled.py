@@ -21,7 +21,8 @@ __all__ = ["normalise", "usable"]
 
 
 _LEAST = 1 << 14
-"""Numbers of a field: torch takes about 11 ns for each, both ways, we 0.2 ms to queue kernels."""
+"""Numbers of a field. For each torch takes 3 to 12 ns, both ways (H200); to queue the kernels here
+takes 0.2 ms."""
 
 
 def usable(x: Tensor, fields: int, eps: float) -> bool:
