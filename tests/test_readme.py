@@ -43,7 +43,7 @@ def test_the_tables_of_engines_say_how_many_times_dense_takes():
     case = {"group": "p8", "in_fields": 4, "out_fields": 8, "batch": 2, "size": 16}
     times = {"dense": 3.0, "spectral": 2.0}
     errors = {"dense": {"output": 0.2, "input": 0.2}, "spectral": {"output": 0.1, "input": 0.3}}
-    parts = {name: 10.0 for name in ("forward", "gram", "analyse", "lay", "largest", "spread")}
+    parts = dict.fromkeys(("forward", "gram", "analyse", "lay", "largest", "spread"), 10.0)
     layer = {
         "case": case,
         "forward": {"median": times},
