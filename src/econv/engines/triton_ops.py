@@ -45,19 +45,16 @@ from torch import Tensor
 from econv.engines.dense import memory_format
 from econv.engines.spectral import Geometry
 from econv.engines.triton_kernels import (
-    FIELDS,
-    HEADROOM,
     INTERPRETED,
     OVERALL,
-    RUN,
-    Scheme,
     arrange,
     convolution,
     gradient,
-    scheme,
     spread,
 )
 from econv.engines.triton_kernels import largest as largest_kernel
+from econv.engines.triton_scheme import FIELDS, Scheme, scheme
+from econv.engines.triton_source import HEADROOM, RUN
 from econv.plan import SpectralPlan, plan_named
 
 __all__ = [

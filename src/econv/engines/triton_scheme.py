@@ -1,0 +1,300 @@
+"""Where everything lies: the order in which the kernels of a plan keep slots, features and weights.
+
+This room knows plans and numbers. What the kernels do with them is the business of
+`econv.engines.triton_source`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from econv.plan import SpectralPlan
+
+__all__ = ["FIELDS", "Scheme", "Target", "power_of_two", "scheme"]
+
+FIELDS = 4
+"""Fields of one tile: with four features each they fill the shortest product, 16."""
+
+
+def power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+class Target(NamedTuple):
+    """Two output slots and the features that reach them: a matrix product of its own.
+
+    It is a row of a block with two columns, or two blocks of one column each: all targets are
+    alike.
+    """
+
+    slots: tuple[int, ...]
+    """The slots of the output's spectrum, one for each column; −1: none."""
+    entries: dict[tuple[int, int], tuple[int, float]]
+    """(feature, column) → spectral weight and sign; those that are not there are zero."""
+    irrep: int
+
+    @property
+    def features(self) -> list[int]:
+        """The numbers of the features, each once."""
+        return list(dict.fromkeys(feature for feature, _ in self.entries))
+
+
+@dataclass(frozen=True, eq=False)
+class Scheme:
+    """Where everything lies: the orders in which the kernels of a plan keep slots and weights.
+
+    The slots of one target lie side by side, in the spectrum of the input as in that of the output.
+    """
+
+    plan: SpectralPlan
+    vector: int
+    """Slots that a thread reads at a time."""
+
+    @cached_property
+    def targets(self) -> tuple[Target, ...]:
+        """What the products give, in the order in which their slots lie.
+
+        A target should find as many features in one chunk of slots as in another: irreps of
+        neighbouring angular frequencies take turns where that helps.
+        """
+        group = self.plan.basis.group
+        if self.plan.source != self.plan.target:
+            raise ValueError(f"expected equal fields before and after; got {self.plan!r}")
+        found: list[Target] = []
+        single: list[Target] = []
+        for block in self.plan.blocks:
+            if block.columns > 2:
+                raise ArithmeticError(f"{self.plan!r} has a block of {block.columns} columns")
+            for row in range(block.rows):
+                entries = {
+                    (int(block.features[row, k]), n): (
+                        int(block.entries[k, n]),
+                        float(block.signs[k, n]),
+                    )
+                    for k, n in np.ndindex(block.entries.shape)
+                }
+                target = Target(tuple(block.slots[row].tolist()), entries, block.irrep)
+                (found if block.columns == 2 else single).append(target)
+        for first in range(0, len(single), 2):
+            slots, entries, irrep = single[first]
+            for other in single[first + 1 : first + 2]:
+                slots += other.slots
+                entries = entries | {(f, 1): value for (f, _), value in other.entries.items()}
+            found.append(Target((*slots, -1)[:2], entries, irrep))
+
+        def frequency(target: Target) -> int:
+            """What the smallest rotation turns an irrep by."""
+            irrep = group.irreps[target.irrep]
+            turned = np.trace(irrep.matrices[1 % group.rotations]) / irrep.dimension
+            return round(np.arccos(np.clip(turned, -1, 1)) * group.rotations / (2 * np.pi))
+
+        # Rows of one block read the same slots and stay together, before targets that stand alone.
+        rows = {block.irrep: block.rows for block in self.plan.blocks}
+        orders = [
+            sorted(found, key=lambda t: (frequency(t) % turns, -rows[t.irrep]))
+            for turns in (1, 2, 4)
+        ]
+        orders.append(sorted(found, key=lambda t: -rows[t.irrep]))
+        possible = [order for order in orders if self._chunk_of(order) is not None]
+        best: list[Target] = min(possible, key=lambda order: sum(self._lengths(order)))
+        return tuple(best)
+
+    @property
+    def batch(self) -> int:
+        """How many products are made at a time: a power of two, some of them of zeros."""
+        return power_of_two(len(self.targets))
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """Where each slot of the plan's spectrum lies."""
+        return self._positions(self.targets)
+
+    def _positions(self, targets: Sequence[Target]) -> np.ndarray:
+        found = np.zeros(self.plan.analysis.shape[0], dtype=np.int64)
+        for number, target in enumerate(targets):
+            for column, slot in enumerate(target.slots):
+                if slot >= 0:
+                    found[slot] = 2 * number + column
+        return found
+
+    @property
+    def width(self) -> int:
+        """Slots that are read at a time: the vector, or less for small groups."""
+        return min(self.vector, 2 * self.batch)
+
+    @property
+    def chunks(self) -> int:
+        """How many times `width` slots the spectrum takes."""
+        return 2 * self.batch // self.width
+
+    def _chunk_of(self, targets: Sequence[Target]) -> np.ndarray | None:
+        """The slot chunk that each feature reads; nothing if one reads two."""
+        plan = self.plan
+        width = min(self.vector, 2 * power_of_two(len(targets)))
+        chunk = self._positions(targets)[plan.feature_slots] // width
+        used = plan.feature_factors != 0
+        if (used.all(axis=1) & (chunk[:, 0] != chunk[:, 1])).any():
+            return None
+        return np.where(used[:, 0], chunk[:, 0], chunk[:, 1])
+
+    def _lengths(self, targets: Sequence[Target]) -> list[int]:
+        """The padded number of features of a target for each slot chunk."""
+        chunk_of = self._chunk_of(targets)
+        assert chunk_of is not None
+        lengths = []
+        for chunk in range(chunk_of.max() + 1):
+            most = max(int((chunk_of[t.features] == chunk).sum()) for t in targets)
+            lengths.append(most + -most % 4)
+        return lengths
+
+    @cached_property
+    def analysis(self) -> np.ndarray:
+        """Channels to slots where they lie, ``[channels, chunks * width]``."""
+        found = np.zeros((self.plan.analysis.shape[1], self.chunks * self.width))
+        found[:, self.positions] = self.plan.analysis.T
+        return found
+
+    @cached_property
+    def lists(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """For each slot chunk and target the features, −1 for padding: equal lengths in a chunk."""
+        chunk_of = self._chunk_of(self.targets)
+        assert chunk_of is not None
+        found = []
+        for chunk, length in enumerate(self._lengths(self.targets)):
+            rows = []
+            for target in self.targets:
+                names = self._paired([f for f in target.features if chunk_of[f] == chunk])
+                rows.append((*names, *[-1] * (length - len(names))))
+            rows += [(-1,) * length] * (self.batch - len(rows))
+            found.append(tuple(rows))
+        return tuple(found)
+
+    def terms(self, feature: int) -> dict[tuple[int, int], tuple[int, float]]:
+        """A feature's terms: (stencil, pair of slots) → which of the two, and the factor."""
+        plan = self.plan
+        found = {}
+        for t in range(2):
+            factor = float(plan.feature_factors[feature, t])
+            if factor:
+                slot = int(self.positions[plan.feature_slots[feature, t]]) % self.width
+                found[int(plan.feature_stencils[feature, t]), slot // 2] = (slot % 2, factor)
+        return found
+
+    def alike(self, one: int, two: int) -> bool:
+        """Whether two features read the same derivatives, each the slot that the other does not.
+
+        Then whole pairs of slots are added, as they are or swapped.
+        """
+        left, right = self.terms(one), self.terms(two)
+        return left.keys() == right.keys() and all(left[k][0] != right[k][0] for k in left)
+
+    def _paired(self, names: list[int]) -> list[int]:
+        """The features in an order in which neighbours are alike, as far as there are such."""
+        rest, found, odd = list(names), [], []
+        while rest:
+            one = rest.pop(0)
+            two = next((f for f in rest if self.alike(one, f)), None)
+            if two is None:
+                odd.append(one)
+            else:
+                rest.remove(two)
+                found += [one, two]
+        return found + odd
+
+    @property
+    def inner(self) -> int:
+        """Features of a target over all chunks, padding counted."""
+        return sum(len(rows[0]) for rows in self.lists)
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int, int, int], ...]:
+        """The products: slot chunk, first feature there, how many, and how many came before."""
+        found, start = [], 0
+        for chunk, rows in enumerate(self.lists):
+            for first, size in _powers(len(rows[0])):
+                found.append((chunk, first, size, start + first))
+            start += len(rows[0])
+        return tuple(found)
+
+    @cached_property
+    def piece_of(self) -> np.ndarray:
+        """For each inner number where its piece begins and how long it is, ``[inner, 2]``."""
+        rows = [[start, size] for _, _, size, start in self.pieces for _ in range(size)]
+        return np.array(rows, dtype=np.int32)
+
+    @cached_property
+    def entries(self) -> tuple[np.ndarray, np.ndarray]:
+        """The spectral weight (−1: none) and sign at each place, ``[batch * inner * 2]``."""
+        entries = np.full((self.batch, self.inner, 2), -1, dtype=np.int32)
+        signs = np.zeros((self.batch, self.inner, 2), dtype=np.float32)
+        for t, target in enumerate(self.targets):
+            names = [f for rows in self.lists for f in rows[t]]
+            for k, feature in enumerate(names):
+                for column in range(2):
+                    known = target.entries.get((feature, column))
+                    if known is not None:
+                        entries[t, k, column], signs[t, k, column] = known
+        return entries.ravel(), signs.ravel()
+
+    @cached_property
+    def adjoint_entries(self) -> tuple[np.ndarray, np.ndarray]:
+        """`entries` of the adjoint layer, as spectral weights of this one."""
+        matrix = self.plan.adjoint_map  # a permutation with signs
+        if not ((matrix != 0).sum(axis=0) == 1).all():
+            raise ArithmeticError(f"the adjoint of {self.plan!r} mixes spectral weights")
+        source = np.abs(matrix).argmax(axis=0)
+        entries, signs = self.entries
+        turned = np.where(entries >= 0, source[entries], -1).astype(np.int32)
+        factor = np.where(entries >= 0, matrix[source[entries], entries], 0.0)
+        return turned, (signs * factor).astype(np.float32)
+
+    @cached_property
+    def owners(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each spectral weight where it stands (−1: nowhere) and with which sign."""
+        entries, signs = self.entries
+        lists = [np.flatnonzero(entries == n) for n in range(self.plan.weights)]
+        most = max(map(len, lists))
+        where = np.full((len(lists), most), -1, dtype=np.int32)
+        factors = np.zeros((len(lists), most), dtype=np.float32)
+        for number, found in enumerate(lists):
+            where[number, : len(found)] = found
+            factors[number, : len(found)] = signs[found]
+        return where, factors
+
+    @cached_property
+    def coefficients(self) -> np.ndarray:
+        """The stencils on sums and differences of taps, ``[stencils, size, size]``.
+
+        Along each axis the taps t become, in this order, x(0), x(t) + x(−t) for t = 1 …, and
+        x(t) − x(−t) for t = 1 …: stencils that are even or odd there need half of them.
+        """
+        stencils = self.plan.stencils
+        size = stencils.shape[-1]
+        reach = size // 2
+        fold = np.zeros((size, size))
+        fold[0, reach] = 1.0
+        for t in range(1, reach + 1):
+            fold[t, [reach - t, reach + t]] = 0.5
+            fold[reach + t, [reach - t, reach + t]] = -0.5, 0.5
+        found = np.einsum("ay,syx,bx->sab", fold, stencils, fold)
+        return np.where(np.abs(found) <= 1e-12 * np.abs(found).max(), 0.0, found)
+
+
+@lru_cache(maxsize=512)
+def scheme(plan: SpectralPlan, vector: int) -> Scheme:
+    """The scheme of a plan whose kernels read ``vector`` slots at a time."""
+    return Scheme(plan, vector)
+
+
+def _powers(length: int) -> Iterator[tuple[int, int]]:
+    """Pieces of a length that are powers of two, at most 32: where each begins and its size."""
+    first = 0
+    while first < length:
+        size = min(32, 1 << ((length - first).bit_length() - 1))
+        yield first, size
+        first += size

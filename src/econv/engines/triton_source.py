@@ -1,0 +1,714 @@
+"""The spectral engine's kernels for GPUs as Triton source, written for each plan.
+
+One program owns a tile of pixels. A thread owns a pixel and a field with all slots of its spectrum:
+it reads the taps, forms every derivative in registers, adds them up to features and hands those to
+the tensor cores; the derivatives never reach memory. Which tap meets which coefficient, which
+features meet which irrep and how a spectrum becomes channels is fixed by the plan, so all of it is
+written out: the source has no tables and no branches, and its length does not grow with the fields
+or the image.
+
+This room makes text. Where things lie is said by `econv.engines.triton_scheme`, and what becomes of
+the text is the business of `econv.engines.triton_kernels`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import triton
+
+from econv.engines.triton_scheme import FIELDS, Scheme, power_of_two
+from econv.fourier import butterflies
+
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+if VERSION < (3, 6):
+    raise ImportError(f"expected Triton 3.6 or later; got {triton.__version__}")
+
+__all__ = ["HEADROOM", "RUN", "convolution_source", "gradient_source"]
+
+HEADROOM = 9
+"""The largest number of an image is scaled to about 2^9: derivatives stay far from overflow in
+float16, whose largest is 2^16, and all but the smallest 2^-23 of the image keep every digit."""
+
+
+_FIRST = VERSION < (3, 7)
+"""Where a load spreads threads, then warps, beyond the axis of contiguous numbers: along the first
+axes, or along those next to it. What lies otherwise is exchanged before it is used."""
+
+
+_ITEMS = "BF, BP" if _FIRST else "BP, BF"
+"""The axes of what threads own: fields lie side by side in memory, and so do threads."""
+
+
+class _Writer:
+    """Lines of source, with the current indentation before them, and how sums are spelled.
+
+    ``packed``: two halves at a time, in PTX's own words. Left to itself the compiler finds other
+    pairs than those that were loaded together, and spends a quarter of its instructions on putting
+    them together.
+    """
+
+    def __init__(self, packed: bool) -> None:
+        self.lines: list[str] = []
+        self.depth = 0
+        self.packed = packed
+
+    @staticmethod
+    def _two(code: str, *operands: str) -> str:
+        registers = "=r" + ",r" * len(operands)
+        return (
+            f'tl.inline_asm_elementwise("{code}", "{registers}", [{", ".join(operands)}],'
+            " dtype=tl.float16, is_pure=True, pack=2)"
+        )
+
+    def sum(self, one: str, other: str, sign: str = "+") -> str:
+        if not self.packed:
+            return f"{one} {sign} {other}"
+        return self._two(f"{'add' if sign == '+' else 'sub'}.f16x2 $0, $1, $2;", one, other)
+
+    def scaled(self, one: str, low: float, high: float, other: str | None) -> str:
+        """One times a number, another for odd places, plus the other."""
+        if not self.packed:
+            if low == high:
+                product = f"{one} * {low!r}"
+            else:  # ±1 in turns
+                product = f"{one} * turn" if low > 0 else f"{one} * -turn"
+            return product if other is None else f"{product} + {other}"
+        bits = np.array([low, high], dtype=np.float16).view(np.uint32)[0]
+        start = f"{{{{ .reg .b32 c; mov.b32 c, {int(bits):#x};"
+        start = start.replace("{{", "{")
+        if other is None:
+            return self._two(f"{start} mul.f16x2 $0, $1, c; }}", one)
+        return self._two(f"{start} fma.rn.f16x2 $0, $1, c, $2; }}", one, other)
+
+    def __call__(self, text: str = "") -> None:
+        for line in text.split("\n"):
+            self.lines.append("    " * self.depth + line if line else "")
+
+    def text(self) -> str:
+        return "\n".join(self.lines) + "\n"
+
+
+def _differentiate(write: _Writer, layout: Scheme) -> None:
+    """A function: where the centre taps lie → every derivative there, in registers."""
+    write("@triton.jit")
+    write("def differentiate(centre, row, column):")
+    write.depth += 1
+    coefficients = layout.coefficients
+    reach = coefficients.shape[-1] // 2
+    started: set[int] = set()
+
+    def add(name: str, i: int, j: int) -> None:
+        for stencil in np.flatnonzero(coefficients[:, i, j]).tolist():
+            value = float(coefficients[stencil, i, j])
+            old = f"d{stencil}" if stencil in started else None
+            started.add(stencil)
+            write(f"d{stencil} = {write.scaled(name, value, value, old)}")
+
+    # Taps that mirror each other are loaded as one tensor with an axis of two for each mirror: in a
+    # thread's registers, where the tensors before and after have the axes of fields and pixels.
+    one = ":, :, None, :" if _FIRST else "None, :, :, :"
+    two = ":, :, None, None, :" if _FIRST else "None, None, :, :, :"
+    first, second = (2, 3) if _FIRST else (0, 1)
+
+    def split(source: str, mirror: int, axes: int) -> str:
+        order = [*(n for n in range(axes) if n != mirror), mirror]
+        return f"tl.split(tl.trans({source}, ({', '.join(map(str, order))})))"
+
+    def mirrored(axis: int, axes: int) -> str:
+        return ", ".join(":" if n == axis else "None" for n in range(axes))
+
+    write("side = 1 - 2 * tl.arange(0, 2)")
+    write(f"above = side[{mirrored(first, 4)}] * row")
+    write(f"beside = side[{mirrored(first, 4)}] * column")
+    write(f"both = (side * row)[{mirrored(first, 5)}]")
+    write(f"both_beside = (side * column)[{mirrored(second, 5)}]")
+    for dy in range(reach + 1):
+        for dx in range(reach + 1):
+            rows = (dy, reach + dy) if dy else (0,)
+            columns = (dx, reach + dx) if dx else (0,)
+            if not coefficients[:, rows][:, :, columns].any():
+                continue
+            if not dy and not dx:
+                write("u = tl.load(centre)")
+                add("u", 0, 0)
+            elif not (dy and dx):
+                # Rows run downwards, in the image as in a stencil.
+                where = f"{dy} * above" if dy else f"{dx} * beside"
+                write(f"t = tl.load(centre[{one}] + {where})")
+                write(f"p, m = {split('t', first, 4)}")
+                for sign, i, j in (("+", dy, dx), ("-", rows[-1], columns[-1])):
+                    write(f"u = {write.sum('p', 'm', sign)}")
+                    add("u", i, j)
+            else:
+                where = f"{dy} * both + {dx} * both_beside"
+                write(f"t = tl.load(centre[{two}] + ({where}))")
+                write(f"p, m = {split('t', second, 5)}")
+                for sign, j in zip("+-", columns, strict=True):
+                    if not coefficients[:, rows, j].any():
+                        continue
+                    write(f"q = {write.sum('p', 'm', sign)}")
+                    write(f"q, n = {split('q', first, 4)}")
+                    for other, i in zip("+-", rows, strict=True):
+                        if coefficients[:, i, j].any():
+                            write(f"u = {write.sum('q', 'n', other)}")
+                            add("u", i, j)
+    names = ", ".join(f"d{n}" for n in range(len(coefficients)))
+    write(f"return {names},")
+    write.depth -= 1
+    write()
+
+
+def _split(write: _Writer, source: str, names: Sequence[str | None]) -> None:
+    """Take a tensor apart along its last axes, of length two each: a name for every member."""
+    if len(names) == 1:
+        if names[0] and names[0] != source:
+            write(f"{names[0]} = {source}")
+    elif any(names):
+        write(f"{source}e, {source}o = tl.split({source})")
+        _split(write, f"{source}e", names[::2])
+        _split(write, f"{source}o", names[1::2])
+
+
+def _joined(names: Sequence[str]) -> str:
+    """An expression for the names side by side, along new last axes of length two each."""
+    if len(names) == 1:
+        return names[0]
+    return f"tl.join({_joined(names[::2])}, {_joined(names[1::2])})"
+
+
+def _times_rows(write: _Writer, matrix: np.ndarray, source: str, result: str) -> None:
+    """Each row of a matrix against tensors named by a letter and the number of a column."""
+    for number, row in enumerate(matrix):
+        terms = [f"{source}{n} * {float(row[n])!r}" for n in np.flatnonzero(row)]
+        write(f"{result}{number} = {' + '.join(terms) or f'{source}0 * 0.0'}")
+
+
+def _twos(length: int) -> str:
+    """The axes that `_split` takes apart."""
+    return ", ".join(["2"] * (length.bit_length() - 1))
+
+
+def _features(write: _Writer, layout: Scheme, chunk: int) -> None:
+    """The features of a slot chunk: ``z[target, pixel, (field, feature)]`` for each piece."""
+    _derivatives(write, layout, chunk)
+    pairs = _Pairs(write, layout)
+    for number, (owner, first, size, _) in enumerate(layout.pieces):
+        if owner == chunk:
+            _gathered(write, layout, pairs, chunk, number, first, size)
+
+
+def _derivatives(write: _Writer, layout: Scheme, chunk: int) -> None:
+    """Differentiate one slot chunk: tensors ``d{stencil}_{pair}`` of two slots each."""
+    offset = f" + {chunk * FIELDS * layout.width} * places" if chunk else ""
+    stencils = range(len(layout.plan.stencils))
+    names = ", ".join(f"d{n}" for n in stencils)
+    write(f"{names}, = differentiate(source{offset} + here, row, column)")
+    pairs = layout.width // 2
+    for stencil in stencils:
+        if pairs > 1:
+            write(f"d = tl.trans(tl.reshape(d{stencil}, [{_ITEMS}, {pairs}, 2]), (0, 1, 3, 2))")
+            write(f"d{stencil} = tl.reshape(d, [{_ITEMS}, 2, {_twos(pairs)}])")
+        _split(write, f"d{stencil}", [f"d{stencil}_{pair}" for pair in range(pairs)])
+    write("turn = (1 - 2 * tl.arange(0, 2))[None, None, :].to(x.dtype.element_ty)")
+
+
+class _Pairs:
+    """Features two by two, written when they are first asked for."""
+
+    def __init__(self, write: _Writer, layout: Scheme) -> None:
+        self.write, self.layout = write, layout
+        self.taken: set[str] = set()
+
+    def _once(self, name: str, text: str) -> str:
+        if name not in self.taken:
+            self.taken.add(name)
+            self.write(f"{name} = {text}")
+        return name
+
+    def _parts(self, source: str) -> None:
+        if f"{source}e" not in self.taken:
+            self.taken.add(f"{source}e")
+            self.write(f"{source}e, {source}o = tl.split({source})")
+
+    def _swapped(self, source: str) -> str:
+        if self.write.packed:
+            swap = self.write._two("prmt.b32 $0, $1, $1, 0x1032;", source)
+            return self._once(f"{source}s", swap)
+        self._parts(source)
+        return self._once(f"{source}s", f"tl.join({source}o, {source}e)")
+
+    def _single(self, feature: int) -> str:
+        """One feature as a tensor of its own."""
+        text = ""
+        for (stencil, pair), (side, factor) in self.layout.terms(feature).items():
+            source = f"d{stencil}_{pair}"
+            self._parts(source)
+            text += f" {'-' if factor < 0 else '+'} {source}{'eo'[side]}"
+        return self._once(f"f{feature}", text.removeprefix(" + ").lstrip())
+
+    def pair(self, one: int, two: int) -> str:
+        """Two features side by side."""
+        name = f"f{one}_{two}"
+        if name in self.taken:
+            return name
+        if not self.layout.alike(one, two):
+            return self._once(name, f"tl.join({self._single(one)}, {self._single(two)})")
+        left, right = self.layout.terms(one), self.layout.terms(two)
+        found = None
+        for key, (side, factor) in left.items():
+            source = f"d{key[0]}_{key[1]}"
+            if side:
+                source = self._swapped(source)
+            other = right[key][1]
+            if factor == other == 1.0:
+                found = source if found is None else self.write.sum(found, source)
+            else:
+                found = self.write.scaled(source, factor, other, found)
+        assert found is not None
+        return self._once(name, found)
+
+
+def _gathered(
+    write: _Writer,
+    layout: Scheme,
+    pairs: _Pairs,
+    chunk: int,
+    number: int,
+    first: int,
+    size: int,
+) -> None:
+    """The features of every target side by side."""
+    lists = layout.lists[chunk]
+    spare = next(f for names in lists for f in names if f >= 0)
+    columns = []
+    for k in range(first, first + size, 2):
+        column = []
+        for names in lists:
+            # Padding repeats features of the same target; their weights are zero.
+            other = names[:2] if names[1] >= 0 else (spare, spare)
+            one, two = names[k : k + 2]
+            if one < 0:
+                one, two = other
+            column.append(pairs.pair(one, two if two >= 0 else one))
+        columns.append(_joined(column))
+    # [field and pixel, 2, target, inner / 2]: the inner axis is joined last, so that a thread holds
+    # neighbours along it and stores them at once.
+    write(f"z = tl.reshape({_joined(columns)}, [{_ITEMS}, 2, {layout.batch}, {size // 2}])")
+    write(f"z = tl.trans(z, {'(3, 1, 0, 4, 2)' if _FIRST else '(3, 0, 1, 4, 2)'})")
+    write(f"z{number} = tl.reshape(z, [{layout.batch}, BP, BF * {size}])")
+
+
+def _analyse(write: _Writer, layout: Scheme) -> None:
+    """The spectrum of every field at every place of the padded grid, scaled.
+
+    ``each`` is 1 where every image has a largest number of its own, and 0 where all have one. What
+    is done to a layer's input before it is convolved belongs here, at the load.
+    """
+    write(_jit("fields", "height", "width", "pitch", "lines", "places", "images", "before"))
+    write(
+        "def analyse(x, largest, out, images, fields, height, width, up, before, pitch, lines,\n"
+        "            places, each, x_image, x_channel, x_line, x_dot, BQ: tl.constexpr):"
+    )
+    write.depth += 1
+    write(f"BF: tl.constexpr = {FIELDS}")
+    write(f"SC: tl.constexpr = {layout.width}")
+    write("place = tl.program_id(0) * BQ + tl.arange(0, BQ)")
+    write("chunk = tl.program_id(1)")
+    write("field = chunk * BF + tl.arange(0, BF)")
+    write("image = place // (pitch * lines)")
+    write("line = place // pitch % lines - before")
+    write("dot = place % pitch - before")
+    write("inside = (image < images) & (line >= 0) & (line < height * up)")
+    write("inside = inside & (dot >= 0) & (dot < width * up)")
+    write("inside = inside & (line % up == 0) & (dot % up == 0)")
+    write("base = image.to(tl.int64) * x_image + (line // up) * x_line + (dot // up) * x_dot")
+    write("power = exponent(tl.load(largest + image * each, mask=image < images, other=1.0))")
+    write("power = power[:, None, None]")
+    _transformed(write, layout)
+    write("slot = tl.arange(0, SC)")
+    for part in range(layout.chunks):
+        names = [f"t{part * layout.width + n}" for n in range(layout.width)]
+        write(f"found = tl.reshape({_joined(names)}, [BQ, BF, SC]).to(out.dtype.element_ty)")
+        write(f"where = (chunk * {layout.chunks} + {part}).to(tl.int64) * places + place")
+        write("where = where[:, None, None] * BF + tl.arange(0, BF)[None, :, None]")
+        write("kept = (place < places)[:, None, None]")
+        write("tl.store(out + where * SC + slot[None, None, :], found, mask=kept)")
+    write.depth -= 1
+    write()
+
+
+def _transformed(write: _Writer, layout: Scheme) -> None:
+    """The spectrum ``t0 …`` of the channels that lie at ``base``, times 2^(headroom − power)."""
+    channels = layout.plan.analysis.shape[1]
+    padded = power_of_two(channels)
+    vector = min(padded, layout.vector)
+    write(f"element = tl.arange(0, {vector})")
+    # As much at a time as a thread reads in one go: what it splits is its own.
+    for first in range(0, channels, vector):
+        write(f"channel = (field * {channels} + {first})[:, None] + element[None, :]")
+        write(f"known = (field < fields)[:, None] & (element < {channels - first})[None, :]")
+        write("known = inside[:, None, None] & known[None, :, :]")
+        write("where = base[:, None, None] + (channel * x_channel)[None, :, :]")
+        write("c = tl.load(x + where, mask=known, other=0.0).to(tl.float32)")
+        write(f"c = c * two_to({HEADROOM} - power)")
+        write(
+            f"c = tl.reshape(c, [BQ, BF{''.join(', 2' for _ in range(vector.bit_length() - 1))}])"
+        )
+        _split(
+            write, "c", [f"c{n}" if n < channels else None for n in range(first, first + vector)]
+        )
+    pairs, rest = butterflies(layout.analysis.T)
+    for a, b in pairs:
+        write(f"c{a}, c{b} = c{a} + c{b}, c{a} - c{b}")
+    _times_rows(write, rest, "c", "t")
+
+
+RUN = 8
+"""Output fields that are laid at a time: with two columns each they fill a product's 16 rows."""
+
+
+def _lay(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
+    """The spectrum of an output's gradient as the tensor cores read it: no exchange in `gram`.
+
+    ``[tile of pixels, program, part]``, and there `_Fragments` whose inner number is the pixel.
+    """
+    fields = sum(parts)
+    write(_jit("pixels", "fields", "height", "width", "programs"))
+    write(
+        "def lay(x, largest, out, pixels, fields, height, width, programs, x_image, x_channel,\n"
+        "        x_line, x_dot, BP: tl.constexpr, BQ: tl.constexpr):"
+    )
+    write.depth += 1
+    write(f"BF: tl.constexpr = {RUN}")
+    write(f"TARGETS: tl.constexpr = {layout.batch}")
+    write("pixel = tl.program_id(0) * BQ + tl.arange(0, BQ)")
+    write("run = tl.program_id(1)")
+    write("field = run * BF + tl.arange(0, BF)")
+    write("inside = pixel < pixels")
+    write("image = pixel // (height * width)")
+    write("line = pixel // width % height")
+    write("dot = pixel % width")
+    write("base = image.to(tl.int64) * x_image + line * x_line + dot * x_dot")
+    write("power = exponent(tl.load(largest))")
+    _transformed(write, layout)
+    names = [f"t{n}" for n in range(2 * layout.batch)]
+    # [run of pixels, 2, 4, 2, | 2, 4 fields, | target, column]
+    write(f"found = tl.reshape({_joined(names)}, [BQ // 16, 2, 4, 2, 2, 4, TARGETS, 2])")
+    write("found = tl.trans(found, (0, 6, 5, 7, 2, 1, 4, 3)).to(out.dtype.element_ty)")
+    write("found = tl.reshape(found, [BQ // 16, TARGETS, 32, 8])")
+    runs = fields // RUN
+    write(f"program = run // {runs * copies}")
+    write(f"copy = run // {runs} % {copies}")
+    write(f"run = run % {runs}")
+    write(f"second = run >= {parts[0] // RUN}")
+    write("tile = tl.program_id(0) * BQ // BP")
+    write(f"where = (tile.to(tl.int64) * programs + program) * {fields * copies}")
+    write(f"where += tl.where(second, {parts[0] * copies}, 0)")
+    write("where = where * (TARGETS * 2 * BP)")
+    write(f"run = run - tl.where(second, {parts[0] // RUN}, 0)")
+    write("group = run * (BP // 16) + tl.program_id(0) * BQ % BP // 16 + tl.arange(0, BQ // 16)")
+    write(f"member = tl.arange(0, TARGETS) * {copies} + copy")
+    write(f"place = (group * (TARGETS * {copies}))[:, None] + member[None, :]")
+    write("place = place[:, :, None, None] * 32 + tl.arange(0, 32)[None, None, :, None]")
+    write("tl.store(out + where + place * 8 + tl.arange(0, 8)[None, None, None, :], found)")
+    write.depth -= 1
+    write()
+
+
+def _jit(*names: str) -> str:
+    """The decorator of a kernel; whether these arguments are even numbers makes no difference."""
+    return f"@triton.jit(do_not_specialize={list(names)!r})"
+
+
+def _pixels(write: _Writer, layout: Scheme) -> None:
+    """Which pixels a tile holds and where their centre taps lie."""
+    reach = layout.coefficients.shape[-1] // 2
+    write("inside = pixel < pixels")
+    write("p = tl.where(inside, pixel, 0)")
+    write("image = p // (height * width)")
+    write("line = (p - image * (height * width)) // width")
+    write("dot = p % width")
+    write("place = image * image_pitch + line * down * pitch + dot * down")
+    write(f"place += {reach} * (pitch + 1) * dilation")
+    pixel, field = ("None, :", ":, None") if _FIRST else (":, None", "None, :")
+    write(f"here = place[{pixel}, None] * {FIELDS} + field[{field}, None]")
+    write("here = here * SC + slot[None, None, :]")
+
+
+def _common(write: _Writer, layout: Scheme) -> None:
+    write(f"SC: tl.constexpr = {layout.width}")
+    write(f"TARGETS: tl.constexpr = {layout.batch}")
+    write("slot = tl.arange(0, SC)")
+    write(f"row = pitch * dilation * ({FIELDS} * SC)")
+    write(f"column = dilation * ({FIELDS} * SC)")
+
+
+class _Fragments:
+    """A matrix of weights in the order in which the tensor cores' threads hold it.
+
+    A thread reads ``vector`` neighbours in one go, those of a warp lie side by side, and nothing
+    has to be exchanged. Of the inner number's bits the first and the fourth belong to a thread, the
+    two between them and three of the column's to the number of the thread.
+    """
+
+    def __init__(self, inner: int, columns: int, left: bool = False) -> None:
+        inners, runs = inner // 16, columns // 8
+        two = min(2, runs)
+        one = min(2, inners) if two == 1 else 1
+        self.vector = 4 * one * two
+        self.groups = inners // one * (runs // two)
+        # Axes by name, n for columns and k for the inner number: those of threads, of warps, of
+        # registers, and last those of a thread's neighbours.
+        groups = [
+            [("n0", "8"), ("k1", "4")],
+            [("b", "TARGETS * COPIES")],
+            [("n2", f"{runs // two}"), ("k4", f"{inners // one}")],
+        ]
+        own = [("n1", f"{two}"), ("k3", f"{one}"), ("k2", "2"), ("k0", "2")]
+        if left:  # a factor on the left, turned: its threads hold their bits in another order
+            own = [("k2", "2"), ("n1", f"{two}"), ("k3", f"{one}"), ("k0", "2")]
+        axes = [*itertools.chain(*(groups if _FIRST else groups[::-1])), *own]
+        names = [name for name, _ in axes]
+        wanted = ("b", "k4", "k3", "k2", "k1", "k0", "n2", "n1", "n0")
+        self.axes = f"[{', '.join(length for _, length in axes)}]"
+        self.order = f"({', '.join(str(names.index(name)) for name in wanted)})"
+        self.shape = f"[TARGETS * COPIES, {inner}, {columns}]"
+
+    def load(self, write: _Writer, source: str, result: str) -> None:
+        """Read the matrices of all products, ``[product, inner, column]``."""
+        run = ":, None" if _FIRST else ":, None, None, None"
+        member = f"tl.arange(0, {self.groups})[{run}] * (TARGETS * COPIES) + member"
+        where = f"(({member}) * 32 + lane) * {self.vector} + tl.arange(0, {self.vector})"
+        held = f"tl.reshape(tl.load({source} + ({where})), {self.axes})"
+        write(f"{result} = tl.reshape(tl.trans({held}, {self.order}), {self.shape})")
+
+    @staticmethod
+    def threads(write: _Writer) -> None:
+        """What `load` reads with."""
+        write(f"lane = tl.arange(0, 32)[{':, None, None, None' if _FIRST else ':, None'}]")
+        write("member = tl.arange(0, TARGETS * COPIES)[:, None, None]")
+
+
+def _copied(write: _Writer, number: int, size: int) -> None:
+    """The features of a piece once for each copy of a target: ``v{number}``.
+
+    The name belongs to the piece: what a loop assigns keeps the type that it had before the loop.
+    """
+    shape = f"BP, BF * {size}]"
+    copies = f"tl.broadcast_to(z{number}[:, None, :, :], [TARGETS, COPIES, {shape})"
+    write(f"v{number} = tl.reshape({copies}, [TARGETS * COPIES, {shape})")
+
+
+def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
+    """A layer: features of a tile of pixels, products with the weights, channels of the output.
+
+    Products of equal shape are one batched product, and each warp makes some of the batch. Where
+    there are fewer targets than warps, each target is there in ``copies``, for as many runs of
+    output fields.
+    """
+    plan = layout.plan
+    fields = sum(parts)
+    numbers = ["pixels", "height", "width", "pitch", "image_pitch", "places", "chunks"]
+    write(_jit(*numbers, "out_fields"))
+    write(
+        "def forward(x, w, y, x_largest, w_largest, pixels, height, width, down, dilation, pitch,\n"
+        "            image_pitch, places, chunks, out_padded, out_fields, y_image, y_channel,\n"
+        "            y_line, y_dot, BP: tl.constexpr, PRECISION: tl.constexpr):"
+    )
+    write.depth += 1
+    write(f"BF: tl.constexpr = {FIELDS}")
+    _common(write, layout)
+    write(f"COPIES: tl.constexpr = {copies}")
+    write("field = tl.arange(0, BF)")
+    write("pixel = tl.program_id(0) * BP + tl.arange(0, BP)")
+    write(f"first = tl.program_id(1) * {fields * copies}")
+    _pixels(write, layout)
+    for part, size in enumerate(parts):
+        write(f"a{part} = tl.zeros([TARGETS * COPIES, BP, {2 * size}], tl.float32)")
+    write(f"step = out_padded * {2 * FIELDS * layout.batch * layout.inner}")
+    _Fragments.threads(write)
+
+    def products(chunk: int) -> None:
+        for number, (owner, _, size, start) in enumerate(layout.pieces):
+            if owner != chunk:
+                continue
+            _copied(write, number, size)
+            each = 2 * FIELDS * size * layout.batch
+            write(f"piece = weight + {start * 2 * FIELDS * layout.batch} * out_padded")
+            write(f"piece += first * {each}")
+            for part, wide in enumerate(parts):
+                _Fragments(FIELDS * size, 2 * wide).load(write, "piece", f"w{number}_{part}")
+                factors = f"v{number}, w{number}_{part}"
+                write(f"a{part} = tl.dot({factors}, a{part}, input_precision=PRECISION)")
+                write(f"piece += COPIES * {wide * each}")
+
+    # Each turn multiplies the features that the turn before it has left: loads and sums of one
+    # turn are independent of its products, and run beside them. (What a turn makes and multiplies
+    # itself would also be read by Triton as something to prefetch: the taps of the next turn, past
+    # the cache that holds what taps have in common.)
+    for chunk in range(layout.chunks):
+        for number, (owner, _, size, _) in enumerate(layout.pieces):
+            if owner == chunk:
+                write(f"z{number} = tl.zeros([TARGETS, BP, BF * {size}], x.dtype.element_ty)")
+        write("source = x")
+        write("weight = w")
+        write("for chunk in tl.range(0, chunks):")
+        write.depth += 1
+        products(chunk)
+        write("weight += tl.where(chunk > 0, step, 0)")
+        _features(write, layout, chunk)
+        write(f"source += places * {layout.chunks * FIELDS * layout.width}")
+        write.depth -= 1
+        products(chunk)
+    write("power = exponent(tl.load(x_largest + image)) + exponent(tl.load(w_largest))")
+    write(f"scale = two_to(power - {2 * HEADROOM})[:, None, None]")
+    pairs, rest = butterflies(plan.synthesis.T)
+    channels = plan.synthesis.shape[0]
+    padded = power_of_two(channels)
+    write("base = image.to(tl.int64) * y_image + line * y_line + dot * y_dot")
+    write(f"element = tl.arange(0, {padded})")
+    slots = [slot for target in layout.targets for slot in target.slots]
+    slots += [-1] * (2 * layout.batch - len(slots))
+    done = 0
+    for part, size in enumerate(parts):
+        # [(target, copy), pixel, (field, column)] → [pixel, (copy, field), (target, column)]
+        write(f"s = tl.reshape(a{part}, [TARGETS, COPIES, BP, {2 * size}])")
+        write(f"s = tl.reshape(tl.trans(s, (2, 1, 3, 0)), [BP, COPIES * {size}, 2, TARGETS])")
+        write("s = tl.trans(s, (0, 1, 3, 2))")
+        write(f"s = tl.reshape(s, [BP, COPIES * {size}, {_twos(len(slots))}])")
+        _split(write, "s", [f"s{n}" if n >= 0 else None for n in slots])
+        _times_rows(write, rest.T, "s", "y")
+        for a, b in reversed(pairs):
+            write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
+        outputs = [f"y{c if c < channels else 0}" for c in range(padded)]
+        write(f"found = tl.reshape({_joined(outputs)}, [BP, COPIES * {size}, {padded}])")
+        write("found = (found * scale).to(y.dtype.element_ty)")
+        write(f"o = tl.arange(0, COPIES * {size})")
+        write(f"o = first + {done} + o // {size} * {fields} + o % {size}")
+        write(f"channel = o[:, None] * {channels} + element[None, :]")
+        write("where = base[:, None, None] + (channel * y_channel)[None, :, :]")
+        write(f"known = (o < out_fields)[:, None] & (element < {channels})[None, :]")
+        write("kept = inside[:, None, None] & known[None, :, :]")
+        write("tl.store(y + where, found, mask=kept)")
+        done += size
+    write.depth -= 1
+    write()
+
+
+def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int) -> None:
+    """The gradient to the weights: features of the input against the output's gradient."""
+    fields = sum(parts)
+    numbers = ["pixels", "height", "width", "pitch", "image_pitch", "places", "tiles", "in_padded"]
+    write(_jit(*numbers, "again"))
+    write(
+        "def gram(x, g, partial, x_largest, g_largest, pixels, height, width, down, dilation,\n"
+        "         pitch, image_pitch, places, tiles, in_padded, out_padded, again,\n"
+        "         BF: tl.constexpr, PRECISION: tl.constexpr):"
+    )
+    write.depth += 1
+    write(f"FIELDS: tl.constexpr = {FIELDS}")
+    write(f"COPIES: tl.constexpr = {copies}")
+    _common(write, layout)
+    write(f"BP: tl.constexpr = {pixels}")
+    write("i = tl.program_id(0) * BF")
+    write(f"first = tl.program_id(1) * {fields * copies}")
+    write("split = tl.program_id(2)")
+    write("field = i % FIELDS + tl.arange(0, BF)")
+    each = layout.chunks * FIELDS * layout.width
+    write(f"source = x + (i // FIELDS).to(tl.int64) * places * {each}")
+    _Fragments.threads(write)
+    write("power = exponent(tl.load(x_largest)) + exponent(tl.load(g_largest))")
+    write(f"scale = two_to(power - {2 * HEADROOM})")
+    each = 2 * layout.batch * layout.inner
+    write(f"into = partial + split.to(tl.int64) * in_padded * out_padded * {each}")
+    write("product = tl.arange(0, TARGETS * COPIES)")
+    for chunk in range(layout.chunks):
+        _gram_of_chunk(write, layout, parts, pixels, chunk)
+    write.depth -= 1
+    write()
+
+
+def _gram_of_chunk(
+    write: _Writer, layout: Scheme, parts: tuple[int, ...], pixels: int, chunk: int
+) -> None:
+    """The gradient to the weights of one slot chunk: what a program holds at a time."""
+    fields = sum(parts)
+    pieces = [
+        (number, size, start)
+        for number, (owner, _, size, start) in enumerate(layout.pieces)
+        if owner == chunk
+    ]
+    for number, size, _ in pieces:
+        for part, wide in enumerate(parts):
+            shape = f"[TARGETS * COPIES, {2 * wide}, BF * {size}]"
+            write(f"a{part}_{number} = tl.zeros({shape}, tl.float32)")
+        # As in `forward`, each turn multiplies what the turn before it has left.
+        write(f"z{number} = tl.zeros([TARGETS, BP, BF * {size}], x.dtype.element_ty)")
+    write("last = tl.minimum(split, tiles - 1)")
+
+    def products() -> None:
+        write("h = g + (last.to(tl.int64) * out_padded + first) * (TARGETS * 2 * BP)")
+        for part, wide in enumerate(parts):
+            _Fragments(pixels, 2 * wide, left=True).load(write, "h", "turned")
+            write(f"h{part} = tl.trans(turned, (0, 2, 1))")
+            write(f"h += COPIES * {wide} * (TARGETS * 2 * BP)")
+        for number, size, _ in pieces:
+            _copied(write, number, size)
+            for part in range(len(parts)):
+                total = f"a{part}_{number}"
+                factors = f"h{part}, v{number}"
+                write(f"{total} = tl.dot({factors}, {total}, input_precision=PRECISION)")
+
+    write("for tile in tl.range(split, tiles, tl.num_programs(2), num_stages=1):")
+    write.depth += 1
+    products()
+    write("pixel = tile * BP + tl.arange(0, BP)")
+    _pixels(write, layout)
+    _features(write, layout, chunk)
+    write("last = tile")
+    write.depth -= 1
+    products()
+    done = 0
+    for part, wide in enumerate(parts):
+        for number, size, start in pieces:
+            write(f"out = 2 * (first + {done}) + tl.arange(0, {2 * wide})[None, :]")
+            write(f"out = (product % COPIES * {2 * fields})[:, None] + out")
+            write(f"k = tl.arange(0, BF * {size})")
+            write(f"where = ((i + k // {size}) * TARGETS)[None, :] + (product // COPIES)[:, None]")
+            write(f"where = where * {layout.inner} + ({start} + k % {size})[None, :]")
+            write("where = where[:, None, :] * (out_padded * 2) + out[:, :, None]")
+            # A program adds to what it found in the images before these.
+            write("old = tl.load(into + where, mask=(where >= 0) & (again > 0), other=0.0)")
+            write(f"tl.store(into + where, a{part}_{number} * scale + old)")
+        done += wide
+
+
+def convolution_source(layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool) -> str:
+    """The kernels ``analyse`` and ``forward`` of a plan's layer.
+
+    One program gives ``copies`` times ``sum(parts)`` output fields; parts are powers of two, at
+    least `FIELDS`. ``packed`` is for float16, and not for the interpreter.
+    """
+    write = _Writer(packed)
+    _analyse(write, layout)
+    _differentiate(write, layout)
+    _forward(write, layout, parts, copies)
+    return write.text()
+
+
+def gradient_source(
+    layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int, packed: bool
+) -> str:
+    """The kernels ``analyse``, ``lay`` and ``gram`` of the gradient to the weights.
+
+    As in `convolution_source`, with parts of at least `RUN` and ``pixels`` at a time.
+    """
+    write = _Writer(packed)
+    _analyse(write, layout)
+    _lay(write, layout, parts, copies)
+    _differentiate(write, layout)
+    _gram(write, layout, parts, copies, pixels)
+    return write.text()
