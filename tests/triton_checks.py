@@ -10,7 +10,7 @@ import torch
 
 import econv
 from econv import GroupConv2d, filter_basis
-from econv.engines import spectral, triton_kernels, triton_ops
+from econv.engines import spectral, triton_kernels, triton_launches, triton_ops
 from econv.engines.spectral import Geometry
 from econv.engines.triton_kernels import INTERPRETED, OVERALL
 from econv.plan import spectral_plan
@@ -179,14 +179,14 @@ def test_the_gradient_to_the_input_lies_as_the_input_and_is_not_copied(monkeypat
     layer, x, _ = case("p4", shape=(2, 6, 5))
     x = x.to(memory_format=layout).requires_grad_()
     made = []
-    plan = triton_ops._Convolution.__call__
+    plan = triton_launches.ConvolutionRun.__call__
 
     def kept(self, *operands):
         found = plan(self, *operands)
         made.append((found.data_ptr(), found.stride()))
         return found
 
-    monkeypatch.setattr(triton_ops._Convolution, "__call__", kept)
+    monkeypatch.setattr(triton_launches.ConvolutionRun, "__call__", kept)
     layer(x).sum().backward()
     assert made[1] == (x.grad.data_ptr(), x.stride())
 
@@ -206,7 +206,7 @@ def test_a_launch_finds_its_kernel_once_for_addresses_that_are_aligned():
 
             return run
 
-    launch = triton_ops._Launch(Kernel(), (5, 2), (7, 8), BLOCK=64, num_warps=4)
+    launch = triton_launches.Launch(Kernel(), (5, 2), (7, 8), BLOCK=64, num_warps=4)
     x = torch.zeros(64)
     launch(x)
     assert found == [((5, 2, 1), (7, 8), {"BLOCK": 64, "num_warps": 4})]
@@ -228,7 +228,7 @@ def test_buffers_are_filled_before_they_are_read(monkeypatch, group, dtype):
         shapes.append(shape)
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
-    monkeypatch.setattr(triton_ops, "_empty", poisoned)
+    monkeypatch.setattr(triton_launches, "_empty", poisoned)
     for ours, theirs in zip(results(layer, x, probe, "spectral"), wanted, strict=True):
         assert torch.equal(ours, theirs)
     assert len(shapes) == 8  # two for each convolution, four for the gradient to the weights
@@ -236,8 +236,8 @@ def test_buffers_are_filled_before_they_are_read(monkeypatch, group, dtype):
 
 def forget():
     """What was planned with other kernels than those of a test."""
-    triton_ops._convolution.cache_clear()
-    triton_ops._gradient.cache_clear()
+    triton_launches.convolution_run.cache_clear()
+    triton_launches.gram_run.cache_clear()
 
 
 @pytest.fixture
@@ -256,9 +256,9 @@ def test_poison_that_is_read_is_seen(monkeypatch, forgotten):
             return lambda *arguments, **options: None
 
     full = torch.full
-    monkeypatch.setattr(triton_ops, "arrange", Idle())
+    monkeypatch.setattr(triton_launches, "arrange", Idle())
     monkeypatch.setattr(
-        triton_ops,
+        triton_launches,
         "_empty",
         lambda shape, dtype, device: full(shape, torch.nan, dtype=dtype, device=device),
     )
@@ -287,16 +287,16 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
     shape = (batch, fields * plan.basis.group.order, size, size)
     numbers = math.prod(shape)
     strides = (numbers // batch, 1, shape[1] * size, shape[1])
-    x = triton_ops._Like(shape, strides, torch.bfloat16, CPU)
+    x = triton_launches.Like(shape, strides, torch.bfloat16, CPU)
     geometry = Geometry(1, 1, 1, 2, size, size)
     for adjoint in (False, True):
-        made = triton_ops._Convolution(
+        made = triton_launches.ConvolutionRun(
             x, plan.name, adjoint, geometry, fields, True, triton_ops.Tiles(), "tf32"
         )
         filters = max(4 * shape[1] ** 2 * 25, 9 << 19)
         assert 2 * made.own <= filters + (0 if adjoint else 2 * numbers)
         assert len(made.groups) <= (8 if adjoint else 2)
-        running = triton_ops._at_a_time(x.device, triton_ops.Tiles().warps) // made.cut.programs
+        running = triton_launches.at_a_time(x.device, triton_ops.Tiles().warps) // made.cut.programs
         rounds = [g.images * size**2 / triton_ops.Tiles().pixels / running for g in made.groups]
         assert sum(map(math.ceil, rounds)) == math.ceil(sum(rounds))  # none is half empty
         done = 0
@@ -307,7 +307,7 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
                 assert group_.place >= done * numbers // batch
                 assert group_.place + group_.analysis.numbers <= numbers
         assert done == batch
-    gram = triton_ops._Gram(x, x, plan.name, geometry, triton_ops.Tiles(), "tf32")
+    gram = triton_launches.GramRun(x, x, plan.name, geometry, triton_ops.Tiles(), "tf32")
     spectrum = gram.groups[0].analysis.numbers + math.prod(gram.fragments)
     assert 4 * math.prod(gram.partial) + 2 * spectrum <= 2 * numbers + filters
     assert sum(group_.images for group_ in gram.groups) == batch
@@ -317,10 +317,12 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
 def test_groups_begin_where_addresses_are_aligned(batch):
     """Others would need kernels of their own, found anew at every call."""
     plan = spectral_plan(filter_basis("p8"), "regular", "regular")
-    x = triton_ops._Like((batch, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, CPU)
+    x = triton_launches.Like((batch, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, CPU)
     for adjoint in (False, True):
         geometry = Geometry(1, 1, 1, 2, 16, 16)
-        made = triton_ops._Convolution(x, plan.name, adjoint, geometry, 40, True, None, "tf32")
+        made = triton_launches.ConvolutionRun(
+            x, plan.name, adjoint, geometry, 40, True, None, "tf32"
+        )
         assert all(group.first % 4 == 0 for group in made.groups)
         assert sum(group.images for group in made.groups) == batch
 
@@ -375,7 +377,7 @@ def test_sums_of_two_halves_at_a_time_are_the_same(monkeypatch, forgotten, group
     original = triton_kernels._read
     monkeypatch.setattr(triton_kernels, "_read", read)
     monkeypatch.setattr(triton_kernels.tl, "two_halves", two_halves, raising=False)
-    monkeypatch.setattr(triton_ops, "_packed", lambda dtype: True)
+    monkeypatch.setattr(triton_launches, "_packed", lambda dtype: True)
     forget()
     found = results(layer, x, probe, "spectral")
     triton_kernels.convolution.cache_clear()

@@ -11,618 +11,46 @@ Arithmetic: 16-bit inputs run in float16, each image scaled by a power of two to
 range, so that derivatives and weights keep three digits more than bfloat16 has; sums are float32.
 float32 inputs run in float32 with products in tf32, or in three of them where tf32 is not allowed.
 
-Memory: what is kept for the backward pass is the input and the spectral weights. While an operator
-runs there is the spectrum of a group of images on the padded grid. A training step takes no more
-than the dense engine's, which at its most holds output, gradient to the input, and twice its filter
-bank:
-
-- the adjoint, while the gradient to the input is being made, may fill as much as those filters take
-  less our own weights, or 4.5 MiB;
-- a layer, as much as its input takes in addition, where later the gradient to it will be;
-- the gradient to the weights, which is made before that to the input, the same.
-
-A convolution that has less than its spectrum takes uses the part of its output that is not yet
-written: a group of images is about as large as all that come after it.
-
-Time: what depends on shapes alone is worked out once (`_Convolution`, `_Gram`), down to which
-compiled kernel is launched with which numbers (`_Launch`).
-
-This room knows tensors and launches. The kernels are those of `econv.engines.triton_kernels`.
+This room knows operators and their derivatives. What is launched, and in which memory, is said by
+`econv.engines.triton_launches`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from econv.engines.dense import memory_format
 from econv.engines.spectral import Geometry
-from econv.engines.triton_kernels import (
-    INTERPRETED,
-    OVERALL,
-    arrange,
-    convolution,
-    gradient,
-    spread,
+from econv.engines.triton_kernels import OVERALL
+from econv.engines.triton_launches import (
+    Like,
+    Tiles,
+    convolution_run,
+    covers,
+    gram_run,
+    largest_launch,
+    overridden,
+    precision_of,
+    tiles,
 )
-from econv.engines.triton_kernels import largest as largest_kernel
-from econv.engines.triton_scheme import FIELDS, Scheme, scheme
-from econv.engines.triton_source import HEADROOM, RUN
-from econv.plan import SpectralPlan, plan_named
+from econv.plan import plan_named
 
 __all__ = [
     "Tiles",
     "convolve",
     "covers",
+    "gram",
     "largest",
     "run_convolve",
     "run_gram",
     "run_largest",
     "tiles",
 ]
-
-_INTERNAL = {
-    torch.float16: torch.float16,
-    torch.bfloat16: torch.float16,
-    torch.float32: torch.float32,
-}
-
-
-class Tiles(NamedTuple):
-    """How a launch is cut into programs.
-
-    Pixels times fields of a program are at least 32 for each of its warps: a thread owns a pixel
-    and a field.
-    """
-
-    pixels: int = 32
-    """Pixels of one program of the convolution, which takes `FIELDS` fields at a time."""
-    warps: int = 4
-    stages: int = 1
-    accumulators: int = 384
-    """Output channels (slots times fields) of one program, at most."""
-    gram_pixels: int = 64
-    """Pixels at a time in the gradient to the weights."""
-    gram_fields: int = 2
-    """Input fields of one program there, at most `FIELDS`."""
-    gram_warps: int = 4
-    gram_accumulators: int = 384
-    splits: int = 0
-    """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU,
-    as far as their sums take a quarter of the memory that is free."""
-    bytes: int = 0
-    """The most that is made of the images of one launch; 0: as much as the dense engine takes."""
-
-
-_override: list[Tiles] = []
-
-
-class tiles:  # noqa: N801  # a context manager, named as `econv.engine` is
-    """Inside the block every launch is cut as given: for measurements.
-
-    >>> with tiles(pixels=128):  # doctest: +SKIP
-    ...     layer(x)
-    """
-
-    def __init__(self, **changes: int) -> None:
-        self.changes = changes
-
-    def __enter__(self) -> Tiles:
-        found = (_override[-1] if _override else Tiles())._replace(**self.changes)
-        _override.append(found)
-        return found
-
-    def __exit__(self, *error: object) -> None:
-        _override.pop()
-
-
-def _tiles(layout: Scheme) -> Tiles:
-    """What was fastest of the tiles that ``benchmarks/engines.py --device cuda --tune`` tries.
-
-    Small programs, several of which share a processor and take turns at its units, unless there are
-    many targets. Where slots come in several chunks the gradient holds one at a time, of more
-    fields.
-    """
-    if _override:
-        return _override[-1]
-    found = Tiles()
-    if layout.batch >= 16:
-        found = found._replace(pixels=64, warps=8)
-    return found if layout.chunks == 1 else found._replace(gram_fields=4, gram_warps=8)
-
-
-def covers(dtype: torch.dtype, size: int, geometry: Geometry, shape: tuple[int, ...]) -> bool:
-    """Whether the kernels can run a layer from regular fields to regular ones, both ways.
-
-    ``size`` is that of the stencils, ``shape`` that of the input.
-    """
-    back = geometry.transposed(size, *shape[2:])
-    return dtype in _INTERNAL and geometry.before >= 0 and back.before >= 0
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """The padded grid that holds a spectrum: rows and images share the zeros between them."""
-
-    pitch: int
-    """From a row to the next."""
-    lines: int
-    """Rows of an image."""
-    places: int
-
-    @staticmethod
-    def of(shape: tuple[int, ...], geometry: Geometry, size: int) -> _Grid:
-        reach = geometry.dilation * (size - 1) + 1
-        lengths, shared = [], []
-        for have, wanted in zip(shape[2:], (geometry.height, geometry.width), strict=True):
-            needed = (wanted - 1) * geometry.down + reach
-            after = needed - geometry.before - ((have - 1) * geometry.up + 1)
-            shared.append(max(0, min(geometry.before, after)))
-            lengths.append(needed - shared[-1])
-        lines, pitch = lengths
-        places = (shape[0] * lines + shared[0]) * pitch + shared[1]
-        return _Grid(pitch, lines, places)
-
-
-class _Constants(NamedTuple):
-    entries: Tensor
-    signs: Tensor
-    adjoint_entries: Tensor
-    adjoint_signs: Tensor
-    pieces: Tensor
-    owners: Tensor
-    owner_signs: Tensor
-
-
-@lru_cache(maxsize=512)
-def _constants(layout: Scheme, device: torch.device) -> _Constants:
-    arrays = (*layout.entries, *layout.adjoint_entries, layout.piece_of, *layout.owners)
-    with torch.inference_mode(False):
-        made = [torch.tensor(array, device=device) for array in arrays]
-    return _Constants(*made)
-
-
-def _scheme(plan: SpectralPlan, dtype: torch.dtype) -> Scheme:
-    return scheme(plan, 16 // _INTERNAL[dtype].itemsize)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that some kernel fills: every element, or nobody reads it."""
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-class _Launch:
-    """A kernel with all of its arguments that depend on shapes alone.
-
-    A kernel takes tensors, then numbers, then constants. Triton finds out at every launch which
-    compiled kernel fits the arguments, in several times what the launch takes: here it does so at
-    the first, and again where addresses are less aligned.
-    """
-
-    def __init__(
-        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[int, ...], **options: Any
-    ) -> None:
-        self.kernel, self.grid, self.options = kernel, (*grid, 1, 1)[:3], options
-        self.numbers = numbers
-        constants = [value for name, value in options.items() if name.isupper()]
-        self.more = (*numbers, *constants)
-        self.compiled: Callable[..., None] | None = None
-
-    def __call__(self, *tensors: Tensor) -> None:
-        aligned = True
-        for tensor in tensors:
-            if tensor.data_ptr() % 16:
-                aligned = False
-        if aligned and self.compiled is not None:
-            self.compiled(*tensors, *self.more)
-            return
-        found = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
-        if aligned and found is not None:  # nothing is compiled where Triton interprets
-            self.compiled = found[self.grid]
-
-
-class _Cut(NamedTuple):
-    """The output fields of one program: so many copies of these parts, powers of two each."""
-
-    parts: tuple[int, ...]
-    copies: int
-    programs: int
-
-    @property
-    def padded(self) -> int:
-        return self.programs * self.copies * sum(self.parts)
-
-
-def _cut(fields: int, layout: Scheme, warps: int, accumulators: int, least: int) -> _Cut:
-    copies = max(1, warps // layout.batch)
-    most = max(least * copies, accumulators // (2 * layout.batch))
-    programs = triton.cdiv(fields, most)
-    each = least * triton.cdiv(fields, least * copies * programs)
-    parts: list[int] = []
-    while each:  # 20 is 16 + 4; 28, which would take three parts, is 32
-        size = 1 << (each.bit_length() - 1)
-        rest = each - size
-        if parts or rest & (rest - 1):
-            size = triton.next_power_of_2(each)
-        parts.append(size)
-        each -= min(size, each)
-    return _Cut(tuple(parts), copies, triton.cdiv(fields, copies * sum(parts)))
-
-
-def _packed(dtype: torch.dtype) -> bool:
-    return dtype == torch.float16 and not INTERPRETED
-
-
-def _precision(dtype: torch.dtype) -> str:
-    if dtype != torch.float32:
-        return "tf32"  # says nothing about products of float16
-    try:
-        allowed = torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # asked for in torch's newer words
-        allowed = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-    return "tf32" if allowed else "tf32x3"
-
-
-class _Like(NamedTuple):
-    """What there is to know of images but their numbers."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(x: Tensor) -> _Like:
-        return _Like(x.shape, x.stride(), x.dtype, x.device)
-
-    @property
-    def image_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-
-class _Analysis:
-    """From images to their spectrum, ``[field chunks, slot chunks, places, FIELDS, width]``."""
-
-    def __init__(
-        self, analyse: Any, x: _Like, layout: Scheme, geometry: Geometry, each: int
-    ) -> None:
-        """``each``: every image is scaled by a number of its own (1), or all by one (0)."""
-        batch, channels, height, width = x.shape
-        fields = channels // layout.plan.analysis.shape[1]
-        self.grid = _Grid.of(x.shape, geometry, layout.plan.basis.size)
-        chunks = triton.cdiv(fields, FIELDS)
-        self.shape = (chunks, layout.chunks, self.grid.places, FIELDS, layout.width)
-        block = 64
-        grid = (self.grid.pitch, self.grid.lines, self.grid.places)
-        numbers = (batch, fields, height, width, geometry.up, geometry.before, *grid, each)
-        self.run = _Launch(
-            analyse,
-            (triton.cdiv(self.grid.places, block), chunks),
-            (*numbers, *x.strides),
-            BQ=block,
-            num_warps=4,
-        )
-
-        self.numbers = math.prod(self.shape)
-
-    def within(self, memory: Tensor) -> Tensor:
-        """The spectrum at the beginning of some memory."""
-        return memory[: self.numbers].view(self.shape)
-
-
-def _images(x: Tensor, first: int, images: int) -> Tensor:
-    return x if images == x.shape[0] else x[first : first + images]
-
-
-def _spectrum_bytes(x: _Like, layout: Scheme, geometry: Geometry) -> int:
-    """Of one image, with its share of what images have in common."""
-    grid = _Grid.of((1, *x.shape[1:]), geometry, layout.plan.basis.size)
-    fields = FIELDS * triton.cdiv(x.shape[1] // layout.plan.analysis.shape[1], FIELDS)
-    return grid.places * fields * layout.chunks * layout.width * x.dtype.itemsize
-
-
-def _multiple(images: int, whole: int = 4) -> int:
-    """Groups are multiples of four images: less aligned addresses would need other kernels.
-
-    And of ``whole``, where there are as many: as many as the GPU runs at a time.
-    """
-    whole = whole // 4 * 4
-    return images // whole * whole if whole and images >= whole else max(4, images // 4 * 4)
-
-
-def _at_a_time(device: torch.device, warps: int) -> int:
-    """Programs that a GPU runs at a time: eight warps take all registers of a processor."""
-    processors = 132  # of an H200, for whom there is none
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors * max(1, 8 // warps)
-
-
-def _spare_bytes(x: _Like, layout: Scheme, out_channels: int) -> int:
-    """What the dense engine's filters and the gradient to them take, less what ours do."""
-    plan, pairs = layout.plan, out_channels * x.shape[1]
-    dense = 2 * pairs * plan.basis.size**2 * x.dtype.itemsize
-    fields = pairs // plan.analysis.shape[1] ** 2
-    ours = plan.weights * 2 * 4 + 2 * layout.batch * layout.inner * x.dtype.itemsize
-    return max(_LEAST, dense - fields * ours)
-
-
-_LEAST = 9 << 19
-"""What a library of convolutions takes for small layers, in bytes."""
-
-
-def _numbers(pixels: int, geometry: Geometry, grid: _Grid) -> tuple[int, ...]:
-    """Where pixels lie: what the kernels that read a spectrum take first."""
-    shape = (pixels, geometry.height, geometry.width)
-    steps = (grid.pitch, grid.pitch * grid.lines, grid.places)
-    return (*shape, geometry.down, geometry.dilation, *steps)
-
-
-class _Group(NamedTuple):
-    """Images that are convolved together."""
-
-    first: int
-    images: int
-    place: int
-    """Where in the output the spectrum lies; −1: in memory of its own."""
-    analysis: _Analysis
-    forward: _Launch
-
-
-class _Convolution:
-    """All of `run_convolve` that depends on shapes alone."""
-
-    def __init__(
-        self,
-        x: _Like,
-        plan: str,
-        adjoint: bool,
-        geometry: Geometry,
-        out_fields: int,
-        channels_last: bool,
-        chosen: Tiles | None,
-        precision: str,
-    ) -> None:
-        layout = _scheme(plan_named(plan), x.dtype)
-        channels = layout.plan.synthesis.shape[0]
-        batch, in_fields = x.shape[0], x.shape[1] // channels
-        self.x, self.internal = x, _INTERNAL[x.dtype]
-        self.shape = (batch, out_fields * channels, geometry.height, geometry.width)
-        self.format = torch.channels_last if channels_last else torch.contiguous_format
-        self.groups: list[_Group] = []
-        if not math.prod(self.shape):
-            return
-        chosen = chosen or _tiles(layout)
-        self.cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
-        self._arrange(layout, in_fields, out_fields, adjoint)
-        sizes = self._sizes(layout, geometry, chosen, adjoint)
-        kernels = convolution(layout, self.cut.parts, self.cut.copies, _packed(self.internal))
-        strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
-        total, first = math.prod(self.shape), 0
-        self.own = 0  # numbers of the memory that is no part of the output
-        made: dict[int, tuple[_Analysis, _Launch]] = {}
-        for images in sizes:
-            if images not in made:
-                like = x._replace(shape=(images, *x.shape[1:]))
-                analysis = _Analysis(kernels.analyse, like, layout, geometry, 1)
-                pixels = images * geometry.height * geometry.width
-                numbers = _numbers(pixels, geometry, analysis.grid)
-                made[images] = (
-                    analysis,
-                    _Launch(
-                        kernels.forward,
-                        (triton.cdiv(pixels, chosen.pixels), self.cut.programs),
-                        (*numbers, analysis.shape[0], self.cut.padded, out_fields, *strides),
-                        BP=chosen.pixels,
-                        PRECISION=precision,
-                        num_warps=chosen.warps,
-                        num_stages=chosen.stages,
-                    ),
-                )
-            written = (first + images) * total // batch
-            place = (total - made[images][0].numbers) // 64 * 64
-            if place < written:
-                place = -1
-                self.own = max(self.own, made[images][0].numbers)
-            self.groups.append(_Group(first, images, place, *made[images]))
-            first += images
-
-    def _arrange(self, layout: Scheme, in_fields: int, out_fields: int, adjoint: bool) -> None:
-        cut, constants = self.cut, _constants(layout, self.x.device)
-        self.constants = (constants.entries, constants.signs, constants.pieces)
-        strides = (in_fields * layout.plan.weights, layout.plan.weights)
-        if adjoint:
-            self.constants = (*constants[2:4], constants.pieces)
-            strides = (layout.plan.weights, out_fields * layout.plan.weights)
-        in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
-        self.arranged = (in_padded, layout.batch * layout.inner, cut.padded, 2)
-        total = math.prod(self.arranged)
-        numbers = (out_fields, in_fields, *strides, cut.padded, layout.batch, layout.inner)
-        self.arrange = _Launch(
-            arrange,
-            (triton.cdiv(total, 1024),),
-            (*numbers, cut.copies, sum(cut.parts), cut.parts[0], total),
-            BF=FIELDS,
-            BLOCK=1024,
-            HEADROOM=HEADROOM,
-            num_warps=8,
-        )
-
-    def _sizes(self, layout: Scheme, geometry: Geometry, chosen: Tiles, adjoint: bool) -> list[int]:
-        """How many images run together, the first first: see the module's memory."""
-        batch = self.shape[0]
-        each = _spectrum_bytes(self.x, layout, geometry)
-        written = math.prod(self.shape[1:]) * self.x.dtype.itemsize
-        free = _spare_bytes(self.x, layout, self.shape[1])
-        if not adjoint:
-            free += batch * self.x.image_bytes
-        free = chosen.bytes or free
-        running = _at_a_time(self.x.device, chosen.warps) // self.cut.programs
-        whole = running * chosen.pixels // (geometry.height * geometry.width)
-        sizes: list[int] = []
-        while (left := batch - sum(sizes)) > 0:  # from the last one on, which has what is over
-            over = 0 if sizes else batch % 4
-            room = max(free, sum(sizes) * written - each)
-            sizes.append(min(_multiple(room // each - over, whole) + over, left))
-        return sizes[::-1]
-
-    def __call__(self, x: Tensor, x_largest: Tensor, weights: Tensor, w_largest: Tensor) -> Tensor:
-        device = x.device
-        y = torch.empty(self.shape, dtype=x.dtype, device=device, memory_format=self.format)
-        if not self.groups:
-            return y
-        arranged = _empty(self.arranged, self.internal, device)
-        self.arrange(weights, *self.constants, w_largest, arranged)
-        own = _empty((self.own,), self.internal, device)
-        flat = y.as_strided((y.numel(),), (1,)).view(self.internal)
-        for first, images, place, analysis, forward in self.groups:
-            spectrum = analysis.within(own if place < 0 else flat[place:])
-            scales = x_largest[OVERALL + first :]
-            analysis.run(_images(x, first, images), scales, spectrum)
-            forward(spectrum, arranged, _images(y, first, images), scales, w_largest)
-        return y
-
-
-class _GramGroup(NamedTuple):
-    """Images whose gradients to the weights are added up together."""
-
-    first: int
-    images: int
-    analysis: _Analysis
-    lay: _Launch
-    gram: _Launch
-
-
-class _Gram:
-    """All of `run_gram` that depends on shapes alone."""
-
-    def __init__(
-        self,
-        x: _Like,
-        g: _Like,
-        plan: str,
-        geometry: Geometry,
-        chosen: Tiles | None,
-        precision: str,
-    ) -> None:
-        layout = _scheme(plan_named(plan), x.dtype)
-        channels, weights = layout.plan.analysis.shape[1], layout.plan.weights
-        in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
-        self.shape, self.internal = (out_fields, in_fields, weights), _INTERNAL[x.dtype]
-        self.groups: list[_GramGroup] = []
-        if not math.prod(x.shape) * math.prod(g.shape):
-            return
-        chosen = chosen or _tiles(layout)
-        cut = _cut(out_fields, layout, chosen.gram_warps, chosen.gram_accumulators, RUN)
-        batch, pixels = x.shape[0], geometry.height * geometry.width
-        in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
-        programs = in_padded // chosen.gram_fields * cut.programs
-        count = layout.batch * layout.inner
-        one = (in_padded, count, cut.padded, 2)
-        free = batch * x.image_bytes + _spare_bytes(x, layout, g.shape[1])
-        # All programs run at the same time: a few more would take as long again.
-        running = _at_a_time(x.device, chosen.gram_warps)
-        splits = min(running // programs, free // 4 // (4 * math.prod(one)))
-        splits = chosen.splits or max(1, splits)
-        splits = min(splits, triton.cdiv(batch * pixels, chosen.gram_pixels))
-        self.partial = (splits, *one)
-        free = chosen.bytes or free - 4 * math.prod(self.partial)
-        laid = cut.padded * 2 * layout.batch  # numbers for each pixel
-        each = _spectrum_bytes(x, layout, geometry) + laid * pixels * x.dtype.itemsize
-        several = triton.cdiv(batch, _multiple(free // each))
-        most = 4 * triton.cdiv(batch, 4 * several)
-        kernels = gradient(
-            layout, cut.parts, cut.copies, chosen.gram_pixels, _packed(self.internal)
-        )
-        for first in range(0, batch, most):
-            images = min(most, batch - first)
-            like = x._replace(shape=(images, *x.shape[1:]))
-            analysis = _Analysis(kernels.analyse, like, layout, geometry, 0)
-            tiles_ = triton.cdiv(images * pixels, chosen.gram_pixels)
-            block = min(64, chosen.gram_pixels)
-            shape = (geometry.height, geometry.width)
-            lay = _Launch(
-                kernels.lay,
-                (tiles_ * (chosen.gram_pixels // block), cut.padded // RUN),
-                (images * pixels, out_fields, *shape, cut.programs, *g.strides),
-                BP=chosen.gram_pixels,
-                BQ=block,
-                num_warps=4,
-            )
-            numbers = _numbers(images * pixels, geometry, analysis.grid)
-            gram = _Launch(
-                kernels.gram,
-                (in_padded // chosen.gram_fields, cut.programs, splits),
-                (*numbers, tiles_, in_padded, cut.padded, len(self.groups)),
-                BF=chosen.gram_fields,
-                PRECISION=precision,
-                num_warps=chosen.gram_warps,
-            )
-            self.groups.append(_GramGroup(first, images, analysis, lay, gram))
-        tiles_ = triton.cdiv(self.groups[0].images * pixels, chosen.gram_pixels)
-        self.fragments = (tiles_, laid * chosen.gram_pixels)
-        constants = _constants(layout, x.device)
-        self.owners = (constants.owners, constants.owner_signs)
-        block = 64
-        self.spread = _Launch(
-            spread,
-            (triton.cdiv(math.prod(self.shape), block),),
-            (out_fields, in_fields, weights, in_padded, cut.padded, count, splits),
-            MOST=constants.owners.shape[1],
-            SPLITS=min(16, triton.next_power_of_2(splits)),
-            BLOCK=block,
-            num_warps=4,
-        )
-
-    def __call__(self, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor) -> Tensor:
-        device = x.device
-        if not self.groups:
-            return torch.zeros(self.shape, dtype=torch.float32, device=device)
-        # Images add up: they are scaled alike, by the largest number of all.
-        partial = _empty(self.partial, torch.float32, device)
-        memory = _empty((self.groups[0].analysis.numbers,), self.internal, device)
-        fragments = _empty(self.fragments, self.internal, device)
-        for first, images, analysis, lay, gram in self.groups:
-            spectrum = analysis.within(memory)
-            analysis.run(_images(x, first, images), x_largest, spectrum)
-            lay(_images(g, first, images), g_largest, fragments)
-            gram(spectrum, fragments, partial, x_largest, g_largest)
-        result = _empty(self.shape, torch.float32, device)
-        self.spread(partial, *self.owners, result)
-        return result
-
-
-_convolution = lru_cache(maxsize=1024)(_Convolution)
-_gradient = lru_cache(maxsize=1024)(_Gram)
-
-
-@lru_cache(maxsize=1024)
-def _largest(x: _Like) -> _Launch | None:
-    """How the largest numbers are found; nothing where images do not lie in one piece."""
-    images, *lengths = x.shape
-    numbers, piece = math.prod(lengths), 1
-    for stride, length in sorted(zip(x.strides[1:], lengths, strict=True)):
-        if length > 1 and stride != piece:
-            return None
-        piece *= length
-    block, blocks = 2048, 4
-    return _Launch(
-        largest_kernel,
-        (images, triton.cdiv(numbers, block * blocks)),  # the second has a limit of 65,535
-        (numbers, x.strides[0]),
-        BLOCK=block,
-        BLOCKS=blocks,
-        OVERALL=OVERALL,
-        num_warps=4,
-    )
-
 
 _GEOMETRY = "SymInt up, SymInt down, SymInt dilation, SymInt before"
 _LIBRARY = torch.library.Library("econv", "DEF")
@@ -664,7 +92,7 @@ def run_largest(x: Tensor) -> Tensor:
     """`largest`, on a device."""
     found = torch.zeros(OVERALL + x.shape[0], dtype=torch.float32, device=x.device)
     if x.numel():
-        launch = _largest(_Like.of(x))
+        launch = largest_launch(Like.of(x))
         if launch is not None:
             launch(x, found.view(torch.int32))
         else:
@@ -696,15 +124,15 @@ def run_convolve(
     ``weights`` are spectral weights ``[out, in, count]`` in float32, those of the layer in both
     cases; the numbers from ``up`` on are those of `econv.engines.spectral.Geometry`.
     """
-    run = _convolution(
-        _Like.of(x),
+    run = convolution_run(
+        Like.of(x),
         plan,
         adjoint,
         Geometry(up, down, dilation, before, height, width),
         weights.shape[1 if adjoint else 0],
         channels_last,
-        _override[-1] if _override else None,
-        _precision(x.dtype),
+        overridden(),
+        precision_of(x.dtype),
     )
     return run(x, x_largest, weights.contiguous(), w_largest)
 
@@ -721,13 +149,13 @@ def run_gram(
     before: int,
 ) -> Tensor:
     """The gradient of ⟨A(x; w), g⟩ to the spectral weights w, ``[out, in, count]`` in float32."""
-    run = _gradient(
-        _Like.of(x),
-        _Like.of(g),
+    run = gram_run(
+        Like.of(x),
+        Like.of(g),
         plan,
         Geometry(up, down, dilation, before, *g.shape[2:]),
-        _override[-1] if _override else None,
-        _precision(x.dtype),
+        overridden(),
+        precision_of(x.dtype),
     )
     return run(x, x_largest, g, g_largest)
 
