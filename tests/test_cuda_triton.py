@@ -10,7 +10,7 @@ import econv
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device found", allow_module_level=True)
 
-from econv.engines import auto
+from econv.engines import auto, replayed
 from econv.train.capture import captured
 from triton_checks import *  # noqa: F403
 from triton_checks import error, exact, results
@@ -150,7 +150,7 @@ def test_a_step_that_auto_chose_for_is_captured(monkeypatch):
             step()
         assert ran == ["dense"]
         wanted = found.clone()
-        with econv.engine() as ran:
+        with econv.engine() as ran, replayed():
             replay = captured(step, [found])
         assert set(ran) == {"spectral/triton"}
         found.zero_()

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from econv.engines import replayed
-
 _WARM_UP_STEPS = 3
 
 
@@ -25,13 +23,12 @@ def captured(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], 
     """The step as one CUDA graph; the state is afterwards what it was before."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with replayed():
-        with torch.cuda.stream(side):
-            tried(step, state, _WARM_UP_STEPS)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):  # records, and changes nothing
-            step()
+    with torch.cuda.stream(side):
+        tried(step, state, _WARM_UP_STEPS)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # records, and changes nothing
+        step()
     torch.cuda.synchronize()
     replay: Callable[[], None] = graph.replay
     return replay
