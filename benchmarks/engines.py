@@ -49,6 +49,7 @@ from econv.engines.spectral import Geometry, kernel_name
 from econv.files import write_atomically
 from econv.plan import spectral_plan
 from econv.records import revision, source_hash
+from econv.train.capture import captured
 from engine_cases import DTYPES, GROWTH, MOST, PASSES, TARGETS, Case, cpu_grid, cuda_grid
 from engine_choices import fit, print_choices, together, workload
 
@@ -106,7 +107,7 @@ def measure(
         runs = {engine: partial(run, engine) for engine in MEASURED}
         record[name] = interleaved(runs, device, clock, repeats, seconds)
         if device == "cuda":
-            graphs = {engine: captured(runs[engine]) for engine in ENGINES}
+            graphs = {engine: captured(runs[engine], ()) for engine in ENGINES}
             record[name]["graph"] = interleaved(graphs, device, clock, repeats, seconds)["median"]
     return record
 
@@ -170,19 +171,6 @@ def timed(run: Callable[[], None], device: str, clock: Callable[[], float]) -> f
     return begin.elapsed_time(end) / 1e3 / QUEUED
 
 
-def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """The same as one CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 def cuda_peak(case: Case) -> dict[str, int]:
     """Bytes by which a training step raises what is allocated on the GPU, at its most."""
     found = {}
@@ -231,7 +219,7 @@ def with_norm(case: Case, seconds: float) -> dict[str, float]:
     norm = econv.GroupBatchNorm2d(case.out_fields, case.group, device="cuda")
     block = torch.nn.Sequential(layer, norm, torch.nn.ReLU())
     run = passes(block, x, torch.randn_like(layer(x)))["forward+backward"]
-    graphs = {engine: captured(partial(run, engine)) for engine in ENGINES}
+    graphs = {engine: captured(partial(run, engine), ()) for engine in ENGINES}
     found: dict[str, float] = interleaved(graphs, "cuda", time.perf_counter, 20, seconds)["median"]
     return found
 
@@ -296,35 +284,30 @@ def _high_water() -> int:
     raise OSError("no VmHWM in /proc/self/status")
 
 
+def _named(names: str, *rows: tuple[int, ...]) -> list[dict[str, int]]:
+    return [dict(zip(names.split(), row, strict=True)) for row in rows]
+
+
 # What is tried, in this order: small programs and large ones, few launches and many.
-CONVOLUTION_TILES: tuple[dict[str, int], ...] = tuple(
-    {"pixels": pixels, "warps": warps, "stages": stages, "accumulators": accumulators}
-    for pixels, warps, stages, accumulators in (
-        (32, 4, 1, 384),
-        (64, 8, 1, 384),
-        (16, 2, 1, 384),
-        (32, 4, 2, 384),
-        (32, 4, 1, 192),
-        (64, 4, 1, 192),
-        (64, 8, 1, 192),
-        (128, 8, 1, 192),
-    )
+CONVOLUTION_TILES = _named(
+    "pixels warps stages accumulators",
+    (32, 4, 1, 384),
+    (64, 8, 1, 384),
+    (16, 2, 1, 384),
+    (32, 4, 2, 384),
+    (32, 4, 1, 192),
+    (64, 4, 1, 192),
+    (64, 8, 1, 192),
+    (128, 8, 1, 192),
 )
-GRADIENT_TILES: tuple[dict[str, int], ...] = tuple(
-    {
-        "gram_pixels": pixels,
-        "gram_fields": fields,
-        "gram_warps": warps,
-        "gram_accumulators": accumulators,
-    }
-    for pixels, fields, warps, accumulators in (
-        (64, 2, 4, 384),
-        (64, 4, 8, 384),
-        (128, 2, 8, 384),
-        (64, 4, 8, 192),
-        (32, 4, 4, 192),
-        (128, 2, 8, 192),
-    )
+GRADIENT_TILES = _named(
+    "gram_pixels gram_fields gram_warps gram_accumulators",
+    (64, 2, 4, 384),
+    (64, 4, 8, 384),
+    (128, 2, 8, 384),
+    (64, 4, 8, 192),
+    (32, 4, 4, 192),
+    (128, 2, 8, 192),
 )
 SPLITS = (1, 2, 3, 4)  # times as many programs as one for each processor
 

@@ -165,20 +165,9 @@ def _fake_largest(x: Tensor) -> Tensor:
 
 
 def _fake_convolve(
-    x: Tensor,
-    x_largest: Tensor,
-    weights: Tensor,
-    w_largest: Tensor,
-    plan: str,
-    adjoint: bool,
-    up: int,
-    down: int,
-    dilation: int,
-    before: int,
-    height: int,
-    width: int,
-    channels_last: bool,
+    x: Tensor, _: Tensor, weights: Tensor, __: Tensor, plan: str, adjoint: bool, *numbers: Any
 ) -> Tensor:
+    *_geometry, height, width, channels_last = numbers
     channels = plan_named(plan).synthesis.shape[0]
     out_fields = weights.shape[1 if adjoint else 0]
     return torch.empty(
@@ -189,9 +178,7 @@ def _fake_convolve(
     )
 
 
-def _fake_gram(
-    x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor, plan: str, *geometry: int
-) -> Tensor:
+def _fake_gram(x: Tensor, _: Tensor, g: Tensor, __: Tensor, plan: str, *geometry: Any) -> Tensor:
     found = plan_named(plan)
     channels = found.analysis.shape[1]
     shape = (g.shape[1] // channels, x.shape[1] // channels, found.weights)
