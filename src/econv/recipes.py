@@ -261,12 +261,20 @@ _OUR_CIFAR: dict[str, Any] = {
 # Operators of second order on 3×3 pixels have six coefficients, not nine, and cost 9 products, not
 # 25: the same parameters pay for wider layers, which learn more in a third of the time.
 _SECOND_ORDER = ("options", {"operators": "order<=2", "size": 3})
+# Networks of millions of parameters also learn what must not be learned: part of each image is hidden.
+_LARGE_CIFAR: dict[str, Any] = {
+    "model_options": (_SECOND_ORDER,),
+    "label_smoothing": 0.1,
+    "augmentation": (("shift", 4), ("flip", True), ("padding", "reflect"), ("erase", 12)),
+}
 _OUR_NETWORKS: dict[str, dict[str, Any]] = {
     "resnet26_p6": {
         "epochs": 100,
         "model_options": (("fields", (8, 15, 32)), _SECOND_ORDER),
     },
     "resnet26_p6m": {"model_options": (("fields", (6, 12, 22)), _SECOND_ORDER)},
+    "resnet44_p8": {"epochs": 60, **_LARGE_CIFAR},
+    "resnet26_p8": {"epochs": 50, **_LARGE_CIFAR},
 }
 
 
