@@ -261,7 +261,8 @@ _OUR_CIFAR: dict[str, Any] = {
 # Operators of second order on 3×3 pixels have six coefficients, not nine, and cost 9 products, not
 # 25: the same parameters pay for wider layers, which learn more in a third of the time.
 _SECOND_ORDER = ("options", {"operators": "order<=2", "size": 3})
-# Networks of millions of parameters also learn what must not be learned: part of each image is hidden.
+# Networks of millions of parameters also learn what should not be learned: a part of each image is
+# hidden from them.
 _LARGE_CIFAR: dict[str, Any] = {
     "model_options": (_SECOND_ORDER,),
     "label_smoothing": 0.1,

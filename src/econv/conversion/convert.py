@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from econv.conversion.fit import Kept
-from econv.conversion.functions import convert_node, find_heads, pair_with_training
+from econv.conversion.functions import convert_node, pair_with_training
+from econv.conversion.heads import find_heads
 from econv.conversion.modules import is_leaf
 from econv.conversion.network import ConvertedNetwork
 from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of

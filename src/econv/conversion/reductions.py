@@ -1,0 +1,131 @@
+"""Sums, means, extrema and softmax over axes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from econv.conversion.arguments import argument, is_channel_axis, known
+from econv.conversion.elementwise import elementwise
+from econv.conversion.plan import OTHER, Emission, Plan, Value
+from econv.conversion.shapes import IMAGE, PATHS, VECTOR
+from econv.conversion.trace import ConversionError, name_of, value_of
+
+__all__ = ["extremum", "place_of_extremum", "reduce", "softmax", "values_of_extrema"]
+
+
+def reduce(plan: Plan, node: fx.Node, name: str) -> Value:
+    read: Any = node.args[0]
+    value = plan.value(read)
+    dims, keep, options = _reduction(node, name)
+    if dims is None:
+        dims = tuple(range(len(value.axes)))
+    chosen = (dims,) if isinstance(dims, int) else tuple(dims)
+    gone = {value.axes[d] for d in chosen}
+    if len(gone & {"H", "W"}) == 1:
+        raise ConversionError("", f"{name} takes rows and columns apart")
+    if value.kind == "image" and isinstance(value_of(node), Tensor):
+        if keep:
+            pixels = "H" not in gone
+            return plan.copy(node, Value("image" if pixels else "invariant", value.axes))
+        axes = _without(value.axes, gone)
+        return plan.copy(node, Value("image" if "H" in axes else "invariant", axes))
+    if "N" in gone:
+        raise ConversionError("", f"{name} over the batch")
+    axes = value.axes if keep else _without(value.axes, gone)
+    if "1" in value.axes or ("P" in gone and keep):
+        raise ConversionError("", f"{name} of group features with axes {value.axes}")
+    new_dims = sorted(value.place(axis) for axis in gone)
+    order = value.layout
+
+    def step(e: Emission) -> fx.Node:
+        target: Any = node.target
+        wanted = {**options, "dim": new_dims, "keepdim": keep}
+        if name in ("max", "min"):
+            found = e.function(getattr(torch, f"a{name}"), e[read], **wanted)
+        elif node.op == "call_method":
+            found = e.graph.call_method(target, (e[read],), wanted)
+        else:
+            found = e.graph.call_function(target, (e[read],), wanted)
+        if "C" in gone and keep and value.axes != order:
+            found = e.method("permute", found, *(order.index(axis) for axis in value.axes))
+        return found
+
+    if "C" not in gone:
+        return plan.emit(node, replace(value, axes=axes), step)
+    kind = "image" if "H" in axes and "H" not in gone else "invariant"
+    return plan.emit(node, Value(kind, axes), step)
+
+
+_NAMES_OF_REDUCTIONS = {
+    "norm": ("p", "dim", "keepdim"),
+    "vector_norm": ("ord", "dim", "keepdim"),
+    "std": ("dim", "unbiased", "keepdim"),
+    "var": ("dim", "unbiased", "keepdim"),
+}
+
+
+def _reduction(node: fx.Node, name: str) -> tuple[Any, bool, dict[str, Any]]:
+    """The axes of a reduction, whether they stay, and its other arguments by name."""
+    given = [known(argument) for argument in node.args[1:]]
+    names: tuple[str, ...] = _NAMES_OF_REDUCTIONS.get(name, ("dim", "keepdim"))
+    if name in ("std", "var") and given and isinstance(given[0], bool):
+        names = names[1:]
+    options = dict(zip(names, given, strict=False))
+    same = {"axis": "dim", "keepdims": "keepdim"}
+    options |= {same.get(key, key): known(found) for key, found in node.kwargs.items()}
+    unbiased = options.pop("unbiased", None)
+    if unbiased is not None:
+        options["correction"] = int(unbiased)
+    return options.pop("dim", None), bool(options.pop("keepdim", False)), options
+
+
+def extremum(plan: Plan, node: fx.Node) -> Value:
+    """`max` and `min`: of two tensors, or along an axis, with the places beside the numbers."""
+    if len([r for r in node.all_input_nodes if isinstance(value_of(r), Tensor)]) > 1:
+        return elementwise(plan, node)
+    if isinstance(value_of(node), Tensor):
+        return reduce(plan, node, name_of(node))
+    if any(user.users and not _reads_values(user) for user in node.users):
+        raise ConversionError("", "it reads the places of extrema, which a rotation exchanges")
+    found = reduce(plan, node, name_of(node))
+    return Value("list", ("extrema",), items=(found,))
+
+
+def _reads_values(node: fx.Node) -> bool:
+    return name_of(node) in ("getitem", "getattr") and known(node.args[1]) in (0, "values")
+
+
+def values_of_extrema(plan: Plan, node: fx.Node, value: Value) -> Value:
+    if not _reads_values(node):  # and nothing reads it
+        return plan.emit(node, OTHER, lambda e: None)
+    return plan.emit(node, value.items[0], lambda e: e[node.args[0]])  # type: ignore[index]
+
+
+def place_of_extremum(plan: Plan, node: fx.Node) -> Value:
+    """`argmax` of the classes of a map that has been read out."""
+    value = plan.value(node.args[0])
+    axis = known(argument(node, 1, "dim"))
+    if value.kind != "image" or axis is None or not is_channel_axis(value, axis):
+        raise ConversionError("", "it takes the place of an extremum that a rotation moves")
+    keep = bool(known(argument(node, 2, "keepdim", False)))
+    return plan.copy(node, value if keep else Value("image", _without(value.axes, {"C"})))
+
+
+def _without(axes: tuple[str, ...], gone: set[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis not in gone)
+
+
+def softmax(plan: Plan, node: fx.Node) -> Value:
+    value = plan.value(node.args[0])
+    if value.kind == "image":
+        return plan.copy(node, value)
+    axis = argument(node, 1, "dim")
+    if axis is not None and value.axes == PATHS and known(axis) == 1:
+        return plan.copy(node, value)
+    if axis is None or not is_channel_axis(value, axis) or value.axes not in (IMAGE, VECTOR):
+        raise ConversionError("", "softmax over positions: attention has no counterpart here")
+    return plan.copy(node, value)
