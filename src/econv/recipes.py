@@ -264,7 +264,7 @@ _SECOND_ORDER = ("options", {"operators": "order<=2", "size": 3})
 # Networks of millions of parameters also learn what should not be learned: a part of each image is
 # hidden from them.
 _LARGE_CIFAR: dict[str, Any] = {
-    "model_options": (_SECOND_ORDER,),
+    "epochs": 50,
     "label_smoothing": 0.1,
     "augmentation": (("shift", 4), ("flip", True), ("padding", "reflect"), ("erase", 12)),
 }
@@ -274,8 +274,8 @@ _OUR_NETWORKS: dict[str, dict[str, Any]] = {
         "model_options": (("fields", (8, 15, 32)), _SECOND_ORDER),
     },
     "resnet26_p6m": {"model_options": (("fields", (6, 12, 22)), _SECOND_ORDER)},
-    "resnet44_p8": {"epochs": 60, **_LARGE_CIFAR},
-    "resnet26_p8": {"epochs": 50, **_LARGE_CIFAR},
+    "resnet44_p8": {**_LARGE_CIFAR, "model_options": (("fields", (16, 32, 48)), _SECOND_ORDER)},
+    "resnet26_p8": {**_LARGE_CIFAR, "model_options": (_SECOND_ORDER,)},
 }
 
 
