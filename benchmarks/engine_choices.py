@@ -129,14 +129,16 @@ def fit(record: dict[str, Any]) -> Coefficients:
         for engine, values in table[found.device].items():
             print(f'        "{engine}": ({", ".join(f"{value:g}" for value in values)}),')
         print("    },")
+        replayed = bool(found.queued)
+        times = found.queued if replayed else found.times
         for engine, values in table[found.device].items():
-            expected = auto.seconds(found.counts[engine], values, found.device)
-            error = np.abs(expected / found.times[engine] - 1)[found.fitted]
+            expected = auto.seconds(found.counts[engine], values, found.device, replayed)
+            error = np.abs(expected / times[engine] - 1)[found.fitted]
             middle = np.median(error)
             print(f"# {engine}: error {middle:.2f} in the middle, {error.max():.2f} at most")
-        for replayed, lost in enumerate(left_out(found)):
+        for way, lost in enumerate(left_out(found)):
             print(
-                f"# layers that the fit did not see{', as CUDA graphs' * replayed}: "
+                f"# layers that the fit did not see{', as CUDA graphs' * way}: "
                 f"{(lost <= 0.05).sum()} of {len(lost)} choices within 5 %, {lost.max():.1%} lost "
                 f"at most, {lost.mean():.2%} in the mean"
             )
@@ -148,7 +150,7 @@ def fitted(found: Measured) -> dict[str, np.ndarray]:
 
     They are fitted to the relative error of the times; then the spectral ones are scaled together,
     by a few percent, so that the worst wrong choice between the engines costs least. Where that
-    still costs more than it should, they are moved on in small random steps, the same in every run.
+    still costs more than it should, they are moved on in random steps, the same in every run.
     """
     start = {engine: _coefficients(found, engine) for engine in ENGINES}
 
@@ -178,8 +180,8 @@ def left_out(found: Measured) -> list[np.ndarray]:
         here = fifth == number
         if not here.all():
             coefficients = fitted(chosen(found, ~here))
-            for replayed, those in enumerate(lost):
-                those[here] = losses(chosen(found, here), coefficients, bool(replayed))
+            for way, those in enumerate(lost):
+                those[here] = losses(chosen(found, here), coefficients, bool(way))
     return lost
 
 
