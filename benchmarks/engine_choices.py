@@ -112,6 +112,8 @@ def print_choices(record: dict[str, Any], coefficients: Coefficients) -> None:
 
 
 ENOUGH = 0.04  # a loss that need not be made smaller
+SURE = 0.1  # how far apart, in logarithms, expected times are that leave no doubt
+FAITH = 10  # what a time that is off by all of itself costs, in lost times
 TRIALS = 20_000
 
 
@@ -127,16 +129,19 @@ def fit(record: dict[str, Any]) -> Coefficients:
         for engine, values in table[found.device].items():
             print(f'        "{engine}": ({", ".join(f"{value:g}" for value in values)}),')
         print("    },")
+        replayed = bool(found.queued)
+        times = found.queued if replayed else found.times
         for engine, values in table[found.device].items():
-            expected = auto.seconds(found.counts[engine], values, found.device)
-            error = np.abs(expected / found.times[engine] - 1)[found.fitted]
+            expected = auto.seconds(found.counts[engine], values, found.device, replayed)
+            error = np.abs(expected / times[engine] - 1)[found.fitted]
             middle = np.median(error)
             print(f"# {engine}: error {middle:.2f} in the middle, {error.max():.2f} at most")
-        lost = left_out(found)
-        print(
-            f"# layers that the fit did not see: {(lost <= 0.05).sum()} of {len(lost)} choices "
-            f"within 5 %, {lost.max():.1%} lost at most, {lost.mean():.2%} in the mean"
-        )
+        for way, lost in enumerate(left_out(found)):
+            print(
+                f"# layers that the fit did not see{', as CUDA graphs' * way}: "
+                f"{(lost <= 0.05).sum()} of {len(lost)} choices within 5 %, {lost.max():.1%} lost "
+                f"at most, {lost.mean():.2%} in the mean"
+            )
     return table
 
 
@@ -145,7 +150,7 @@ def fitted(found: Measured) -> dict[str, np.ndarray]:
 
     They are fitted to the relative error of the times; then the spectral ones are scaled together,
     by a few percent, so that the worst wrong choice between the engines costs least. Where that
-    still costs more than it should, they are moved on in small random steps, the same in every run.
+    still costs more than it should, they are moved on in random steps, the same in every run.
     """
     start = {engine: _coefficients(found, engine) for engine in ENGINES}
 
@@ -159,19 +164,24 @@ def fitted(found: Measured) -> dict[str, np.ndarray]:
     best = scaled(min(np.linspace(0.9, 1.1, 81).tolist(), key=rank))
     ways = (False, True)[: 1 + bool(found.queued)]
     if max(losses(found, best, replayed).max() for replayed in ways) > ENOUGH:
-        best = moved(found, best, ways)
+        best = moved(found, best)
     return best
 
 
-def left_out(found: Measured) -> np.ndarray:
-    """The losses of layers, a fifth of them at a time, by coefficients fitted to the others."""
+def left_out(found: Measured) -> list[np.ndarray]:
+    """The losses of layers, a fifth of them at a time, by coefficients fitted to the others.
+
+    With Python and, on a GPU, without.
+    """
     layers = np.arange(len(found.names)) // len(PASSES)
     fifth = layers % 5
-    lost = np.zeros(len(found.names))
+    lost = [np.zeros(len(found.names)) for _ in range(1 + bool(found.queued))]
     for number in range(5):
         here = fifth == number
         if not here.all():
-            lost[here] = losses(chosen(found, here), fitted(chosen(found, ~here)))
+            coefficients = fitted(chosen(found, ~here))
+            for way, those in enumerate(lost):
+                those[here] = losses(chosen(found, here), coefficients, bool(way))
     return lost
 
 
@@ -186,45 +196,52 @@ def chosen(found: Measured, which: np.ndarray) -> Measured:
     return found._replace(names=names, usable=usable, fitted=exact, **parts)
 
 
-def moved(
-    found: Measured, start: dict[str, np.ndarray], ways: Sequence[bool]
-) -> dict[str, np.ndarray]:
+def moved(found: Measured, start: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Coefficients near the given ones whose wrong choices cost less, with Python and without."""
     generator = np.random.default_rng(0)
+    ways = (False, True)[: 1 + bool(found.queued)]
+    first = np.concatenate([start[engine] for engine in ENGINES])
     sizes = [len(start[engine]) for engine in ENGINES]
-    # What a coefficient would be if its count alone took a twentieth of the time.
-    least = np.concatenate(
-        [
-            np.median(0.05 * found.times[e][:, None] / np.maximum(found.counts[e], 1), axis=0)
-            for e in ENGINES
-        ]
-    )
 
-    def apart(values: np.ndarray) -> dict[str, np.ndarray]:
-        return dict(zip(ENGINES, np.split(values, sizes[:1]), strict=True))
+    def badness(shift: np.ndarray) -> float:
+        parts = np.split(first * np.exp(shift), sizes[:1])
+        given = dict(zip(ENGINES, parts, strict=True))
+        return sum(misfit(found, given, replayed) for replayed in ways) + float(shift @ shift)
 
-    def badness(values: np.ndarray) -> float:
-        given = apart(values)
-        total = 0.0
-        for replayed in ways:
-            wrong = np.maximum(losses(found, given, replayed) - ENOUGH / 2, 0)
-            total += (1 if replayed else 10) * wrong.max() + wrong.sum()
-            times = found.queued if replayed else found.times
-            for engine in ENGINES:  # what is told well keeps choices right that nobody measured
-                counts = found.counts[engine]
-                expected = auto.seconds(counts, given[engine], found.device, replayed)
-                error = np.log(np.maximum(expected, 1e-12) / times[engine])[found.fitted]
-                total += 0.2 * float(np.abs(error).mean())
-        return float(total)
-
-    best = np.concatenate([start[engine] for engine in ENGINES])
+    best = np.zeros_like(first)
     score = badness(best)
     for _ in range(TRIALS):
-        steps = generator.normal(0, 0.2, len(best)) * (generator.random(len(best)) < 0.3)
-        trial = np.maximum(0, best + steps * np.maximum(best, least))
-        if (found_score := badness(trial)) < score:
-            best, score = trial, found_score
-    return apart(best)
+        size = 0.3 * 0.03 ** generator.random()  # large steps and small ones
+        steps = generator.normal(0, size, len(best)) * (generator.random(len(best)) < 0.3)
+        if (found_score := badness(best + steps)) < score:
+            best, score = best + steps, found_score
+    return dict(zip(ENGINES, np.split(first * np.exp(best), sizes[:1]), strict=True))
+
+
+def misfit(found: Measured, given: Mapping[str, np.ndarray], replayed: bool) -> float:
+    """How bad coefficients are: what their choices cost, and how far off the times are.
+
+    Half of what a wrong choice costs counts by how sure the model is of it: what is right by a hair
+    is no better than what is wrong by one. Times that are told well keep choices right that nobody
+    measured.
+    """
+    times = found.queued if replayed else found.times
+    here = found.fitted
+    told = {
+        engine: np.log(
+            auto.seconds(found.counts[engine][here], given[engine], found.device, replayed)
+        )
+        for engine in ENGINES
+    }
+    known = {engine: np.log(times[engine][here]) for engine in ENGINES}
+    apart = known["dense"] - known["spectral"]
+    lead = (told["dense"] - told["spectral"]) * np.sign(apart)
+    stake = np.maximum(np.expm1(np.abs(apart)) - ENOUGH / 2, 0)
+    wrong = stake * (lead < 0)
+    unsure = stake * np.clip((SURE - lead) / (2 * SURE), 0, 1)
+    errors = sum(float(np.abs(told[e] - known[e]).mean()) for e in ENGINES)
+    cost = float(wrong.max(initial=0) + wrong.sum() + unsure.sum())
+    return (1 if replayed else 10) * cost + FAITH * errors
 
 
 def _coefficients(found: Measured, engine: str) -> np.ndarray:

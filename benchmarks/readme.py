@@ -295,12 +295,14 @@ def training_speed(found: dict[str, Any]) -> str:
                 run["recipe"].partition("+")[0],
                 ", ".join(run["operators"]),
                 f"{run['parameters']:,}",
+                *(f"{each:,.0f}" if each >= 100 else f"{each:.1f}" for each in speed.values()),
                 *(f"{speed[engine] / speed['dense']:.2f}" for engine in ("spectral", "auto")),
             ]
         )
-    head = ["recipe", "operators", "parameters", "spectral / dense", "auto / dense"]
+    head = ["recipe", "operators", "parameters", *found["runs"][0]["images_per_second"]]
+    head += ["spectral / dense", "auto / dense"]
     note = (
-        f"(Images a second over the dense engine's; {found['device']}, batch "
+        f"(Images a second, and over the dense engine's; {found['device']}, batch "
         f"{found['runs'][0]['batch']}, {found['precision']}; `benchmarks/training_speed.py`.)"
     )
     return "\n".join([*table(head, rows), "", note])
@@ -323,6 +325,7 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
         "training on a cpu": ("training_cpu.json", training_speed),
         "gpu layers": ("engines_cuda.json", gpu_layers),
         "gpu kernels": ("engines_cuda.json", gpu_kernels),
+        "training on a gpu": ("training_cuda.json", training_speed),
     },
 }
 NOT_EVERYWHERE = ("device_tests.json",)  # what needs a machine that there may have been none of

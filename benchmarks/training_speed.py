@@ -2,7 +2,8 @@
 
 Whole steps of a recipe (augmentation, forward, backward, optimiser, moving average) on pictures of
 noise of the data's size, as `econv train --engine graph` runs them: every engine is captured as a
-CUDA graph of its own, and they take turns.
+CUDA graph of its own, and they take turns. Every network is measured with the paper's operators and
+with those of second order, whichever its recipe has.
 
     python benchmarks/training_speed.py --json benchmarks/results/training_cuda.json
     python benchmarks/training_speed.py --device cpu --mode eager --batch 4   # that it runs
@@ -31,7 +32,8 @@ from econv.train.trainer import Trainer
 
 ENGINES = ("dense", "spectral", "auto")
 NAMES = ("cifar10_resnet44_p8", "cifar10_resnet26_p8")
-SECOND_ORDER = {"model_options.options": '{"operators": "order<=2", "size": 3}'}
+# The paper's, which are the default of every layer, and those of second order.
+OPERATORS = ("{}", '{"operators": "order<=2", "size": 3}')
 
 
 def noise(recipe: Recipe, count: int, device: torch.device) -> Dataset:
@@ -113,10 +115,11 @@ def main(arguments: list[str] | None = None) -> None:
         "runs": [],
     }
     for name in args.recipes:
-        for changes in ({}, SECOND_ORDER):
-            recipe = RECIPES[name].with_changes(
-                {**changes, **({"batch_size": str(args.batch)} if args.batch else {})}
-            )
+        for operators in OPERATORS:
+            changes = {"model_options.options": operators}
+            if args.batch:
+                changes["batch_size"] = str(args.batch)
+            recipe = RECIPES[name].with_changes(changes)
             with convolution_precision(how):
                 found = measure(recipe, args.steps, args.rounds, how)
             record["runs"].append(found)

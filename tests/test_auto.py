@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -122,6 +123,9 @@ def test_the_default_is_dense_while_a_graph_is_captured():
     assert "aten.conv2d.default" in targets
 
 
+SPECTRAL_ALWAYS = {"dense": (1.0,) * 10, "spectral": (0.0,) * 11}
+
+
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Tensors of a GPU that is not there, with coefficients by which spectral always wins."""
@@ -129,8 +133,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(native, "watched", lambda x: False)
     monkeypatch.setattr(auto, "_recent", lambda device: True)
     for bits in (16, 32):
-        table = {"dense": (1.0,) * 9, "spectral": (0.0,) * 9}
-        monkeypatch.setitem(auto.COEFFICIENTS, f"cuda, {bits}-bit", table)
+        monkeypatch.setitem(auto.COEFFICIENTS, f"cuda, {bits}-bit", SPECTRAL_ALWAYS)
     monkeypatch.setattr(auto, "faster", auto.faster.__wrapped__)
     return monkeypatch
 
@@ -187,8 +190,7 @@ def test_auto_is_dense_on_a_gpu_where_the_kernels_cannot_run(on_a_gpu, reason):
         on_a_gpu.undo()
         on_a_gpu.setattr(auto, "faster", auto.faster.__wrapped__)
         on_a_gpu.setattr(auto, "_recent", lambda device: True)
-        table = {"dense": (1.0,) * 9, "spectral": (0.0,) * 9}
-        on_a_gpu.setitem(auto.COEFFICIENTS, "cuda, 32-bit", table)
+        on_a_gpu.setitem(auto.COEFFICIENTS, "cuda, 32-bit", SPECTRAL_ALWAYS)
     else:  # what runs is what autocast makes of it
         on_a_gpu.delitem(auto.COEFFICIENTS, "cuda, 16-bit")
         on_a_gpu.setattr(auto, "result_dtype", lambda x: torch.bfloat16)
@@ -200,8 +202,8 @@ def test_python_counts_on_a_gpu_unless_calls_are_replayed(monkeypatch):
     device = "cuda, 16-bit"
     host = {"dense": (7e-5, 15e-5), "spectral": (2e-4, 4e-4)}
     coefficients = {
-        "dense": (4e-15, 5e-15, 4e-15, 2e-12, 2e-13, 1e-5, 3e-5, *host["dense"]),
-        "spectral": (3e-15, 4e-15, 8e-14, 3e-13, 1e-13, 2e-5, 5e-5, *host["spectral"]),
+        "dense": (4e-15, 5e-15, 0, 0, 4e-12, 2e-13, 1e-5, 3e-5, *host["dense"]),
+        "spectral": (1e-14, 1e-14, 3e-13, 1e-12, 1e-12, 3e-13, 0, 2e-5, 5e-5, *host["spectral"]),
     }
     monkeypatch.setitem(auto.COEFFICIENTS, device, coefficients)
     layer = econv.GroupConv2d(20, 20, "p8", device="meta")
@@ -244,18 +246,42 @@ def test_the_cost_model_picks_well_over_the_recorded_grid(choices):
     assert choices.losses(found, auto.COEFFICIENTS["cpu"]).max() <= 0.05
 
 
-def test_the_cost_model_picks_well_over_the_records_of_a_gpu(choices):
-    """As CUDA graphs five choices of 92 are further off, by 9 to 35 %."""
+@pytest.fixture
+def on_gpus(choices):
+    """What was measured on a GPU, 16-bit and 32-bit."""
     names = ("engines_cuda_grid", "engines_cuda")
-    several = choices.measured(choices.together([RESULTS / f"{name}.json" for name in names]))
-    assert sum(len(found.names) for found in several) == 2 * 46
-    graphs = []
-    for found in several:
-        coefficients = auto.COEFFICIENTS[found.device]
-        assert choices.losses(found, coefficients).max() <= 0.05
-        graphs += choices.losses(found, coefficients, replayed=True).tolist()
-    assert sum(loss <= 0.05 for loss in graphs) >= 87
-    assert sum(graphs) / len(graphs) <= 0.012
+    return choices.measured(choices.together([RESULTS / f"{name}.json" for name in names]))
+
+
+def test_the_cost_model_picks_well_over_the_records_of_a_gpu(choices, on_gpus):
+    assert [found.device for found in on_gpus] == ["cuda, 16-bit", "cuda, 32-bit"]
+    assert sum(len(set(found.names)) for found in on_gpus) >= 2 * 60
+    for found in on_gpus:
+        assert choices.losses(found, auto.COEFFICIENTS[found.device]).max() <= 0.05
+
+
+def test_the_cost_model_picks_well_for_cuda_graphs(choices, on_gpus):
+    """All but eight of 190; the four that lose most are one layer's."""
+    narrow, wide = (
+        choices.losses(found, auto.COEFFICIENTS[found.device], replayed=True) for found in on_gpus
+    )
+    assert wide.max() <= 0.05
+    assert (len(narrow), sum(narrow <= 0.05)) == (160, 152)
+    assert narrow.mean() <= 0.013
+    names = [n for n, lost in zip(on_gpus[0].names, narrow, strict=True) if lost > 0.15]
+    assert len(names) == 4
+    assert all(name.startswith("group p4 80→80") for name in names)
+    assert narrow.max() <= 0.42
+
+
+def test_a_cost_model_that_picks_badly_is_found_out(choices, on_gpus):
+    """Neither one engine for all nor coefficients that are somewhat off would pass."""
+    found = on_gpus[0]
+    known = {name: np.array(c) for name, c in auto.COEFFICIENTS[found.device].items()}
+    for dense, spectral in ((0, 1), (1, 0), (1, 2), (2, 1)):
+        scaled = {"dense": dense * known["dense"], "spectral": spectral * known["spectral"]}
+        assert choices.losses(found, scaled).max() > 0.05
+        assert sum(choices.losses(found, scaled, replayed=True) <= 0.05) < 140
 
 
 def test_records_of_unlike_devices_are_not_fitted_together(choices):

@@ -116,7 +116,7 @@ def test_auto_takes_the_kernels_where_its_cost_model_says_so(monkeypatch):
     layer, x, _ = row("p8", 8, 16)
     layer.engine = "auto"
     for cost, engine in ((0.0, "spectral/triton"), (1e9, "dense")):
-        table = {"dense": (1.0,) * 9, "spectral": (cost,) * 9}
+        table = {"dense": (1.0,) * 10, "spectral": (cost,) * 11}
         monkeypatch.setitem(auto.COEFFICIENTS, "cuda, 16-bit", table)
         auto.faster.cache_clear()
         with econv.engine() as ran:
@@ -131,7 +131,7 @@ def test_auto_takes_the_kernels_where_its_cost_model_says_so(monkeypatch):
 
 def test_a_step_that_auto_chose_for_is_captured(monkeypatch):
     """Python's share makes the kernels too slow, but not in a graph."""
-    slow = {"dense": (1e-9,) * 7 + (0.0,) * 2, "spectral": (0.0,) * 7 + (1e9,) * 2}
+    slow = {"dense": (1e-9,) * 8 + (0.0,) * 2, "spectral": (0.0,) * 9 + (1e9,) * 2}
     monkeypatch.setitem(auto.COEFFICIENTS, "cuda, 16-bit", slow)
     auto.faster.cache_clear()
     layer, x, probe = row("p8", 8, 16)

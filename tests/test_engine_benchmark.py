@@ -15,8 +15,8 @@ cases = pytest.importorskip("engine_cases", reason="no benchmarks beside the tes
 choices = pytest.importorskip("engine_choices", reason="no benchmarks beside the tests")
 
 TRUTH = {
-    "dense": (4e-15, 5e-15, 4e-15, 2e-12, 2e-13, 1e-5, 3e-5, 7e-5, 1.5e-4),
-    "spectral": (3e-15, 4e-15, 8e-14, 3e-13, 1e-13, 2e-5, 5e-5, 2e-4, 4e-4),
+    "dense": (2e-15, 3e-15, 6e-16, 3e-9, 7e-12, 1e-12, 2e-5, 3e-5, 7e-5, 1.5e-4),
+    "spectral": (6e-15, 5e-15, 4e-13, 5e-13, 9e-13, 4e-12, 2e-11, 2e-5, 3e-5, 2e-4, 4e-4),
 }
 
 
@@ -32,6 +32,8 @@ def layer_record(case, truth, kernels=True, noise=1.0):
             {e: noise * float(auto.seconds(counts[e], truth[e], device, r)) for e in ENGINES}
             for r in (False, True)
         )
+        if not kernels:  # which the model knows little of
+            times["spectral"], graph["spectral"] = (10 * t["dense"] for t in (times, graph))
         times["auto"] = times["dense"]
         found[name] = {"median": times, "least": times, "graph": graph, "repeats": 3}
     return found
@@ -70,31 +72,33 @@ def test_the_fit_finds_the_coefficients_that_made_a_record(record, capsys):
         for engine in ENGINES:
             args = (measured.counts[engine], found[measured.device][engine], measured.device)
             error = auto.seconds(*args) / measured.times[engine] - 1
-            assert np.abs(error).max() <= 0.02
+            assert np.abs(error[measured.fitted]).max() <= 0.02
     printed = capsys.readouterr().out
     table = "\n".join(line for line in printed.splitlines() if not line.startswith("#"))
     assert eval("{" + table + "}") == found  # ready to be copied
 
 
 def test_the_fit_moves_on_where_times_are_not_those_of_the_model():
-    generator = np.random.default_rng(0)
+    """Every layer is faster or slower than the model says, by up to 8 %."""
+    generator = np.random.default_rng(7)
     layers = []
     for case in cases.cuda_grid():
         if case.kind == "group" and case.dtype == "bfloat16":
-            factors = {engine: generator.uniform(0.88, 1.12) for engine in ENGINES}
+            factors = {engine: generator.uniform(0.92, 1.08) for engine in ENGINES}
             truth = {e: [*(factors[e] * np.array(TRUTH[e][:-2])), *TRUTH[e][-2:]] for e in ENGINES}
             layers.append(layer_record(case, truth))
     (found,) = choices.measured({"kind": "cuda", "layers": layers})
     first = {engine: choices._coefficients(found, engine) for engine in ENGINES}
-    assert choices.losses(found, first, True).max() > 0.05
-    moved = choices.moved(found, first, (False, True))
-    assert choices.losses(found, moved).max() <= 0.05
-    assert choices.losses(found, moved, True).max() <= 0.05
+    assert choices.losses(found, first).max() > 0.1
+    moved = choices.moved(found, first)
+    assert choices.losses(found, moved).max() <= 0.01
+    before, after = (choices.losses(found, given, True).sum() for given in (first, moved))
+    assert after <= 0.5 * before
 
 
 def test_losses_say_so_where_the_choice_is_wrong(record):
     found, _ = choices.measured(record)
-    turned = {"dense": TRUTH["spectral"], "spectral": TRUTH["dense"]}
+    turned = {"dense": TRUTH["dense"], "spectral": 3 * np.array(TRUTH["spectral"])}
     assert choices.losses(found, TRUTH).max() == 0
     assert choices.losses(found, turned).max() > 0.5
 
@@ -105,7 +109,7 @@ def test_a_layer_without_kernels_is_dense_and_not_fitted(record):
     assert lifts.sum() == 4
     assert not found.usable[lifts].any()
     assert not found.fitted[lifts].any()
-    free = {**TRUTH, "spectral": (0.0,) * 9}
+    free = {**TRUTH, "spectral": (0.0,) * 11}
     lost = choices.losses(found, free)
     dense = found.times["dense"] / np.minimum(found.times["dense"], found.times["spectral"]) - 1
     assert (lost[lifts] == dense[lifts]).all()

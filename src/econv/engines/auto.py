@@ -19,7 +19,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from econv.engines import native, without_python
-from econv.engines.spectral import Geometry, kernels, result_dtype
+from econv.engines.kernel_counts import PROCESSORS, Kernels, parts, rounded
+from econv.engines.spectral import Geometry, kernel_name, kernels, result_dtype
+from econv.engines.triton_scheme import FIELDS, scheme
 from econv.fourier import butterflies
 from econv.groups import FloatArray
 from econv.plan import ParityError, SpectralPlan
@@ -33,14 +35,23 @@ COEFFICIENTS: dict[str, dict[str, tuple[float, ...]]] = {
         "spectral": (1.845e-11, 2.394e-11, 6.635e-11, 1.551e-10, 4.269e-11, 0.0001684, 9.799e-05),
     },
     "cuda, 16-bit": {
-        "dense": (2e-15, 0, 5.07e-15, 5.52e-12, 2.76e-12, 2.1e-5, 3.13e-5, 1.54e-4, 6.01e-4),
-        "spectral": (5.72e-15, 0, 6.45e-14, 7.91e-13, 1.11e-11, 2.33e-5, 1.35e-5, 4.5e-4, 1.22e-3),
+        "dense": (
+            *(2.253e-15, 2.409e-15, 6.022e-16, 3.963e-09, 6.943e-12, 1.042e-12),
+            *(1.811e-05, 3.181e-05, 0.0002137, 0.0007728),
+        ),
+        "spectral": (
+            *(6.033e-15, 6.165e-15, 3.063e-13, 5.212e-13, 8.873e-13, 3.337e-12, 1.253e-11),
+            *(2.463e-05, 2.696e-05, 0.000605, 0.001812),
+        ),
     },
     "cuda, 32-bit": {
-        "dense": (4.02e-15, 0, 0, 6.78e-11, 7.7e-12, 2.57e-5, 5.05e-5, 3.06e-4, 6.67e-4),
+        "dense": (
+            *(5.764e-15, 1.075e-14, 1.564e-15, 0, 1.925e-11, 0),
+            *(3.086e-05, 4.42e-05, 0.0002195, 0.0008261),
+        ),
         "spectral": (
-            *(1.59e-14, 5.22e-14, 1.91e-13, 5.82e-13, 3.3e-11),
-            *(1.66e-5, 2.75e-6, 4.72e-4, 1.46e-3),
+            *(2.545e-14, 1.004e-14, 7.042e-13, 1.02e-12, 7.009e-13, 7.002e-12, 4.235e-11),
+            *(1.992e-05, 1.792e-05, 0.0007499, 0.001816),
         ),
     },
 }
@@ -125,12 +136,17 @@ def terms(work: Workload, device: str = "cpu") -> dict[str, tuple[float, ...]]:
     calls backwards. spectral: products, derivatives, features, transforms, weights, and the same
     calls.
 
-    GPU, dense: multiplications of the convolution, of the gradient to its input and of that to its
-    filters, elements of the filters, elements of the maps, launches forwards, launches backwards,
-    calls forwards, calls backwards. spectral: products, those of the gradient to the weights,
-    derivatives, elements of the maps and spectra, weights, and the same launches and calls.
+    GPU, dense: multiplications of the convolution and the gradient to its input, those of the
+    gradient to its filters, those of both where channels are not aligned, the inner lengths of the
+    first two where channels do not fill whole lines, elements of the filters, elements of the maps,
+    launches forwards, launches backwards, calls forwards, calls backwards. spectral: products,
+    those of the gradient to the weights, features, taps, elements of the maps and spectra, elements
+    of the gradient as it is laid out, sums of the gradient to the weights, and the same launches
+    and calls.
     """
-    return _on_a_gpu(work) if device.startswith("cuda") else _on_a_cpu(work)
+    if not device.startswith("cuda"):
+        return _on_a_cpu(work)
+    return _on_a_gpu(work, 4 if device.endswith("32-bit") else 2)
 
 
 def _on_a_cpu(work: Workload) -> dict[str, tuple[float, ...]]:
@@ -143,9 +159,9 @@ def _on_a_cpu(work: Workload) -> dict[str, tuple[float, ...]]:
         out, back = images * work.out_pixels, images * work.in_pixels
         # conv2d fills whole vectors with output channels; the gradient to its input with input
         # channels, that to its weight with both.
-        filled = _rounded(outputs) * inputs
+        filled = rounded(outputs, _VECTOR) * inputs
         if work.backward:
-            filled += _rounded(inputs) * (outputs + _rounded(outputs))
+            filled += rounded(inputs, _VECTOR) * (outputs + rounded(outputs, _VECTOR))
         taps = plan.basis.size**2
         dense += [
             out * filled * taps,
@@ -180,111 +196,87 @@ def _on_a_cpu(work: Workload) -> dict[str, tuple[float, ...]]:
     return {"dense": tuple(dense.tolist()), "spectral": tuple(spectral.tolist())}
 
 
-def _rounded(count: int, unit: int = _VECTOR) -> int:
-    return -(-count // unit) * unit
-
-
-class _Tiles(NamedTuple):
-    """What the kernels for GPUs make of a plan: everything in powers of two, or fours."""
-
-    slots: int  # of the spectrum of a field
-    products: int  # of a pair of fields
-    differences: int  # derivatives and features of an input field
-
-
 # Rows and columns of the tiles that a convolution may be cut into, and the share of a GPU's speed
 # that they reach.
-_CONVOLUTION_TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.85), (64, 64, 0.7))
-_PROCESSORS = 132
+_CONVOLUTION_TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.7), (64, 64, 0.5))
 
 
-def _waves(rows: int, columns: int, inner: int) -> float:
-    """Multiplications of a matrix product in whole tiles, on all processors at a time."""
+def _whole_tiles(rows: int, columns: int) -> float:
+    """Elements of a matrix in whole tiles, on all processors at a time."""
 
     def padded(height: int, width: int) -> int:
-        tiles = -(-rows // height) * -(-columns // width)
-        return _rounded(tiles, _PROCESSORS) * height * width
+        tiles = parts(rows, height) * parts(columns, width)
+        return rounded(tiles, PROCESSORS) * height * width
 
-    least = min(padded(height, width) / speed for height, width, speed in _CONVOLUTION_TILES)
-    return least * _rounded(inner, 32)
-
-
-_FIELDS = 4  # of a tile
-_ACCUMULATORS = 384  # output slots of a program
-_PROGRAMS = 264  # that share a gradient to the weights
+    return min(padded(height, width) / speed for height, width, speed in _CONVOLUTION_TILES)
 
 
-@lru_cache(maxsize=1024)
-def _tiles(plan: SpectralPlan) -> _Tiles:
-    single = [block.inner for block in plan.blocks if block.columns == 1 for _ in range(block.rows)]
-    double = [block.inner for block in plan.blocks if block.columns > 1 for _ in range(block.rows)]
-    # Two slots make a product of their own: two columns of one block, or one of two.
-    lengths = double + [sum(single[first : first + 2]) for first in range(0, len(single), 2)]
-    number = 1 << (len(lengths) - 1).bit_length()
-    inner = _rounded(max(lengths), 4)
-    there = _counts(plan)
-    filled = 2 * number / plan.analysis.shape[0]
-    return _Tiles(
-        2 * number, 2 * number * inner, round(filled * there.derivatives) + number * inner
-    )
-
-
-def _on_a_gpu(work: Workload) -> dict[str, tuple[float, ...]]:
-    dense, spectral = np.zeros(9), np.zeros(9)
-    for plan, in_fields, out_fields in work.parts:
-        inputs = in_fields * plan.analysis.shape[0]
-        outputs = out_fields * plan.synthesis.shape[0]
-        images = work.batch * work.groups
-        out, back = images * work.out_pixels, images * work.height * work.width
-        taps = plan.basis.size**2
-        filters = work.groups * inputs * outputs * taps
-        maps = back * inputs + out * outputs
-        dense[:5] += [_waves(out, outputs, inputs * taps), 0, 0, filters, maps]
-        if work.backward:
-            to_filters = out * _rounded(outputs, 64) * _rounded(inputs * taps, 64)
-            dense[:5] += [
-                0,
-                _waves(back, inputs, outputs * taps) / work.geometry.down**2,
-                to_filters,
-                2 * filters,
-                2 * maps,
-            ]
-        tiles = _tiles(plan)
-        some, many = _rounded(in_fields, _FIELDS), _rounded(out_fields, _FIELDS)
-        pairs = some * many * tiles.products
-        # Every program differentiates all input fields anew for its share of the output fields.
-        ahead, behind = (-(-n * tiles.slots // _ACCUMULATORS) for n in (many, some))
-        spectrum = images * work.in_pixels * tiles.slots
-        spectral += [
-            out * pairs,
-            0,
-            out * some * ahead * tiles.differences,
-            2 * back * inputs + spectrum * some * (1 + ahead) + out * outputs,
-            work.groups * pairs,
-            work.groups,
-            0,
-            work.groups,
-            0,
-        ]
-        if work.backward:  # to the input at its resolution, to the weights at that of the output
-            splits = max(1, _PROGRAMS // (some // 2 * ahead))
-            laid = out * many * tiles.slots
-            spectral += [
-                back * pairs,
-                out * pairs,
-                back * many * behind * tiles.differences + out * some * ahead * tiles.differences,
-                2 * (back * inputs + 2 * out * outputs)
-                + spectrum * (many * (1 + behind) + some * (1 + ahead))
-                + laid * (1 + some // _FIELDS),
-                work.groups * pairs * (1 + 2 * splits),
-                0,
-                work.groups,
-                0,
-                work.groups,
-            ]
+def _on_a_gpu(work: Workload, itemsize: int) -> dict[str, tuple[float, ...]]:
+    dense = np.zeros(10)
+    spectral = np.zeros(11)
+    for part in work.parts:
+        dense += work.groups * _dense_on_a_gpu(work, part, itemsize)
+        spectral += work.groups * _spectral_on_a_gpu(work, part, itemsize)
     back_too = float(work.backward)
     dense[-4:] = 1, back_too, 1, back_too
     return {"dense": tuple(dense.tolist()), "spectral": tuple(spectral.tolist())}
+
+
+# Bytes of the channels of a pixel: a convolution reads so many together, and runs other kernels
+# where channels are not a multiple of the next; where they are none of the last, a tile takes
+# longer to come about.
+_TOGETHER, _ALIGNED, _WHOLE = 64, 32, 128
+
+
+def _dense_on_a_gpu(work: Workload, part: Part, itemsize: int) -> FloatArray:
+    plan, in_fields, out_fields = part
+    inputs = in_fields * plan.analysis.shape[0]
+    outputs = out_fields * plan.synthesis.shape[0]
+    out, back = work.batch * work.out_pixels, work.batch * work.height * work.width
+    taps = plan.basis.size**2
+    line = _TOGETHER // itemsize
+    products = _whole_tiles(out, outputs) * taps * rounded(inputs, line)
+    to_filters = 0
+    if work.backward:
+        again = _whole_tiles(back, inputs) * taps * rounded(outputs, line)
+        products += again / work.geometry.down**2
+        to_filters = out * rounded(outputs, 64) * taps * rounded(inputs, 64)
+    unaligned, partial = (
+        bool(inputs * itemsize % unit or outputs * itemsize % unit) for unit in (_ALIGNED, _WHOLE)
+    )
+    turns = taps * (inputs + outputs if work.backward else inputs)
+    passes = 3 if work.backward else 1
+    counts = [products, to_filters, unaligned * (products + to_filters), partial * turns]
+    counts += [passes * inputs * outputs * taps, passes * (back * inputs + out * outputs)]
+    return np.array([*counts, 0, 0, 0, 0], dtype=np.float64)
+
+
+def _spectral_on_a_gpu(work: Workload, part: Part, itemsize: int) -> FloatArray:
+    plan, in_fields, out_fields = part
+    inputs = in_fields * plan.analysis.shape[0]
+    outputs = out_fields * plan.synthesis.shape[0]
+    out, back = work.batch * work.out_pixels, work.batch * work.height * work.width
+    if not kernel_name(plan):  # torch's operations, which write every feature
+        passes, there = (3 if work.backward else 1), _counts(plan)
+        products = passes * out * in_fields * out_fields * there.products
+        maps = 2 * passes * (out * in_fields * there.features + back * inputs + out * outputs)
+        calls = (1, passes // 3)
+        return np.array([products, 0, 0, 0, maps, 0, 0, *calls, *calls], dtype=np.float64)
+    cut = Kernels(scheme(plan, 16 // itemsize), in_fields, out_fields, itemsize)
+    spectrum = work.batch * work.in_pixels * 2 * cut.layout.batch
+    some, many = rounded(in_fields, FIELDS), rounded(out_fields, FIELDS)
+    products, features, taps = cut.convolution(out, adjoint=False)
+    maps = 2 * back * inputs + out * outputs + spectrum * some
+    counts = [products, 0, features, taps, maps, 0, 0, 1, 0, 1, 0]
+    if work.backward:  # to the input at its resolution, to the weights at that of the output
+        products, features, taps = cut.convolution(back, adjoint=True)
+        splits = cut.splits(work.batch, work.height * work.width, work.out_pixels)
+        gram, more_features, more_taps = cut.gram(out, splits)
+        maps = 2 * back * inputs + 3 * out * outputs + spectrum * (some + many)
+        more = [products, gram, features + more_features, taps + more_taps, maps]
+        more += [out * cut.laid, splits * cut.weights, 0, 1, 0, 1]
+        counts = [one + other for one, other in zip(counts, more, strict=True)]
+    return np.array(counts, dtype=np.float64)
 
 
 def seconds(
