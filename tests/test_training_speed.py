@@ -11,8 +11,8 @@ training_speed = pytest.importorskip("training_speed", reason="no benchmarks bes
 def test_every_engine_takes_part_and_trains_the_same(tmp_path, capsys):
     arguments = "--device cpu --mode eager --batch 2 --steps 1 --rounds 1"
     file = tmp_path / "found.json"
-    recipe = ["--recipes", "cifar10_resnet26_p6", "--json", str(file)]
-    training_speed.main([*arguments.split(), *recipe])
+    recipes = ["--recipes", "cifar10_resnet26_p6_paper", "cifar10_resnet26_p6"]
+    training_speed.main([*arguments.split(), *recipes, "--json", str(file)])
     found = json.loads(file.read_text())
     assert found["device"] == "cpu"
     assert [run["operators"] for run in found["runs"]] == [["9 on 5×5"], ["6 on 3×3"]]
