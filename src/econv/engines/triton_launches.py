@@ -300,7 +300,7 @@ class _Analysis:
             analyse,
             (triton.cdiv(self.grid.places, block), chunks),
             (*numbers, *x.strides),
-            BQ=block,
+            BP=block,
             num_warps=4,
         )
 
@@ -546,8 +546,8 @@ class GramRun:
                 kernels.lay,
                 (tiles_ * (chosen.gram_pixels // block), cut.padded // RUN),
                 (images * pixels, out_fields, *shape, cut.programs, *g.strides),
-                BP=chosen.gram_pixels,
-                BQ=block,
+                TILE=chosen.gram_pixels,
+                BP=block,
                 num_warps=4,
             )
             numbers = _numbers(images * pixels, geometry, analysis.grid)

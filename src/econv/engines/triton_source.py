@@ -41,6 +41,9 @@ axes, or along those next to it. What lies otherwise is exchanged before it is u
 _ITEMS = "BF, BP" if _FIRST else "BP, BF"
 """The axes of what threads own: fields lie side by side in memory, and so do threads."""
 
+_PIXEL, _FIELD = ("None, :", ":, None") if _FIRST else (":, None", "None, :")
+"""How what belongs to a pixel, or to a field, is spread over these axes."""
+
 
 class _Writer:
     """Lines of source, with the current indentation before them, and how sums are spelled.
@@ -310,12 +313,12 @@ def _analyse(write: _Writer, layout: Scheme) -> None:
     write(_jit("fields", "height", "width", "pitch", "lines", "places", "images", "before"))
     write(
         "def analyse(x, largest, out, images, fields, height, width, up, before, pitch, lines,\n"
-        "            places, each, x_image, x_channel, x_line, x_dot, BQ: tl.constexpr):"
+        "            places, each, x_image, x_channel, x_line, x_dot, BP: tl.constexpr):"
     )
     write.depth += 1
     write(f"BF: tl.constexpr = {FIELDS}")
     write(f"SC: tl.constexpr = {layout.width}")
-    write("place = tl.program_id(0) * BQ + tl.arange(0, BQ)")
+    write("place = tl.program_id(0) * BP + tl.arange(0, BP)")
     write("chunk = tl.program_id(1)")
     write("field = chunk * BF + tl.arange(0, BF)")
     write("image = place // (pitch * lines)")
@@ -326,15 +329,15 @@ def _analyse(write: _Writer, layout: Scheme) -> None:
     write("inside = inside & (line % up == 0) & (dot % up == 0)")
     write("base = image.to(tl.int64) * x_image + (line // up) * x_line + (dot // up) * x_dot")
     write("power = exponent(tl.load(largest + image * each, mask=image < images, other=1.0))")
-    write("power = power[:, None, None]")
+    write(f"power = power[{_PIXEL}, None]")
     _transformed(write, layout)
     write("slot = tl.arange(0, SC)")
     for part in range(layout.chunks):
         names = [f"t{part * layout.width + n}" for n in range(layout.width)]
-        write(f"found = tl.reshape({_joined(names)}, [BQ, BF, SC]).to(out.dtype.element_ty)")
+        write(f"found = tl.reshape({_joined(names)}, [{_ITEMS}, SC]).to(out.dtype.element_ty)")
         write(f"where = (chunk * {layout.chunks} + {part}).to(tl.int64) * places + place")
-        write("where = where[:, None, None] * BF + tl.arange(0, BF)[None, :, None]")
-        write("kept = (place < places)[:, None, None]")
+        write(f"where = where[{_PIXEL}, None] * BF + tl.arange(0, BF)[{_FIELD}, None]")
+        write(f"kept = (place < places)[{_PIXEL}, None]")
         write("tl.store(out + where * SC + slot[None, None, :], found, mask=kept)")
     write.depth -= 1
     write()
@@ -348,15 +351,13 @@ def _transformed(write: _Writer, layout: Scheme) -> None:
     write(f"element = tl.arange(0, {vector})")
     # As much at a time as a thread reads in one go: what it splits is its own.
     for first in range(0, channels, vector):
-        write(f"channel = (field * {channels} + {first})[:, None] + element[None, :]")
-        write(f"known = (field < fields)[:, None] & (element < {channels - first})[None, :]")
-        write("known = inside[:, None, None] & known[None, :, :]")
-        write("where = base[:, None, None] + (channel * x_channel)[None, :, :]")
+        write(f"channel = (field * {channels} + {first})[{_FIELD}, None] + element[None, None, :]")
+        write(f"known = inside[{_PIXEL}, None] & (field < fields)[{_FIELD}, None]")
+        write(f"known = known & (element < {channels - first})[None, None, :]")
+        write(f"where = base[{_PIXEL}, None] + channel * x_channel")
         write("c = tl.load(x + where, mask=known, other=0.0).to(tl.float32)")
         write(f"c = c * two_to({HEADROOM} - power)")
-        write(
-            f"c = tl.reshape(c, [BQ, BF{''.join(', 2' for _ in range(vector.bit_length() - 1))}])"
-        )
+        write(f"c = tl.reshape(c, [{_ITEMS}{', ' * (vector > 1)}{_twos(vector)}])")
         _split(
             write, "c", [f"c{n}" if n < channels else None for n in range(first, first + vector)]
         )
@@ -379,12 +380,12 @@ def _lay(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) ->
     write(_jit("pixels", "fields", "height", "width", "programs"))
     write(
         "def lay(x, largest, out, pixels, fields, height, width, programs, x_image, x_channel,\n"
-        "        x_line, x_dot, BP: tl.constexpr, BQ: tl.constexpr):"
+        "        x_line, x_dot, TILE: tl.constexpr, BP: tl.constexpr):"
     )
     write.depth += 1
     write(f"BF: tl.constexpr = {RUN}")
     write(f"TARGETS: tl.constexpr = {layout.batch}")
-    write("pixel = tl.program_id(0) * BQ + tl.arange(0, BQ)")
+    write("pixel = tl.program_id(0) * BP + tl.arange(0, BP)")
     write("run = tl.program_id(1)")
     write("field = run * BF + tl.arange(0, BF)")
     write("inside = pixel < pixels")
@@ -395,24 +396,30 @@ def _lay(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) ->
     write("power = exponent(tl.load(largest))")
     _transformed(write, layout)
     names = [f"t{n}" for n in range(2 * layout.batch)]
-    # [run of pixels, 2, 4, 2, | 2, 4 fields, | target, column]
-    write(f"found = tl.reshape({_joined(names)}, [BQ // 16, 2, 4, 2, 2, 4, TARGETS, 2])")
-    write("found = tl.trans(found, (0, 6, 5, 7, 2, 1, 4, 3)).to(out.dtype.element_ty)")
-    write("found = tl.reshape(found, [BQ // 16, TARGETS, 32, 8])")
+    # Pixels are [run, 2, 4, 2], fields [2, 4]; a thread stores what lies side by side.
+    pixels, run, threads = "BP // 16, 2, 4, 2", "2, 4", "(0, 6, 5, 7, 2, 1, 4, 3)"
+    axes, lane, member = "BP // 16, TARGETS, 32", "None, None, :", ":, :, None"
+    if _FIRST:
+        pixels, run, threads = run, pixels, "(1, 7, 4, 2, 6, 3, 0, 5)"
+        axes, lane, member = "32, BP // 16, TARGETS", ":, None, None", "None, :, :"
+    write(f"found = tl.reshape({_joined(names)}, [{pixels}, {run}, TARGETS, 2])")
+    write(f"found = tl.trans(found, {threads}).to(out.dtype.element_ty)")
+    write(f"found = tl.reshape(found, [{axes}, 8])")
     runs = fields // RUN
     write(f"program = run // {runs * copies}")
     write(f"copy = run // {runs} % {copies}")
     write(f"run = run % {runs}")
     write(f"second = run >= {parts[0] // RUN}")
-    write("tile = tl.program_id(0) * BQ // BP")
+    write("tile = tl.program_id(0) * BP // TILE")
     write(f"where = (tile.to(tl.int64) * programs + program) * {fields * copies}")
     write(f"where += tl.where(second, {parts[0] * copies}, 0)")
-    write("where = where * (TARGETS * 2 * BP)")
+    write("where = where * (TARGETS * 2 * TILE)")
     write(f"run = run - tl.where(second, {parts[0] // RUN}, 0)")
-    write("group = run * (BP // 16) + tl.program_id(0) * BQ % BP // 16 + tl.arange(0, BQ // 16)")
+    write("group = run * (TILE // 16) + tl.program_id(0) * BP % TILE // 16")
+    write("group += tl.arange(0, BP // 16)")
     write(f"member = tl.arange(0, TARGETS) * {copies} + copy")
     write(f"place = (group * (TARGETS * {copies}))[:, None] + member[None, :]")
-    write("place = place[:, :, None, None] * 32 + tl.arange(0, 32)[None, None, :, None]")
+    write(f"place = place[{member}, None] * 32 + tl.arange(0, 32)[{lane}, None]")
     write("tl.store(out + where + place * 8 + tl.arange(0, 8)[None, None, None, :], found)")
     write.depth -= 1
     write()
@@ -433,8 +440,7 @@ def _pixels(write: _Writer, layout: Scheme) -> None:
     write("dot = p % width")
     write("place = image * image_pitch + line * down * pitch + dot * down")
     write(f"place += {reach} * (pitch + 1) * dilation")
-    pixel, field = ("None, :", ":, None") if _FIRST else (":, None", "None, :")
-    write(f"here = place[{pixel}, None] * {FIELDS} + field[{field}, None]")
+    write(f"here = place[{_PIXEL}, None] * {FIELDS} + field[{_FIELD}, None]")
     write("here = here * SC + slot[None, None, :]")
 
 
