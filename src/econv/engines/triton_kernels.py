@@ -25,10 +25,13 @@ __all__ = [
     "OVERALL",
     "Convolution",
     "Gradient",
+    "activation_backward",
+    "added",
     "arrange",
     "convolution",
     "gradient",
     "largest",
+    "largest_activated",
     "spread",
 ]
 
@@ -36,14 +39,16 @@ __all__ = [
 class Convolution(NamedTuple):
     """The kernels of a layer."""
 
-    analyse: Any
+    analyse: tuple[Any, Any]
+    """Of an input as it is, and of one that is activated."""
     forward: Any
 
 
 class Gradient(NamedTuple):
     """The kernels of the gradient to a layer's weights."""
 
-    analyse: Any
+    analyse: tuple[Any, Any]
+    """As in `Convolution`."""
     lay: Any
     gram: Any
 
@@ -52,7 +57,7 @@ class Gradient(NamedTuple):
 def convolution(layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool) -> Convolution:
     """The kernels of a plan's layer, cut as `convolution_source` says."""
     space = _read(convolution_source(layout, parts, copies, packed), layout)
-    return Convolution(space["analyse"], space["forward"])
+    return Convolution((space["analyse"], space["analyse_activated"]), space["forward"])
 
 
 @lru_cache(maxsize=256)
@@ -61,7 +66,8 @@ def gradient(
 ) -> Gradient:
     """The kernels of the gradient to its weights, cut as `gradient_source` says."""
     space = _read(gradient_source(layout, parts, copies, pixels, packed), layout)
-    return Gradient(space["analyse"], space["lay"], space["gram"])
+    analyse = (space["analyse"], space["analyse_activated"])
+    return Gradient(analyse, space["lay"], space["gram"])
 
 
 def _read(source: str, layout: Scheme) -> dict[str, Any]:
@@ -70,7 +76,7 @@ def _read(source: str, layout: Scheme) -> dict[str, Any]:
     # Triton reads the source of a function: this is where Python looks for it.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     space: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl}
-    space |= {"exponent": exponent, "two_to": two_to}
+    space |= {"exponent": exponent, "two_to": two_to, "rectified": rectified}
     exec(compile(source, name, "exec"), space)
     return space
 
@@ -86,6 +92,12 @@ def exponent(largest):
 def two_to(power):
     """2^power, exactly; powers too small for a float32 become the smallest."""
     return ((tl.maximum(tl.minimum(power, 127), -126) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rectified(x):
+    """max(0, x), and NaN of NaN, as torch has it."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 INTERPRETED = not isinstance(two_to, triton.JITFunction)
@@ -119,6 +131,148 @@ def largest(
     most = tl.max(found, axis=0)
     tl.atomic_max(out, most)
     tl.atomic_max(out + OVERALL + image, most)
+
+
+@triton.jit
+def numbers_of(affine, fields, BF: tl.constexpr, FIRST: tl.constexpr):
+    """Centre, scale and shift of the fields of a program, and which fields there are."""
+    field = tl.program_id(1) * BF + tl.arange(0, BF)
+    # Threads spread along fields, which lie side by side.
+    field = field[:, None, None] if FIRST else field[None, :, None]
+    there = field < fields
+    centre = tl.load(affine + field, mask=there, other=0.0)
+    scale = tl.load(affine + fields + field, mask=there, other=0.0)
+    return centre, scale, tl.load(affine + 2 * fields + field, mask=there, other=0.0), field
+
+
+@triton.jit
+def tile_of(
+    block,
+    field,
+    rows,
+    fields,
+    INNER: tl.constexpr,
+    BR: tl.constexpr,
+    BI: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """Where the numbers of a tile lie in their image, and which of them there are.
+
+    An image is seen as ``[row, field, inner]``: channels-last a row is a pixel and the inner
+    numbers are the elements of the group; otherwise there is one row, and they are its pixels, too.
+    """
+    row = block * BR + tl.arange(0, BR)
+    row = row[None, :, None] if FIRST else row[:, None, None]
+    inner = (tl.program_id(2) * BI + tl.arange(0, BI))[None, None, :]
+    known = (row < rows) & (field < fields) & (inner < INNER)
+    return (row * fields + field) * INNER + inner, known
+
+
+@triton.jit
+def largest_activated(
+    x,
+    affine,
+    out,
+    rows,
+    fields,
+    programs,
+    image_stride,
+    INNER: tl.constexpr,
+    BR: tl.constexpr,
+    BF: tl.constexpr,
+    BI: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr,
+    OVERALL: tl.constexpr,
+):
+    """`largest` of max(0, (x − centre)·scale + shift), with three numbers of each field."""
+    image = tl.program_id(0) // programs
+    first = tl.program_id(0) % programs * BLOCKS
+    centre, scale, shift, field = numbers_of(affine, fields, BF, FIRST)
+    base = image.to(tl.int64) * image_stride
+    found = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.int32)
+    for block in tl.static_range(BLOCKS):
+        where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
+        value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32)
+        value = tl.where(known, rectified((value - centre) * scale + shift), 0.0)
+        found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    most = tl.max(tl.reshape(found, [BR * BF * BI]), axis=0)
+    tl.atomic_max(out, most)
+    tl.atomic_max(out + OVERALL + image, most)
+
+
+@triton.jit
+def activation_backward(
+    g,
+    x,
+    affine,
+    out,
+    sums,
+    rows,
+    fields,
+    programs,
+    image_stride,
+    INNER: tl.constexpr,
+    BR: tl.constexpr,
+    BF: tl.constexpr,
+    BI: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """From the gradient to what was activated to that to x, with sums for those to the numbers.
+
+    ``sums[program, 2, field]`` are those of the gradient where it passes, and of it times
+    x − centre.
+    """
+    image = tl.program_id(0) // programs
+    first = tl.program_id(0) % programs * BLOCKS
+    centre, scale, shift, field = numbers_of(affine, fields, BF, FIRST)
+    base = image.to(tl.int64) * image_stride
+    total = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
+    product = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
+    for block in tl.static_range(BLOCKS):
+        where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
+        value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32) - centre
+        passed = tl.load(g + base + where, mask=known, other=0.0).to(tl.float32)
+        passed = tl.where(value * scale + shift <= 0.0, 0.0, passed)
+        tl.store(out + base + where, (passed * scale).to(out.dtype.element_ty), mask=known)
+        total += passed
+        product += passed * value
+    field = tl.program_id(1) * BF + tl.arange(0, BF)
+    into = sums + (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)) * 2 * fields + field
+    ROWS: tl.constexpr = 1 if FIRST else 0
+    tl.store(into, tl.sum(tl.sum(total, axis=2), axis=ROWS), mask=field < fields)
+    tl.store(into + fields, tl.sum(tl.sum(product, axis=2), axis=ROWS), mask=field < fields)
+
+
+@triton.jit
+def added(
+    g,
+    x,
+    affine,
+    out,
+    rows,
+    fields,
+    programs,
+    image_stride,
+    INNER: tl.constexpr,
+    BR: tl.constexpr,
+    BF: tl.constexpr,
+    BI: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """The sum g + (x − centre)·scale + shift, with three numbers of each field."""
+    image = tl.program_id(0) // programs
+    first = tl.program_id(0) % programs * BLOCKS
+    centre, scale, shift, field = numbers_of(affine, fields, BF, FIRST)
+    base = image.to(tl.int64) * image_stride
+    for block in tl.static_range(BLOCKS):
+        where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
+        value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32) - centre
+        total = tl.load(g + base + where, mask=known, other=0.0).to(tl.float32)
+        total += value * scale + shift
+        tl.store(out + base + where, total.to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit

@@ -26,22 +26,22 @@ VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 if VERSION < (3, 6):
     raise ImportError(f"expected Triton 3.6 or later; got {triton.__version__}")
 
-__all__ = ["HEADROOM", "RUN", "convolution_source", "gradient_source"]
+__all__ = ["FIRST", "HEADROOM", "RUN", "convolution_source", "gradient_source"]
 
 HEADROOM = 9
 """The largest number of an image is scaled to about 2^9: derivatives stay far from overflow in
 float16, whose largest is 2^16, and all but the smallest 2^-23 of the image keep every digit."""
 
 
-_FIRST = VERSION < (3, 7)
+FIRST = VERSION < (3, 7)
 """Where a load spreads threads, then warps, beyond the axis of contiguous numbers: along the first
 axes, or along those next to it. What lies otherwise is exchanged before it is used."""
 
 
-_ITEMS = "BF, BP" if _FIRST else "BP, BF"
+_ITEMS = "BF, BP" if FIRST else "BP, BF"
 """The axes of what threads own: fields lie side by side in memory, and so do threads."""
 
-_PIXEL, _FIELD = ("None, :", ":, None") if _FIRST else (":, None", "None, :")
+_PIXEL, _FIELD = ("None, :", ":, None") if FIRST else (":, None", "None, :")
 """How what belongs to a pixel, or to a field, is spread over these axes."""
 
 
@@ -112,9 +112,9 @@ def _differentiate(write: _Writer, layout: Scheme) -> None:
 
     # Taps that mirror each other are loaded as one tensor with an axis of two for each mirror: in a
     # thread's registers, where the tensors before and after have the axes of fields and pixels.
-    one = ":, :, None, :" if _FIRST else "None, :, :, :"
-    two = ":, :, None, None, :" if _FIRST else "None, None, :, :, :"
-    first, second = (2, 3) if _FIRST else (0, 1)
+    one = ":, :, None, :" if FIRST else "None, :, :, :"
+    two = ":, :, None, None, :" if FIRST else "None, None, :, :, :"
+    first, second = (2, 3) if FIRST else (0, 1)
 
     def split(source: str, mirror: int, axes: int) -> str:
         order = [*(n for n in range(axes) if n != mirror), mirror]
@@ -300,20 +300,22 @@ def _gathered(
     # [field and pixel, 2, target, inner / 2]: the inner axis is joined last, so that a thread holds
     # neighbours along it and stores them at once.
     write(f"z = tl.reshape({_joined(columns)}, [{_ITEMS}, 2, {layout.batch}, {size // 2}])")
-    write(f"z = tl.trans(z, {'(3, 1, 0, 4, 2)' if _FIRST else '(3, 0, 1, 4, 2)'})")
+    write(f"z = tl.trans(z, {'(3, 1, 0, 4, 2)' if FIRST else '(3, 0, 1, 4, 2)'})")
     write(f"z{number} = tl.reshape(z, [{layout.batch}, BP, BF * {size}])")
 
 
-def _analyse(write: _Writer, layout: Scheme) -> None:
+def _analyse(write: _Writer, layout: Scheme, activated: bool) -> None:
     """The spectrum of every field at every place of the padded grid, scaled.
 
-    ``each`` is 1 where every image has a largest number of its own, and 0 where all have one. What
-    is done to a layer's input before it is convolved belongs here, at the load.
+    ``each`` is 1 where every image has a largest number of its own, and 0 where all have one.
+    ``activated``: what is transformed is max(0, (x − centre)·scale + shift) with three numbers of
+    each field, and zero outside of the image.
     """
+    name, affine = ("analyse_activated", "affine, ") if activated else ("analyse", "")
     write(_jit("fields", "height", "width", "pitch", "lines", "places", "images", "before"))
     write(
-        "def analyse(x, largest, out, images, fields, height, width, up, before, pitch, lines,\n"
-        "            places, each, x_image, x_channel, x_line, x_dot, BP: tl.constexpr):"
+        f"def {name}(x, {affine}largest, out, images, fields, height, width, up, before,\n"
+        "    pitch, lines, places, each, x_image, x_channel, x_line, x_dot, BP: tl.constexpr):"
     )
     write.depth += 1
     write(f"BF: tl.constexpr = {FIELDS}")
@@ -330,8 +332,13 @@ def _analyse(write: _Writer, layout: Scheme) -> None:
     write("inside = inside & (line % up == 0) & (dot % up == 0)")
     write("base = image.to(tl.int64) * x_image + (line // up) * x_line + (dot // up) * x_dot")
     write("power = exponent(tl.load(largest + image * each, mask=image < images, other=1.0))")
-    write(f"power = power[{_PIXEL}, None]")
-    _transformed(write, layout)
+    write(f"factor = two_to({HEADROOM} - power)")
+    if activated:
+        for row, number in enumerate(("centre", "scale", "shift")):
+            write(f"{number} = tl.load(affine + {row} * fields + field, mask=field < fields)")
+        write("factor = tl.where(inside, factor, 0.0)")
+    write(f"factor = factor[{_PIXEL}, None]")
+    _transformed(write, layout, activated)
     write(f"where = place[{_PIXEL}, None] * BF + tl.arange(0, BF)[{_FIELD}, None]")
     write("where = where * SC + tl.arange(0, SC)[None, None, :]")
     write(f"kept = (place < places)[{_PIXEL}, None]")
@@ -346,8 +353,8 @@ def _analyse(write: _Writer, layout: Scheme) -> None:
     write()
 
 
-def _transformed(write: _Writer, layout: Scheme) -> None:
-    """The spectrum ``t0 …`` of the channels that lie at ``base``, times 2^(headroom − power)."""
+def _transformed(write: _Writer, layout: Scheme, activated: bool = False) -> None:
+    """The spectrum ``t0 …`` of the channels that lie at ``base``, times a factor."""
     channels = layout.plan.analysis.shape[1]
     padded = power_of_two(channels)
     vector = min(padded, layout.vector)
@@ -359,7 +366,10 @@ def _transformed(write: _Writer, layout: Scheme) -> None:
         write(f"known = known & (element < {channels - first})[None, None, :]")
         write(f"where = base[{_PIXEL}, None] + channel * x_channel")
         write("c = tl.load(x + where, mask=known, other=0.0).to(tl.float32)")
-        write(f"c = c * two_to({HEADROOM} - power)")
+        if activated:
+            write(f"c = (c - centre[{_FIELD}, None]) * scale[{_FIELD}, None]")
+            write(f"c = rectified(c + shift[{_FIELD}, None])")
+        write("c = c * factor")
         write(f"c = tl.reshape(c, [{_ITEMS}{', ' * (vector > 1)}{_twos(vector)}])")
         _split(
             write, "c", [f"c{n}" if n < channels else None for n in range(first, first + vector)]
@@ -397,13 +407,13 @@ def _lay(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) ->
     write("image = row // height")
     write("line = row - image * height")
     write("base = image.to(tl.int64) * x_image + line * x_line + dot * x_dot")
-    write("power = exponent(tl.load(largest))")
+    write(f"factor = two_to({HEADROOM} - exponent(tl.load(largest)))")
     _transformed(write, layout)
     names = [f"t{n}" for n in range(2 * layout.batch)]
     # Pixels are [run, 2, 4, 2], fields [2, 4]; a thread stores what lies side by side.
     pixels, run, threads = "BP // 16, 2, 4, 2", "2, 4", "(0, 6, 5, 7, 2, 1, 4, 3)"
     axes, lane, member = "BP // 16, TARGETS, 32", "None, None, :", ":, :, None"
-    if _FIRST:
+    if FIRST:
         pixels, run, threads = run, pixels, "(1, 7, 4, 2, 6, 3, 0, 5)"
         axes, lane, member = "32, BP // 16, TARGETS", ":, None, None", "None, :, :"
     write(f"found = tl.reshape({_joined(names)}, [{pixels}, {run}, TARGETS, 2])")
@@ -480,7 +490,7 @@ class _Fragments:
         own = [("n1", f"{two}"), ("k3", f"{one}"), ("k2", "2"), ("k0", "2")]
         if left:  # a factor on the left, turned: its threads hold their bits in another order
             own = [("k2", "2"), ("n1", f"{two}"), ("k3", f"{one}"), ("k0", "2")]
-        axes = [*itertools.chain(*(groups if _FIRST else groups[::-1])), *own]
+        axes = [*itertools.chain(*(groups if FIRST else groups[::-1])), *own]
         names = [name for name, _ in axes]
         wanted = ("b", "k4", "k3", "k2", "k1", "k0", "n2", "n1", "n0")
         self.axes = f"[{', '.join(length for _, length in axes)}]"
@@ -489,7 +499,7 @@ class _Fragments:
 
     def load(self, write: _Writer, source: str, result: str) -> None:
         """Read the matrices of all products, ``[product, inner, column]``."""
-        run = ":, None" if _FIRST else ":, None, None, None"
+        run = ":, None" if FIRST else ":, None, None, None"
         member = f"tl.arange(0, {self.groups})[{run}] * (TARGETS * COPIES) + member"
         where = f"(({member}) * 32 + lane) * {self.vector} + tl.arange(0, {self.vector})"
         held = f"tl.reshape(tl.load({source} + ({where})), {self.axes})"
@@ -498,7 +508,7 @@ class _Fragments:
     @staticmethod
     def threads(write: _Writer) -> None:
         """What `load` reads with."""
-        write(f"lane = tl.arange(0, 32)[{':, None, None, None' if _FIRST else ':, None'}]")
+        write(f"lane = tl.arange(0, 32)[{':, None, None, None' if FIRST else ':, None'}]")
         write("member = tl.arange(0, TARGETS * COPIES)[:, None, None]")
 
 
@@ -697,13 +707,14 @@ def _gram_of_chunk(
 
 
 def convolution_source(layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool) -> str:
-    """The kernels ``analyse`` and ``forward`` of a plan's layer.
+    """The kernels ``analyse``, ``analyse_activated`` and ``forward`` of a plan's layer.
 
     One program gives ``copies`` times ``sum(parts)`` output fields; parts are powers of two, at
     least `FIELDS`. ``packed`` is for float16, and not for the interpreter.
     """
     write = _Writer(packed)
-    _analyse(write, layout)
+    for activated in (False, True):
+        _analyse(write, layout, activated)
     _differentiate(write, layout)
     _forward(write, layout, parts, copies)
     return write.text()
@@ -712,12 +723,13 @@ def convolution_source(layout: Scheme, parts: tuple[int, ...], copies: int, pack
 def gradient_source(
     layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int, packed: bool
 ) -> str:
-    """The kernels ``analyse``, ``lay`` and ``gram`` of the gradient to the weights.
+    """The kernels of the gradient to the weights: both ``analyse``, ``lay`` and ``gram``.
 
     As in `convolution_source`, with parts of at least `RUN` and ``pixels`` at a time.
     """
     write = _Writer(packed)
-    _analyse(write, layout)
+    for activated in (False, True):
+        _analyse(write, layout, activated)
     _lay(write, layout, parts, copies)
     _differentiate(write, layout)
     _gram(write, layout, parts, copies, pixels)
