@@ -617,9 +617,16 @@ def test_norm_and_relu_at_the_load_err_little_more_in_half_precisions(group, dty
     pair, x, probe = pre_activated(group, (3, 3), (2, 7, 8), dtype=dtype)
     truth = exact_step(pair, x, probe)
     found, dense = step(pair, x, probe, wanted=FUSED), step(pair, x, probe, "dense", False)
+    err_little_more(found, dense, truth, factor)
+
+
+def err_little_more(found, dense, truth, factor):
+    """Than the dense engine: of the norm's few numbers, which chance rules, than at its worst."""
+    worst = max(error(theirs, exactly) for theirs, exactly in zip(dense, truth, strict=True))
     for ours, theirs, exactly in zip(found, dense, truth, strict=True):
         assert ours.dtype == theirs.dtype
-        assert error(ours, exactly) <= max(factor * error(theirs, exactly), FLOAT32)
+        least = error(theirs, exactly) if ours.ndim > 1 else worst
+        assert error(ours, exactly) <= factor * least
 
 
 def test_the_check_of_norm_and_relu_sees_a_rim_that_is_not_zero(monkeypatch, forgotten):

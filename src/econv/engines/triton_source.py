@@ -334,8 +334,10 @@ def _analyse(write: _Writer, layout: Scheme, activated: bool) -> None:
     write("power = exponent(tl.load(largest + image * each, mask=image < images, other=1.0))")
     write(f"factor = two_to({HEADROOM} - power)")
     if activated:
+        write("there = field < fields")
         for row, number in enumerate(("centre", "scale", "shift")):
-            write(f"{number} = tl.load(affine + {row} * fields + field, mask=field < fields)")
+            place = f"affine + {row} * fields + field"
+            write(f"{number} = tl.load({place}, mask=there, other=0.0)")
         write("factor = tl.where(inside, factor, 0.0)")
     write(f"factor = factor[{_PIXEL}, None]")
     _transformed(write, layout, activated)
