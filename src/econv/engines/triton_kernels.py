@@ -54,9 +54,11 @@ class Gradient(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def convolution(layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool) -> Convolution:
+def convolution(
+    layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool, last: bool
+) -> Convolution:
     """The kernels of a plan's layer, cut as `convolution_source` says."""
-    space = _read(convolution_source(layout, parts, copies, packed), layout)
+    space = _read(convolution_source(layout, parts, copies, packed, last), layout)
     return Convolution((space["analyse"], space["analyse_activated"]), space["forward"])
 
 

@@ -411,7 +411,9 @@ class ConvolutionRun:
         self.cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
         self._arrange(layout, in_fields, out_fields, adjoint)
         sizes = self._sizes(layout, geometry, chosen, adjoint)
-        kernels = convolution(layout, self.cut.parts, self.cut.copies, _packed(self.internal))
+        kernels = convolution(
+            layout, self.cut.parts, self.cut.copies, _packed(self.internal), channels_last
+        )
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
         total, first = math.prod(self.shape), 0
         self.own = 0  # numbers of the memory that is no part of the output

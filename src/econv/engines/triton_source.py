@@ -524,7 +524,9 @@ def _copied(write: _Writer, number: int, size: int) -> None:
     write(f"v{number} = tl.reshape({copies}, [TARGETS * COPIES, {shape})")
 
 
-def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
+def _forward(
+    write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, last: bool
+) -> None:
     """A layer: features of a tile of pixels, products with the weights, channels of the output.
 
     Products of equal shape are one batched product, and each warp makes some of the batch. Where
@@ -590,8 +592,10 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
     pairs, rest = butterflies(plan.synthesis.T)
     channels = plan.synthesis.shape[0]
     padded = power_of_two(channels)
-    write("base = image.to(tl.int64) * y_image + line * y_line + dot * y_dot")
-    write(f"element = tl.arange(0, {padded})")
+    if last:  # one pixel after the other, through all images
+        write("base = pixel.to(tl.int64) * y_dot")
+    else:
+        write("base = image.to(tl.int64) * y_image + line * y_line + dot * y_dot")
     slots = [slot for target in layout.targets for slot in target.slots]
     slots += [-1] * (2 * layout.batch - len(slots))
     done = 0
@@ -605,16 +609,24 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
         _times_rows(write, rest.T, "s", "y")
         for a, b in reversed(pairs):
             write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
-        outputs = [f"y{c if c < channels else 0}" for c in range(padded)]
-        write(f"found = tl.reshape({_joined(outputs)}, [BP, COPIES * {size}, {padded}])")
-        write("found = (found * scale).to(y.dtype.element_ty)")
         write(f"o = tl.arange(0, COPIES * {size})")
         write(f"o = first + {done} + o // {size} * {fields} + o % {size}")
-        write(f"channel = o[:, None] * {channels} + element[None, :]")
-        write("where = base[:, None, None] + (channel * y_channel)[None, :, :]")
-        write(f"known = (o < out_fields)[:, None] & (element < {channels})[None, :]")
-        write("kept = inside[:, None, None] & known[None, :, :]")
-        write("tl.store(y + where, found, mask=kept)")
+        # A thread holds a pixel and a field, next to it the next field: where channels lie side by
+        # side, as much as it writes in one go, so that nothing has to be exchanged.
+        turned = last and FIRST
+        pixel, field = (_PIXEL, _FIELD) if turned else (":, None", "None, :")
+        vector = min(padded, layout.vector) if last else padded
+        write(f"element = tl.arange(0, {vector})[None, None, :]")
+        for start in range(0, channels, vector):
+            outputs = [f"y{c if c < channels else 0}" for c in range(start, start + vector)]
+            write(f"found = tl.reshape({_joined(outputs)}, [BP, COPIES * {size}, {vector}])")
+            write("found = (found * scale).to(y.dtype.element_ty)")
+            if turned:
+                write("found = tl.trans(found, (1, 0, 2))")
+            write(f"channel = o[{field}, None] * {channels} + {start} + element")
+            write(f"known = (o < out_fields)[{field}, None] & (element < {channels - start})")
+            write(f"where = base[{pixel}, None] + channel * y_channel")
+            write(f"tl.store(y + where, found, mask=inside[{pixel}, None] & known)")
         done += size
     write.depth -= 1
     write()
@@ -708,17 +720,20 @@ def _gram_of_chunk(
         done += wide
 
 
-def convolution_source(layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool) -> str:
+def convolution_source(
+    layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool, last: bool
+) -> str:
     """The kernels ``analyse``, ``analyse_activated`` and ``forward`` of a plan's layer.
 
     One program gives ``copies`` times ``sum(parts)`` output fields; parts are powers of two, at
-    least `FIELDS`. ``packed`` is for float16, and not for the interpreter.
+    least `FIELDS`. ``packed`` is for float16, and not for the interpreter; ``last`` for outputs
+    whose channels lie side by side.
     """
     write = _Writer(packed)
     for activated in (False, True):
         _analyse(write, layout, activated)
     _differentiate(write, layout)
-    _forward(write, layout, parts, copies)
+    _forward(write, layout, parts, copies, last)
     return write.text()
 
 
