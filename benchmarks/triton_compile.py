@@ -201,6 +201,16 @@ def disassembled(launch: Launch, trips: float) -> tuple[Code, str]:
     return Code(int(used[1]), spills, launch.kernel.metadata.shared, dict(counts)), sass
 
 
+def spread(launch: Launch, access: str) -> list[list[int]]:
+    """How many threads of a warp lie along each axis of what is loaded or stored as tensors."""
+    text = launch.kernel.asm["ttgir"]
+    found = dict(
+        re.findall(r"^(#\w+) = #ttg\.blocked<.*?threadsPerWarp = \[([\d, ]+)\]", text, re.M)
+    )
+    names = re.findall(rf"tt\.{access} .*: tensor<[^#]*, (#\w+)>", text)
+    return [list(map(int, found[name].split(","))) for name in names if name in found]
+
+
 def _kind(op: str) -> str:
     """A name for instructions that cost alike: with the width of an access where that counts."""
     base, *more = op.split(".")
@@ -307,6 +317,8 @@ def report(layer: Layer, activated: bool, dump: Path | None) -> dict[str, Any]:
                 "spills": code.spills,
                 "shared": code.shared,
                 "programs_at_a_time": occupancy(launch, code),
+                "loads": spread(launch, "load"),
+                "stores": spread(launch, "store"),
                 "microseconds": {k: round(v * 1e6, 1) for k, v in bounds(launch, code).items()},
                 "instructions": {
                     kind: round(n) for kind, n in sorted(code.counts.items(), key=lambda i: -i[1])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", minversion="3.6", reason="no Triton 3.6 or later")
+triton = pytest.importorskip("triton", minversion="3.6", reason="no Triton 3.6 or later")
 
 HERE = Path(__file__).parent
 PARTS = {"1": "reference or dense_engine", "2": "not (reference or dense_engine)"}
@@ -60,6 +60,13 @@ def test_compiled_for_a_gpu_that_is_not_there(tmp_path):
     for name in ("forward", "gram"):
         assert kernels[name]["instructions"]["HMMA"] > 0
         assert kernels[name]["microseconds"]["tensor"] > 0
+    # Neighbouring threads read and store what lies side by side: four fields of a place, the lanes
+    # of a fragment, all fields of a pixel.
+    for access in ("loads", "stores"):
+        assert {tuple(sorted(row)) for row in kernels["analyse"][access]} == {(1, 4, 8)}
+    assert {max(row) for row in kernels["lay"]["stores"]} == {32}
+    first = 0 if triton.__version__ < "3.7" else 1
+    assert {row[first] for row in kernels["forward"]["stores"]} == {16}
 
 
 def test_compiled_where_slots_come_in_chunks_of_unlike_products(tmp_path):
