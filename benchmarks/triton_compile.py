@@ -160,8 +160,9 @@ def operators(
                 back = geometry.transposed(plan.basis.size, size, size)
                 to_x = triton_ops.run_convolve(*g_scaled, *w_scaled, plan.name, True, *back, True)
                 if affine is not None:
-                    to_x, _ = triton_ops.run_activation_backward(to_x, x, affine)
-                    triton_ops.added(to_x, x, affine)
+                    to_x, to_affine = triton_ops.run_activation_backward(to_x, x, affine)
+                    numbers = torch.empty(4, in_fields, device="meta")
+                    triton_ops.statistics_backward(x, to_x, numbers, to_affine)
     return launches
 
 

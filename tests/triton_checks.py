@@ -608,6 +608,28 @@ def test_norm_and_relu_at_the_load_equal_the_modules_in_float64(training, option
         assert error(ours, theirs) <= FLOAT32
 
 
+STATISTICS = [(0.1, torch.float32, True), (1.0, torch.float32, False), (None, torch.float32, True)]
+STATISTICS += [(None, torch.bfloat16, False), (0.1, torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize(("momentum", "dtype", "affine"), STATISTICS)
+def test_running_statistics_are_those_of_the_norm(momentum, dtype, affine):
+    """Over several batches, as large means make it hard, and with parameters of another dtype."""
+    norm = GroupBatchNorm2d(5, "p6", momentum=momentum, affine=affine, device=DEVICE).to(dtype)
+    conv = GroupConv2d(5, 1, "p6", operators="order<=0", device=DEVICE, engine="spectral")
+    pair, twin = PreActivated(norm, conv.to(dtype)), copy.deepcopy(norm).cpu().double()
+    versions = [kept._version for kept in (norm.running_mean, norm.running_var)]
+    for n in range(3):
+        x = (torch.randn(2, 30, 3, 4) * (n + 1) + 100 * n).to(dtype)
+        assert ran_by(pair, x.to(DEVICE)) == [FUSED]
+        twin(x.double())
+    close = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for ours, theirs in zip(norm.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours.double().cpu(), theirs.double(), rtol=close, atol=close)
+    for kept, version in zip((norm.running_mean, norm.running_var), versions, strict=True):
+        assert kept._version == version + 3  # autograd is told
+
+
 # The interpreter cuts digits off where a GPU rounds, which doubles the error of bfloat16.
 ACTIVATED_HALF = [("p8", torch.bfloat16, 3.0 if INTERPRETED else 1.5), ("p8", torch.float16, 2.5)]
 
@@ -669,7 +691,7 @@ def test_buffers_of_an_activated_layer_are_filled_before_they_are_read(monkeypat
     monkeypatch.setattr(triton_launches, "_empty", poisoned)
     for ours, theirs in zip(step(pair, x, probe), wanted, strict=True):
         assert torch.equal(ours, theirs)
-    assert len(shapes) == 11  # three more for the gradients of norm and ReLU
+    assert len(shapes) == 12  # four more for the gradients of norm and ReLU
 
 
 def test_activated_views_with_gaps_are_read_as_they_lie():

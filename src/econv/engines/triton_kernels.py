@@ -26,13 +26,15 @@ __all__ = [
     "Convolution",
     "Gradient",
     "activation_backward",
-    "added",
     "arrange",
     "convolution",
+    "field_statistics",
     "gradient",
     "largest",
     "largest_activated",
     "spread",
+    "statistics_backward",
+    "to_affine",
 ]
 
 
@@ -248,15 +250,102 @@ def activation_backward(
 
 
 @triton.jit
-def added(
+def to_affine(sums, affine, out, programs, fields, BF: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradients to the numbers of fields, from the sums of `activation_backward`."""
+    field = tl.program_id(0) * BF + tl.arange(0, BF)[None, :]
+    there = field < fields
+    total = tl.zeros([BLOCK, BF], tl.float32)
+    product = tl.zeros([BLOCK, BF], tl.float32)
+    for first in tl.range(0, programs, BLOCK):
+        program = first + tl.arange(0, BLOCK)[:, None]
+        where = sums + program * (2 * fields) + field
+        known = (program < programs) & there
+        total += tl.load(where, mask=known, other=0.0)
+        product += tl.load(where + fields, mask=known, other=0.0)
+    field = tl.program_id(0) * BF + tl.arange(0, BF)
+    there = field < fields
+    total = tl.sum(total, axis=0)
+    scale = tl.load(affine + fields + field, mask=there, other=0.0)
+    tl.store(out + field, -scale * total, mask=there)
+    tl.store(out + fields + field, tl.sum(product, axis=0), mask=there)
+    tl.store(out + 2 * fields + field, total, mask=there)
+
+
+@triton.jit
+def field_statistics(
+    means,
+    deviations,
+    weight,
+    bias,
+    running_mean,
+    running_variance,
+    share,
+    out,
+    fields,
+    order,
+    momentum,
+    unbiased,
+    eps,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    RUNNING: tl.constexpr,
+    SHARE: tl.constexpr,
+    BF: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """A norm's numbers from the means and inverse deviations of channels.
+
+    ``out``: centre, scale and shift of each field, and its inverse deviation. The running
+    statistics move towards these by ``momentum``, or by a share that lies in memory.
+    """
+    field = tl.program_id(0) * BF + tl.arange(0, BF)
+    element = tl.arange(0, BE)[None, :]
+    there = field < fields
+    known = there[:, None] & (element < order)
+    where = field[:, None] * order + element
+    mean_of_each = tl.load(means + where, mask=known, other=0.0)
+    deviation = tl.load(deviations + where, mask=known, other=1.0)
+    mean = tl.sum(mean_of_each, axis=1) / order
+    distance = tl.where(known, mean_of_each - mean[:, None], 0.0)
+    within = tl.where(known, 1.0 / (deviation * deviation), 0.0)  # and eps, which each has
+    variance = tl.sum(distance * distance + within, axis=1) / order
+    variance = tl.where(there, variance, 1.0)
+    inverse = 1.0 / tl.sqrt(variance)
+    scale = inverse
+    if WEIGHT:
+        scale *= tl.load(weight + field, mask=there, other=0.0).to(tl.float32)
+    shift = tl.zeros([BF], tl.float32)
+    if BIAS:
+        shift = tl.load(bias + field, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + field, mean, mask=there)
+    tl.store(out + fields + field, scale, mask=there)
+    tl.store(out + 2 * fields + field, shift, mask=there)
+    tl.store(out + 3 * fields + field, inverse, mask=there)
+    if RUNNING:
+        part = momentum
+        if SHARE:
+            part = tl.load(share).to(tl.float32)
+        variance = tl.maximum(variance - eps, 0.0) * unbiased
+        old = tl.load(running_mean + field, mask=there, other=0.0).to(tl.float32)
+        new = (old + part * (mean - old)).to(running_mean.dtype.element_ty)
+        tl.store(running_mean + field, new, mask=there)
+        old = tl.load(running_variance + field, mask=there, other=0.0).to(tl.float32)
+        new = (old + part * (variance - old)).to(running_variance.dtype.element_ty)
+        tl.store(running_variance + field, new, mask=there)
+
+
+@triton.jit
+def statistics_backward(
     g,
     x,
     affine,
+    gradients,
     out,
     rows,
     fields,
     programs,
     image_stride,
+    count,
     INNER: tl.constexpr,
     BR: tl.constexpr,
     BF: tl.constexpr,
@@ -264,16 +353,23 @@ def added(
     BLOCKS: tl.constexpr,
     FIRST: tl.constexpr,
 ):
-    """The sum g + (x − centre)·scale + shift, with three numbers of each field."""
+    """g, and what comes through the statistics that `field_statistics` made the numbers of.
+
+    The scale is variance^(−1/2) times a weight, and the variance the mean of (x − mean)².
+    """  # fmt: skip
     image = tl.program_id(0) // programs
     first = tl.program_id(0) % programs * BLOCKS
-    centre, scale, shift, field = numbers_of(affine, fields, BF, FIRST)
+    centre, scale, _, field = numbers_of(affine, fields, BF, FIRST)
+    to_centre, to_scale, _, field = numbers_of(gradients, fields, BF, FIRST)
+    inverse = tl.load(affine + 3 * fields + field, mask=field < fields, other=0.0)
+    factor = -inverse * inverse * scale * to_scale / count
+    to_centre = to_centre / count
     base = image.to(tl.int64) * image_stride
     for block in tl.static_range(BLOCKS):
         where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
         value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32) - centre
         total = tl.load(g + base + where, mask=known, other=0.0).to(tl.float32)
-        total += value * scale + shift
+        total += value * factor + to_centre
         tl.store(out + base + where, total.to(out.dtype.element_ty), mask=known)
 
 

@@ -38,12 +38,14 @@ from econv.engines.triton_kernels import (
     INTERPRETED,
     OVERALL,
     activation_backward,
-    added,
     arrange,
     convolution,
+    field_statistics,
     gradient,
     largest_activated,
     spread,
+    statistics_backward,
+    to_affine,
 )
 from econv.engines.triton_kernels import largest as largest_kernel
 from econv.engines.triton_scheme import FIELDS, Scheme, power_of_two, scheme
@@ -66,6 +68,7 @@ __all__ = [
     "largest_launch",
     "overridden",
     "precision_of",
+    "statistics_launch",
     "tiles",
 ]
 
@@ -208,7 +211,7 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[int, ...], **options: Any
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], **options: Any
     ) -> None:
         self.kernel, self.grid, self.options = kernel, (*grid, 1, 1)[:3], options
         self.numbers = numbers
@@ -670,8 +673,9 @@ def _rows(x: Like, fields: int) -> _Rows | None:
     return None
 
 
-def _by_rows(kernel: Any, rows: _Rows, **constants: Any) -> Launch:
-    return Launch(kernel, rows.grid, rows.numbers, **rows.constants, **constants, num_warps=4)
+def _by_rows(kernel: Any, rows: _Rows, *numbers: int, **constants: Any) -> Launch:
+    more = {**rows.constants, **constants}
+    return Launch(kernel, rows.grid, (*rows.numbers, *numbers), **more, num_warps=4)
 
 
 @lru_cache(maxsize=1024)
@@ -685,30 +689,37 @@ class BackwardRun:
     """What follows the gradient to an activated input, where that lies in one piece."""
 
     def __init__(self, x: Like, rows: _Rows, fields: int) -> None:
-        self.x, self.numbers = x, math.prod(x.shape)
-        self.sums = (rows.grid[0] * rows.grid[2], 2, fields)
+        self.x, self.numbers, self.fields = x, math.prod(x.shape), fields
+        programs = rows.grid[0] * rows.grid[2]
+        self.sums = (programs, 2, fields)
         self._activation = _by_rows(activation_backward, rows)
-        self._added = _by_rows(added, rows)
+        self._to_affine = Launch(
+            to_affine,
+            (triton.cdiv(fields, FIELDS),),
+            (programs, fields),
+            BF=FIELDS,
+            BLOCK=min(512, triton.next_power_of_2(programs)),
+            num_warps=4,
+        )
+        self._statistics = _by_rows(statistics_backward, rows, self.numbers // fields)
 
     def _like_x(self) -> Tensor:
         flat = _empty((self.numbers,), self.x.dtype, self.x.device)
         return flat.as_strided(self.x.shape, self.x.strides)
 
     def activation(self, g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient to x, and for each field the sums ``[2, fields]`` for those to affine.
-
-        All tensors lie as ``x``; the sums are those of the gradient where it passes, and of it
-        times x − centre.
-        """
+        """The gradients to x, which all images lie as, and to ``affine``."""
         to_x = self._like_x()
         sums = _empty(self.sums, torch.float32, x.device)
         self._activation(g, x, affine, to_x, sums)
-        return to_x, sums.sum(0)
+        found = _empty((3, self.fields), torch.float32, x.device)
+        self._to_affine(sums, affine, found)
+        return to_x, found
 
-    def added(self, g: Tensor, x: Tensor, affine: Tensor) -> Tensor:
-        """The sum g + (x − centre)·scale + shift."""
+    def statistics(self, g: Tensor, x: Tensor, affine: Tensor, to_affine: Tensor) -> Tensor:
+        """The gradient g to x with what comes through its statistics, `field_statistics`."""
         out = self._like_x()
-        self._added(g, x, affine, out)
+        self._statistics(g, x, affine, to_affine, out)
         return out
 
 
@@ -720,6 +731,37 @@ def backward_run(x: Like, fields: int) -> BackwardRun | None:
     if rows is None or empty or (x.shape[0] > 1 and x.strides[0] != math.prod(x.shape[1:])):
         return None
     return BackwardRun(x, rows, fields)
+
+
+@lru_cache(maxsize=1024)
+def statistics_launch(
+    x: Like,
+    fields: int,
+    weight: torch.dtype | None,
+    bias: torch.dtype | None,
+    running: torch.dtype | None,
+    share: float | torch.dtype,
+    eps: float,
+) -> Launch:
+    """How the numbers of a norm are found; ``share`` is a dtype where it lies in memory.
+
+    The launch takes means and inverse deviations of channels, weight, bias, running mean and
+    variance, share, and the result; any tensor stands for those that are not there.
+    """
+    order, count = x.shape[1] // fields, math.prod(x.shape) // fields
+    momentum = None if isinstance(share, torch.dtype) else share
+    return Launch(
+        field_statistics,
+        (triton.cdiv(fields, FIELDS),),
+        (fields, order, momentum or 0.0, count / (count - 1), eps),
+        WEIGHT=weight is not None,
+        BIAS=bias is not None,
+        RUNNING=running is not None,
+        SHARE=momentum is None,
+        BF=FIELDS,
+        BE=power_of_two(order),
+        num_warps=1,
+    )
 
 
 def overridden() -> Tiles | None:

@@ -43,21 +43,23 @@ from econv.engines.triton_launches import (
     largest_launch,
     overridden,
     precision_of,
+    statistics_launch,
     tiles,
 )
 from econv.plan import plan_named
 
 __all__ = [
     "Tiles",
-    "added",
     "convolve",
     "covers",
+    "field_statistics",
     "gram",
     "largest",
     "run_activation_backward",
     "run_convolve",
     "run_gram",
     "run_largest",
+    "statistics_backward",
     "tiles",
 ]
 
@@ -218,14 +220,7 @@ def run_activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tenso
     run = backward_run(Like.of(x), affine.shape[1])
     if run is None:
         return _plain_activation_backward(g, x, affine)
-    affine = affine.contiguous()
-    to_x, sums = run.activation(g.contiguous(memory_format=memory_format(x)), x, affine)
-    return to_x, _to_affine(sums[0], sums[1], affine)
-
-
-def _to_affine(total: Tensor, product: Tensor, affine: Tensor) -> Tensor:
-    """From the sums of the gradient that passes, and of its product with x − centre."""
-    return torch.stack([-affine[1] * total, product, total])
+    return run.activation(g.contiguous(memory_format=memory_format(x)), x, affine.contiguous())
 
 
 def _plain_activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,15 +231,36 @@ def _plain_activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Te
     sums = [
         p.unflatten(1, (affine.shape[1], -1)).sum((0, 2, 3, 4)) for p in (passed, passed * value)
     ]
-    return (passed * scale).to(x.dtype), _to_affine(sums[0], sums[1], affine)
+    return (passed * scale).to(x.dtype), torch.stack([-affine[1] * sums[0], sums[1], sums[0]])
 
 
-def _run_added(g: Tensor, x: Tensor, affine: Tensor) -> Tensor:
-    run = backward_run(Like.of(x), affine.shape[1])
-    if run is None:
-        centre, scale, shift = _by_channel(affine, x)
-        return (g + (x.to(affine.dtype) - centre) * scale + shift).to(x.dtype)
-    return run.added(g.contiguous(memory_format=memory_format(x)), x, affine.contiguous())
+def _field_statistics(
+    x: Tensor,
+    fields: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: tuple[Tensor, Tensor, float | Tensor] | None,
+    eps: float,
+) -> Tensor:
+    means, deviations = torch.batch_norm_stats(x, eps)
+    found = torch.empty((4, fields), dtype=torch.float32, device=x.device)
+    mean, variance, share = (None, None, 0.0) if running is None else running
+    several = (weight, bias, mean)
+    dtypes = (None if tensor is None else tensor.dtype for tensor in several)
+    part = share.dtype if isinstance(share, Tensor) else share
+    launch = statistics_launch(Like.of(x), fields, *dtypes, part, eps)
+    given = (t if isinstance(t, Tensor) else means for t in (*several, variance, share))
+    launch(means, deviations, *given, found)
+    for kept in running[:2] if running is not None else ():
+        torch.autograd.graph.increment_version(kept)
+    return found
+
+
+def _statistics_backward(x: Tensor, g: Tensor, numbers: Tensor, to_affine: Tensor) -> Tensor:
+    run = backward_run(Like.of(x), numbers.shape[1])
+    assert run is not None
+    g = g.contiguous(memory_format=memory_format(x))
+    return run.statistics(g, x, numbers, to_affine.contiguous())
 
 
 def _fake_largest(x: Tensor, affine: Tensor | None) -> Tensor:
@@ -349,8 +365,17 @@ def _there(run: Callable[..., Any]) -> Callable[..., Any]:
     return on_device
 
 
-added: Callable[[Tensor, Tensor, Tensor], Tensor] = _there(_run_added)
-"""g + (x − centre)·scale + shift, where g lies as x does: without gradients."""
+field_statistics: Callable[..., Tensor] = _there(_field_statistics)
+"""The numbers of a batch norm of ``x``: ``affine`` and, as a fourth row, inverse deviations.
+
+``x`` lies in one of torch's two layouts. ``running`` are mean, variance and the share of this batch
+in them (a number, or in memory): they are brought up to date. Without gradients.
+"""
+
+statistics_backward: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _there(
+    _statistics_backward
+)
+"""The gradient to ``x`` from its own part g, `field_statistics` and the gradients to ``affine``."""
 
 
 def _differentiable(operator: Any, function: Callable[..., Any] | None) -> Callable[..., Any]:

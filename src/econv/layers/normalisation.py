@@ -104,7 +104,8 @@ class GroupBatchNorm2d(_BatchNorm):
     def fuses(self, x: Tensor) -> bool:
         """Whether :meth:`as_affine` says what `forward` does to ``x``."""
         several = x.numel() > self.fields  # of one number torch finds no variance, and says so
-        return several and self.eps > 0
+        plain = all(t.is_contiguous() for t in (*self.parameters(), *self.buffers()))
+        return several and plain and self.eps > 0
 
     def as_affine(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The norm before it is applied: ``x``, and three numbers of each field in float32.

@@ -49,9 +49,7 @@ class Running(NamedTuple):
         """Bring them up to date with the statistics of ``count`` numbers of each field."""
         unbiased = variance * (count / (count - 1))
         for kept, new in ((self.mean, mean), (self.variance, unbiased)):
-            share = self.momentum
-            share = share.to(kept.dtype) if isinstance(share, Tensor) else share
-            kept.lerp_(new.to(kept.dtype), share)
+            kept.lerp_(new.to(kept.dtype), self.momentum)
 
 
 def normalise(
@@ -88,9 +86,7 @@ def affine(
     norm is made of the ``x`` that is given back: both parts are added in one go.
     """
     x = x.contiguous(memory_format=dense.memory_format(x))
-    x, numbers, mean, variance = _Affine.apply(x, weight, bias, fields, eps)
-    if running is not None:
-        running.update(mean, variance, x.numel() // fields)
+    x, numbers = _Affine.apply(x, weight, bias, fields, running, eps)
     return x, numbers
 
 
@@ -99,13 +95,6 @@ def rows(mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None
     scale = scale if weight is None else scale * weight.to(scale.dtype)
     shift = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
     return torch.stack([mean, scale, shift])
-
-
-def _statistics(x: Tensor, fields: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean of each field, and variance plus ``eps``: those of its channels, pooled."""
-    means, deviations = torch.batch_norm_stats(x, eps)
-    variance, mean = torch.var_mean(means.view(fields, -1), 1, correction=0)
-    return mean, variance + (deviations.view(fields, -1) ** -2).mean(1)  # eps is in each of them
 
 
 def _plain(
@@ -121,7 +110,10 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, fields: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         order = x.shape[1] // fields
-        mean, variance = _statistics(x, fields, eps)
+        means, deviations = torch.batch_norm_stats(x, eps)
+        means, variances = means.view(fields, order), deviations.view(fields, order) ** -2
+        variance, mean = torch.var_mean(means, 1, correction=0)
+        variance += variances.mean(1)  # and eps, which each of them has
         parts = [mean, variance.rsqrt()]
         parts += [] if weight is None else [weight.to(mean.dtype)]
         parts += [] if bias is None else [bias.to(mean.dtype)]
@@ -167,32 +159,32 @@ class _Normalise(torch.autograd.Function):
 class _Affine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, fields: int, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, variance = _statistics(x, fields, eps)
-        scale = variance.rsqrt()
-        ctx.save_for_backward(x, weight, bias, mean, scale)
-        ctx.fields, ctx.eps = fields, eps
-        variance = variance.sub(eps).clamp_min(0)
-        ctx.mark_non_differentiable(mean, variance)
-        return x, rows(mean, scale, weight, bias), mean, variance
-
-    @staticmethod
-    def backward(ctx: Any, to_x: Tensor, to_rows: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for derivatives of the second order and beyond
-            return _again(ctx, x, weight, bias, to_x, to_rows)
-        to_mean, to_scale, to_shift = to_rows
-        to_weight = None if weight is None else (to_scale * scale).to(weight.dtype)
-        to_bias = None if bias is None else to_shift.to(bias.dtype)
-        if weight is not None:
-            to_scale = to_scale * weight.to(to_scale.dtype)
-        # The scale is variance^(−1/2), and the variance the mean of (x − mean)².
-        count = x.numel() // ctx.fields
-        through = torch.stack([mean, -(scale**3) * to_scale / count, to_mean / count])
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        fields: int,
+        running: Running | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
         from econv.engines import triton_ops
 
-        return triton_ops.added(to_x, x, through), to_weight, to_bias, None, None
+        numbers = triton_ops.field_statistics(x, fields, weight, bias, running, eps)
+        ctx.save_for_backward(x, weight, bias, numbers)
+        ctx.fields, ctx.eps = fields, eps
+        return x, numbers[:3]
+
+    @staticmethod
+    def backward(ctx: Any, to_x: Tensor, to_rows: Tensor) -> tuple[Tensor | None, ...]:
+        from econv.engines import triton_ops
+
+        x, weight, bias, numbers = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for derivatives of the second order and beyond
+            return _again(ctx, x, weight, bias, to_x, to_rows)
+        to_weight = None if weight is None else (to_rows[1] * numbers[3]).to(weight.dtype)
+        to_bias = None if bias is None else to_rows[2].to(bias.dtype)
+        through = triton_ops.statistics_backward(x, to_x, numbers, to_rows)
+        return through, to_weight, to_bias, None, None, None
 
 
 def _again(
@@ -209,4 +201,4 @@ def _again(
     if wanted[0]:
         found[0] = found[0] + to_x
     rest = iter(found)
-    return *(next(rest) if needed else None for needed in wanted), None, None
+    return *(next(rest) if needed else None for needed in wanted), None, None, None
