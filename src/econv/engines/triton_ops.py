@@ -251,8 +251,9 @@ def _field_statistics(
     launch = statistics_launch(Like.of(x), fields, *dtypes, part, eps)
     given = (t if isinstance(t, Tensor) else means for t in (*several, variance, share))
     launch(means, deviations, *given, found)
-    for kept in running[:2] if running is not None else ():
-        torch.autograd.graph.increment_version(kept)
+    for kept in (mean, variance):
+        if kept is not None and not kept.is_inference():
+            torch.autograd.graph.increment_version(kept)  # what a kernel writes, autograd misses
     return found
 
 

@@ -587,12 +587,15 @@ def _forward(
         write(f"source += places * {layout.chunks * FIELDS * layout.width}")
         write.depth -= 1
         products(chunk)
-    write("power = exponent(tl.load(x_largest + image)) + exponent(tl.load(w_largest))")
+    # Found anew: what belongs to a thread's pixels here need not be kept during the loop.
+    write("owner = tl.minimum(pixel, pixels - 1) // (height * width)")
+    write("power = exponent(tl.load(x_largest + owner)) + exponent(tl.load(w_largest))")
     write(f"scale = two_to(power - {2 * HEADROOM})[:, None, None]")
     pairs, rest = butterflies(plan.synthesis.T)
     channels = plan.synthesis.shape[0]
     padded = power_of_two(channels)
-    if last:  # one pixel after the other, through all images
+    split = last and padded > layout.vector
+    if split:  # one pixel after the other, through all images
         write("base = pixel.to(tl.int64) * y_dot")
     else:
         write("base = image.to(tl.int64) * y_image + line * y_line + dot * y_dot")
@@ -611,11 +614,12 @@ def _forward(
             write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
         write(f"o = tl.arange(0, COPIES * {size})")
         write(f"o = first + {done} + o // {size} * {fields} + o % {size}")
-        # A thread holds a pixel and a field, next to it the next field: where channels lie side by
-        # side, as much as it writes in one go, so that nothing has to be exchanged.
-        turned = last and FIRST
+        # A thread holds a pixel and a field, the next one the next field. Where a field's channels
+        # lie side by side and are more than a thread writes in one go, they are stored that way:
+        # otherwise all would be exchanged. (Fewer are not: registers are short.)
+        turned = split and FIRST
         pixel, field = (_PIXEL, _FIELD) if turned else (":, None", "None, :")
-        vector = min(padded, layout.vector) if last else padded
+        vector = layout.vector if split else padded
         write(f"element = tl.arange(0, {vector})[None, None, :]")
         for start in range(0, channels, vector):
             outputs = [f"y{c if c < channels else 0}" for c in range(start, start + vector)]
