@@ -47,6 +47,7 @@ import econv
 from econv.engines import ENGINES, auto, native
 from econv.engines.spectral import Geometry, kernel_name
 from econv.files import write_atomically
+from econv.layers import norm_relu_conv
 from econv.plan import spectral_plan
 from econv.records import revision, source_hash
 from econv.train.capture import captured
@@ -176,17 +177,20 @@ def cuda_peak(case: Case) -> dict[str, int]:
     found = {}
     for engine in ENGINES:
         layer = case.layer("cuda")
-        x = image(case, layer, "cuda").requires_grad_()
-        with econv.engine(engine):
-            for _ in range(2):
-                layer.zero_grad(set_to_none=True)
-                x.grad = None
-                torch.cuda.synchronize()
-                before = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-                layer(x).sum().backward()
-        found[engine] = torch.cuda.max_memory_allocated() - before
+        found[engine] = cuda_peak_of(layer, image(case, layer, "cuda").requires_grad_(), engine)
     return found
+
+
+def cuda_peak_of(module: torch.nn.Module, x: Tensor, engine: str) -> int:
+    with econv.engine(engine):
+        for _ in range(2):
+            module.zero_grad(set_to_none=True)
+            x.grad = None
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            module(x).sum().backward()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def kernels(case: Case, engine: str) -> dict[str, float]:
@@ -195,12 +199,16 @@ def kernels(case: Case, engine: str) -> dict[str, float]:
     layer = case.layer("cuda")
     x = image(case, layer, "cuda").requires_grad_()
     run = passes(layer, x, torch.randn_like(layer(x)))["forward+backward"]
+    return kernels_of(partial(run, engine))
+
+
+def kernels_of(run: Callable[[], None]) -> dict[str, float]:
     for _ in range(2):
-        run(engine)
+        run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(QUEUED):
-            run(engine)
+            run()
         torch.cuda.synchronize()
     found: dict[str, float] = {}
     for event in profile.key_averages():
@@ -221,6 +229,45 @@ def with_norm(case: Case, seconds: float) -> dict[str, float]:
     run = passes(block, x, torch.randn_like(layer(x)))["forward+backward"]
     graphs = {engine: captured(partial(run, engine), ()) for engine in ENGINES}
     found: dict[str, float] = interleaved(graphs, "cuda", time.perf_counter, 20, seconds)["median"]
+    return found
+
+
+class PreActivated(torch.nn.Module):
+    """Norm, ReLU, layer: one after the other, or in one go."""
+
+    def __init__(self, case: Case, device: str, fuse: bool) -> None:
+        super().__init__()
+        self.norm = econv.GroupBatchNorm2d(case.in_fields, case.group, device=device)
+        self.layer = case.layer(device)
+        self.fuse = fuse
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fuse:
+            return norm_relu_conv(self.norm, self.layer, x)
+        result: Tensor = self.layer(torch.relu(self.norm(x)))
+        return result
+
+
+FUSED = "fused"  # beside the names of the engines
+
+
+def pre_activated(case: Case, seconds: float) -> dict[str, Any]:
+    """A training step of norm, ReLU and layer as a CUDA graph, and its memory: each way."""
+    torch.manual_seed(0)
+    found: dict[str, Any] = {"ran": {}, "peak_bytes": {}, "kernels": {}}
+    graphs = {}
+    for name in (*ENGINES, FUSED):
+        engine = "spectral" if name == FUSED else name
+        block = PreActivated(case, "cuda", name == FUSED)
+        x = image(case, block.layer, "cuda").requires_grad_()
+        with torch.no_grad(), econv.engine(engine) as ran:
+            gradient = torch.randn_like(block(x))
+        found["ran"][name] = ran[0]
+        found["peak_bytes"][name] = cuda_peak_of(block, x, engine)
+        run = partial(passes(block, x, gradient)["forward+backward"], engine)
+        found["kernels"][name] = kernels_of(run)
+        graphs[name] = captured(run, ())
+    found |= interleaved(graphs, "cuda", time.perf_counter, 20, seconds)
     return found
 
 
@@ -563,6 +610,7 @@ def beyond_time(case: Case, device: str, seconds: float) -> dict[str, Any]:
             "errors": errors(case),
             "kernels": {engine: kernels(case, engine) for engine in ENGINES},
             "with_norm_and_relu": with_norm(case, seconds),
+            "after_norm_and_relu": pre_activated(case, seconds),
         }
     return {"peak_bytes": peak_bytes(case)} if Path("/proc/self/status").exists() else {}
 
@@ -582,6 +630,11 @@ def line(case: Case, record: dict[str, Any], targets: dict[Case, tuple[float, fl
         text += f"   peak MB {memory['dense'] / 1e6:.0f} / {memory['spectral'] / 1e6:.0f}"
     if graph := record["forward+backward"].get("graph"):
         text += f"   as a graph {graph['dense'] / graph['spectral']:.2f}"
+    if after := record.get("after_norm_and_relu"):
+        times, peaks = after["median"], after["peak_bytes"]
+        text += f"   after norm and ReLU {times['dense'] / times['spectral']:.2f}"
+        text += f", fused {times['dense'] / times[FUSED]:.2f}"
+        text += f", peak MB {' / '.join(f'{peak / 1e6:.0f}' for peak in peaks.values())}"
     if "errors" in record:
         worst = max(
             record["errors"]["spectral"][name] / value

@@ -271,6 +271,28 @@ def gpu_layers(found: dict[str, Any]) -> str:
     return "\n".join([*table(head, rows), "", note])
 
 
+def gpu_fused(found: dict[str, Any]) -> str:
+    """Norm, ReLU and layer, one after the other and in one go."""
+    rows = []
+    for layer in found["layers"]:
+        if after := layer.get("after_norm_and_relu"):
+            times, ways = after["median"], ("dense", "spectral", "fused")
+            cells = [f"{times['dense'] / times[way]:.2f}" for way in ways[1:]]
+            cells.append(f"{times['spectral'] / times['fused']:.2f}")
+            cells.append(" / ".join(f"{after['peak_bytes'][way] / 1e6:.0f}" for way in ways))
+            rows.append([layer_name(layer["case"]), *cells])
+    if not rows:
+        return "There is no record of this yet."
+    head = ["norm, ReLU, layer, bfloat16", "one after the other", "in one go"]
+    head += ["in one go / one after the other", "peak MB, dense / spectral / in one go"]
+    note = (
+        "(Speed over the dense engine's, a training step as a CUDA graph; "
+        f"{found['device']}, code of revision {found['revision'][:12]}; "
+        "`benchmarks/engines.py --device cuda`.)"
+    )
+    return "\n".join([*table(head, rows), "", note])
+
+
 def gpu_kernels(found: dict[str, Any]) -> str:
     """Where the time of a training step goes."""
     names = ("forward", "gram", "analyse", "lay", "largest")
@@ -326,6 +348,7 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
         "gpu layers": ("engines_cuda.json", gpu_layers),
         "gpu kernels": ("engines_cuda.json", gpu_kernels),
         "training on a gpu": ("training_cuda.json", training_speed),
+        "gpu fused": ("engines_cuda.json", gpu_fused),
     },
 }
 NOT_EVERYWHERE = ("device_tests.json",)  # what needs a machine that there may have been none of

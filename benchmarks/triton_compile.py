@@ -7,6 +7,7 @@ a launch: the busiest of the units that carry the instructions out.
 
     python benchmarks/triton_compile.py                        # the layers of the table
     python benchmarks/triton_compile.py --tiles pixels=32      # cut in another way
+    python benchmarks/triton_compile.py --activated            # with norm and ReLU at the load
     python benchmarks/triton_compile.py --dump folder          # with the machine code
 """
 
@@ -116,12 +117,12 @@ def caught() -> Iterator[list[Launch]]:
 OPERATORS = ("convolve", "gram", "adjoint")  # of a training step, in the order in which they run
 
 
-def training_step(layer: Layer) -> list[Launch]:
+def training_step(layer: Layer, activated: bool = False) -> list[Launch]:
     """The launches of the forward pass, then those of both gradients."""
     plan = spectral_plan(filter_basis(layer.group, layer.operators), "regular", "regular")
     geometry = Geometry(1, 1, 1, plan.basis.size // 2, layer.size, layer.size)
     shape = (layer.batch, layer.fields, layer.fields, layer.size)
-    return operators(plan, *shape, geometry, layer.dtype)
+    return operators(plan, *shape, geometry, layer.dtype, activated=activated)
 
 
 def operators(
@@ -133,24 +134,35 @@ def operators(
     geometry: Geometry,
     dtype: str,
     names: Sequence[str] = OPERATORS,
+    activated: bool = False,
 ) -> list[Launch]:
-    """The launches of some operators of a layer on images of ``size`` by ``size``."""
+    """The launches of some operators of a layer on images of ``size`` by ``size``.
+
+    ``activated``: the layer normalises and rectifies its input at the load.
+    """
     order = plan.basis.group.order
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": "meta"}
     options["memory_format"] = torch.channels_last
     x = torch.empty((batch, in_fields * order, size, size), **options)
     g = torch.empty((batch, out_fields * order, geometry.height, geometry.width), **options)
     weights = torch.empty(out_fields, in_fields, plan.weights, device="meta")
+    affine = torch.empty(3, in_fields, device="meta") if activated else None
     with caught() as launches:
-        x_scaled, g_scaled, w_scaled = ((t, triton_ops.run_largest(t)) for t in (x, g, weights))
+        x_scaled = (x, triton_ops.run_largest(x, affine))
+        g_scaled, w_scaled = ((t, triton_ops.run_largest(t)) for t in (g, weights))
         for name in names:
             if name == "convolve":
-                triton_ops.run_convolve(*x_scaled, *w_scaled, plan.name, False, *geometry, True)
+                numbers = (*geometry, True, affine)
+                triton_ops.run_convolve(*x_scaled, *w_scaled, plan.name, False, *numbers)
             elif name == "gram":
-                triton_ops.run_gram(*x_scaled, *g_scaled, plan.name, *geometry[:4])
+                triton_ops.run_gram(*x_scaled, *g_scaled, plan.name, *geometry[:4], affine)
             else:
                 back = geometry.transposed(plan.basis.size, size, size)
-                triton_ops.run_convolve(*g_scaled, *w_scaled, plan.name, True, *back, True)
+                to_x = triton_ops.run_convolve(*g_scaled, *w_scaled, plan.name, True, *back, True)
+                if affine is not None:
+                    to_x, to_affine = triton_ops.run_activation_backward(to_x, x, affine)
+                    numbers = torch.empty(4, in_fields, device="meta")
+                    triton_ops.statistics_backward(x, to_x, numbers, to_affine)
     return launches
 
 
@@ -188,6 +200,16 @@ def disassembled(launch: Launch, trips: float) -> tuple[Code, str]:
         counts[_kind(op)] += trips if inside else 1.0
     spills = int(used[2])
     return Code(int(used[1]), spills, launch.kernel.metadata.shared, dict(counts)), sass
+
+
+def spread(launch: Launch, access: str) -> list[list[int]]:
+    """How many threads of a warp lie along each axis of what is loaded or stored as tensors."""
+    text = launch.kernel.asm["ttgir"]
+    found = dict(
+        re.findall(r"^(#\w+) = #ttg\.blocked<.*?threadsPerWarp = \[([\d, ]+)\]", text, re.M)
+    )
+    names = re.findall(rf"tt\.{access} .*: tensor<[^#]*, (#\w+)>", text)
+    return [list(map(int, found[name].split(","))) for name in names if name in found]
 
 
 def _kind(op: str) -> str:
@@ -272,8 +294,8 @@ def trips(launch: Launch) -> float:
     return 1.0
 
 
-def report(layer: Layer, dump: Path | None) -> dict[str, Any]:
-    launches = training_step(layer)
+def report(layer: Layer, activated: bool, dump: Path | None) -> dict[str, Any]:
+    launches = training_step(layer, activated)
     seen: dict[str, float] = {}
     for launch in launches:
         seen.setdefault(launch.kernel.hash, launch.seconds)
@@ -296,6 +318,8 @@ def report(layer: Layer, dump: Path | None) -> dict[str, Any]:
                 "spills": code.spills,
                 "shared": code.shared,
                 "programs_at_a_time": occupancy(launch, code),
+                "loads": spread(launch, "load"),
+                "stores": spread(launch, "store"),
                 "microseconds": {k: round(v * 1e6, 1) for k, v in bounds(launch, code).items()},
                 "instructions": {
                     kind: round(n) for kind, n in sorted(code.counts.items(), key=lambda i: -i[1])
@@ -310,6 +334,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layer", nargs="*", help="such as p8,40,512,16 (default: the table's)")
     parser.add_argument("--tiles", nargs="*", default=[], help="such as pixels=32 warps=4")
+    parser.add_argument("--activated", action="store_true", help="norm and ReLU at the load")
     parser.add_argument("--most", type=int, default=14, help="kinds of instructions shown")
     parser.add_argument("--dump", type=Path, metavar="FOLDER", help="write the machine code there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what is printed to FILE")
@@ -326,7 +351,7 @@ def main(arguments: list[str] | None = None) -> None:
     found = []
     for layer in layers or LAYERS:
         with triton_ops.tiles(**changes) if changes else nullcontext():
-            record = report(layer, args.dump)
+            record = report(layer, args.activated, args.dump)
         found.append(record)
         print(f"{layer}: {record['compile_seconds']} s to compile")
         bound = 0.0
@@ -340,14 +365,14 @@ def main(arguments: list[str] | None = None) -> None:
             }
             bound += sum(max(r["microseconds"].values()) for r in rows)
             print(
-                f"  {kernel:<8} {len(rows):>2} × {row['grid']!s:<14} {row['warps']:>2} warps"
+                f"  {kernel:<19} {len(rows):>2} × {row['grid']!s:<14} {row['warps']:>2} warps"
                 f" {row['registers']:>3} registers, {row['spills']} B spilled,"
                 f" {row['shared'] / 1024:.0f} KiB shared, {row['programs_at_a_time']} at a time;"
                 f" µs: {', '.join(f'{unit} {time:.0f}' for unit, time in times.items())}"
             )
             if kernel in ("forward", "gram"):
                 shown = list(row["instructions"].items())[: args.most]
-                print(f"           {', '.join(f'{kind} {n}' for kind, n in shown)}")
+                print(f"                      {', '.join(f'{kind} {n}' for kind, n in shown)}")
         print(f"  in all ≥ {bound:.0f} µs, by the busiest unit of each launch", flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")

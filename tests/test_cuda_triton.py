@@ -13,7 +13,16 @@ if not torch.cuda.is_available():
 from econv.engines import auto, replayed
 from econv.train.capture import captured
 from triton_checks import *  # noqa: F403
-from triton_checks import error, exact, results
+from triton_checks import (
+    FUSED,
+    PreActivated,
+    err_little_more,
+    error,
+    exact,
+    exact_step,
+    results,
+    step,
+)
 
 BFLOAT16 = {"device": "cuda", "dtype": torch.bfloat16, "engine": "spectral"}
 ROWS = [("p8", 40, 16), ("p8", 80, 8), ("p16", 20, 32), ("p8m", 20, 32), ("p32", 20, 16)]
@@ -110,6 +119,72 @@ def test_a_training_step_takes_no_more_memory_than_the_dense_engine():
             layer(x).backward(probe)
         peaks[engine] = torch.cuda.max_memory_allocated() - before
     assert peaks["spectral"] <= peaks["dense"], peaks
+
+
+def pre_activated_row(group, fields, size, batch=4):
+    layer, x, probe = row(group, fields, size, batch)
+    norm = econv.GroupBatchNorm2d(fields, group, device="cuda")
+    return PreActivated(norm, layer), 2 * x + 1, probe
+
+
+@pytest.mark.parametrize(("group", "fields", "size"), ROWS)
+def test_norm_and_relu_at_the_load_err_little_more_than_the_dense_engine(group, fields, size):
+    pair, x, probe = pre_activated_row(group, fields, size)
+    wanted = exact_step(pair, x, probe)
+    found = step(pair, x, probe, wanted=FUSED)
+    err_little_more(found, step(pair, x, probe, "dense", False), wanted, 1.5)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_a_training_step_with_norm_and_relu_at_the_load_is_captured_and_waits_for_nothing():
+    pair, x, probe = pre_activated_row("p8", 8, 16)
+    x.requires_grad_()
+    inputs = [x, *pair.parameters()]
+    found = []
+
+    def run():
+        found[:] = torch.autograd.grad(pair(x), inputs, probe)
+
+    run()
+    wanted = list(found)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    tracked = int(pair.norm.num_batches_tracked)
+    replay = captured(run, [])
+    for gradient in found:  # those that the graph writes
+        gradient.zero_()
+    before = int(pair.norm.num_batches_tracked)
+    replay()
+    assert int(pair.norm.num_batches_tracked) == before + 1 > tracked
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("group", "fields", "size"), ROWS[:3])
+def test_norm_and_relu_at_the_load_save_a_map(group, fields, size):
+    """Kept from the forward pass: one map less; at its most: no more than before."""
+    kept, peaks = {}, {}
+    for fuse in (False, True):
+        pair, x, probe = pre_activated_row(group, fields, size, batch=128)
+        pair.fuse = fuse
+        x.requires_grad_()
+        for _ in range(2):
+            x.grad = None
+            pair.zero_grad(set_to_none=True)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            out = pair(x)
+            kept[fuse] = torch.cuda.memory_allocated() - before
+            out.backward(probe)
+            del out
+        peaks[fuse] = torch.cuda.max_memory_allocated() - before
+    image = x.numel() * x.element_size()
+    assert kept[False] - kept[True] >= 0.99 * image
+    assert peaks[True] <= peaks[False], peaks
 
 
 def test_auto_takes_the_kernels_where_its_cost_model_says_so(monkeypatch):

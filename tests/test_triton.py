@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", minversion="3.6", reason="no Triton 3.6 or later")
+triton = pytest.importorskip("triton", minversion="3.6", reason="no Triton 3.6 or later")
 
 HERE = Path(__file__).parent
 PARTS = {"1": "reference or dense_engine", "2": "not (reference or dense_engine)"}
@@ -35,10 +35,10 @@ def test_interpreted(chosen):
     assert "skipped" not in done.stdout.splitlines()[-1]
 
 
-def compiled(layer, folder):
+def compiled(layer, folder, *options):
     """What the kernels of a layer compile to, in a process without the interpreter."""
     command = [sys.executable, str(HERE.parent / "benchmarks" / "triton_compile.py")]
-    command += ["--layer", layer, "--json", str(folder / "found.json")]
+    command += ["--layer", layer, "--json", str(folder / "found.json"), *options]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
@@ -60,9 +60,30 @@ def test_compiled_for_a_gpu_that_is_not_there(tmp_path):
     for name in ("forward", "gram"):
         assert kernels[name]["instructions"]["HMMA"] > 0
         assert kernels[name]["microseconds"]["tensor"] > 0
+    # Neighbouring threads read and store what lies side by side: four fields of a place, the lanes
+    # of a fragment.
+    for access in ("loads", "stores"):
+        assert {tuple(sorted(row)) for row in kernels["analyse"][access]} == {(1, 4, 8)}
+    assert {max(row) for row in kernels["lay"]["stores"]} == {32}
 
 
 def test_compiled_where_slots_come_in_chunks_of_unlike_products(tmp_path):
     """The interpreter does not mind what a compiler does: a name whose type changes in a loop."""
     record = compiled("p6m,3,1,8,float32,order<=2", tmp_path)
     assert {"forward", "gram"} <= {row["kernel"] for row in record["launches"]}
+
+
+def test_compiled_with_norm_and_relu_at_the_load(tmp_path):
+    """They take no kernels that spill, and every access is as wide as it can be."""
+    record = compiled("p16,16,16,8", tmp_path, "--activated")
+    kernels = {row["kernel"]: row for row in record["launches"]}
+    own = ("largest_activated", "analyse_activated", "activation_backward", "statistics_backward")
+    for name in own:
+        assert kernels[name]["spills"] == 0
+        loads = {kind for kind in kernels[name]["instructions"] if kind.startswith("LDG")}
+        assert loads == {"LDG.128", "LDG.32"}  # images, and the numbers of fields
+    # The adjoint's input is a gradient, which nothing is done to.
+    assert {"analyse", "largest", "forward", "gram", "lay"} <= kernels.keys()
+    # Where a field has more channels than a thread stores at once: all fields of a pixel.
+    first = 0 if triton.__version__ < "3.7" else 1
+    assert {row[first] for row in kernels["forward"]["stores"]} == {16}

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import econv
-from econv import GroupConv2d, filter_basis
+from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
 from econv.engines import spectral, triton_kernels, triton_launches, triton_ops
 from econv.engines.spectral import Geometry
 from econv.engines.triton_kernels import INTERPRETED, OVERALL
+from econv.layers import norm_relu_conv
 from econv.plan import spectral_plan
 from test_engines import run_reference
+from test_pooled import stats
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FLOAT32 = 1e-6 if INTERPRETED else 1e-5  # a GPU multiplies with 21 digits of 24
@@ -33,6 +35,7 @@ def kernels_run(monkeypatch):
     if not INTERPRETED:
         yield
         return
+    monkeypatch.setattr(torch, "batch_norm_stats", lambda x, eps: stats(x.float(), eps))
     with triton_ops.tiles(gram_fields=4, splits=1):  # fewer programs, one after the other
         yield
 
@@ -470,12 +473,12 @@ def test_the_operators_pass_the_checks_of_torch():
     weights.requires_grad_()
     operators = torch.ops.econv
     x_scale, w_scale, g_scale = (triton_ops.largest(tensor) for tensor in (x, weights, g))
-    torch.library.opcheck(operators.largest.default, (x,))
+    torch.library.opcheck(operators.largest.default, (x, None))
     for last in (False, True):
-        inputs = (x, x_scale, weights, w_scale, plan.name, False, *geometry, last)
+        inputs = (x, x_scale, weights, w_scale, plan.name, False, *geometry, last, None)
         torch.library.opcheck(operators.convolve.default, inputs)
     g.requires_grad_()
-    inputs = (x, x_scale, g, g_scale, plan.name, *geometry[:4])
+    inputs = (x, x_scale, g, g_scale, plan.name, *geometry[:4], None)
     torch.library.opcheck(operators.gram.default, inputs)
 
 
@@ -527,3 +530,285 @@ def test_results_repeat_to_the_last_bit():
         *(results(layer, x, probe, "spectral") for _ in range(2)), strict=True
     ):
         assert torch.equal(first, second)
+
+
+FUSED = "spectral/triton" + spectral.FUSED
+
+
+class PreActivated(torch.nn.Module):
+    """Norm, ReLU, convolution; as one where ``fuse`` says so and it can be had."""
+
+    def __init__(self, norm, conv, fuse=True):
+        super().__init__()
+        self.norm, self.conv, self.fuse = norm, conv, fuse
+
+    def forward(self, x):
+        if self.fuse:
+            return norm_relu_conv(self.norm, self.conv, x)
+        return self.conv(torch.relu(self.norm(x)))
+
+
+def pre_activated(group="p4", fields=(2, 3), shape=(2, 7, 6), norm=None, dtype=None, **options):
+    """The three modules with numbers that are no defaults, an input and an output's gradient."""
+    conv, x, probe = case(group, fields, shape, dtype or torch.float32, **options)
+    normed = GroupBatchNorm2d(fields[0], group, device=DEVICE, **(norm or {}))
+    with torch.no_grad():
+        for tensor in (*normed.parameters(), normed.running_var):
+            if tensor is not None:
+                tensor.uniform_(0.5, 1.5)
+        if normed.bias is not None:
+            normed.bias -= 0.7  # of either sign, as the scales are
+            normed.weight[0] *= -1
+        if normed.running_mean is not None:
+            normed.running_mean.normal_()
+    return PreActivated(normed, conv), 2 * x + 1, probe
+
+
+def step(pair, x, probe, engine="spectral", fuse=True, wanted=None):
+    """Output, all gradients, and the statistics after it; what ran is what was wanted."""
+    pair = copy.deepcopy(pair)
+    pair.fuse, pair.conv.engine = fuse, engine
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    with econv.engine() as ran:
+        out = pair(x)
+    assert ran == [wanted] or wanted is None
+    found = torch.autograd.grad(out, [x, *pair.parameters()], probe.to(out))
+    return [out, *found, *(b for b in pair.norm.buffers() if b.is_floating_point())]
+
+
+def exact_step(pair, x, probe):
+    pair = copy.deepcopy(pair).double().cpu()
+    return step(pair, x.double().cpu(), probe.double().cpu(), "dense", False)
+
+
+ACTIVATED = {
+    "p4": (True, {}),
+    "p4, eval": (False, {"bias": True}),
+    "p6, stride 2, odd fields": (True, {"group": "p6", "fields": (5, 3), "stride": 2}),
+    "p8m, eval": (False, {"group": "p8m", "shape": (1, 6, 7), **LOW}),
+    "p16": (True, {"group": "p16", "shape": (1, 5, 4), **LOW}),
+    "dilation 2, no padding": (True, {"dilation": 2, "padding": 0, "shape": (1, 9, 11)}),
+    "circular, eval": (False, {"padding_mode": "circular", "shape": (1, 5, 6)}),
+    "1×1": (True, {"operators": "order<=0", "stride": 2}),
+    "mean of all batches": (True, {"norm": {"momentum": None}, **LOW}),
+    "no scale and bias": (True, {"norm": {"affine": False}, **LOW}),
+    "no running statistics, eval": (False, {"norm": {"track_running_stats": False}, **LOW}),
+}
+
+
+@pytest.mark.parametrize(("training", "options"), ACTIVATED.values(), ids=ACTIVATED.keys())
+def test_norm_and_relu_at_the_load_equal_the_modules_in_float64(training, options):
+    pair, x, probe = pre_activated(**options)
+    pair.train(training)
+    x = x.to(memory_format=torch.channels_last if training else torch.contiguous_format)
+    wanted = exact_step(pair, x, probe)
+    found = step(pair, x, probe, wanted=FUSED)
+    assert found[0].is_contiguous(memory_format=spectral.memory_format(x))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert error(ours, theirs) <= FLOAT32
+
+
+STATISTICS = [(0.1, torch.float32, True), (1.0, torch.float32, False), (None, torch.float32, True)]
+STATISTICS += [(None, torch.bfloat16, False), (0.1, torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize(("momentum", "dtype", "affine"), STATISTICS)
+def test_running_statistics_are_those_of_the_norm(momentum, dtype, affine):
+    """Over several batches, as large means make it hard, and with parameters of another dtype."""
+    norm = GroupBatchNorm2d(5, "p6", momentum=momentum, affine=affine, device=DEVICE).to(dtype)
+    conv = GroupConv2d(5, 1, "p6", operators="order<=0", device=DEVICE, engine="spectral")
+    pair, twin = PreActivated(norm, conv.to(dtype)), copy.deepcopy(norm).cpu().double()
+    versions = [kept._version for kept in (norm.running_mean, norm.running_var)]
+    for n in range(3):
+        x = (torch.randn(2, 30, 3, 4) * (n + 1) + 100 * n).to(dtype)
+        assert ran_by(pair, x.to(DEVICE)) == [FUSED]
+        twin(x.double())
+    close = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for ours, theirs in zip(norm.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours.double().cpu(), theirs.double(), rtol=close, atol=close)
+    for kept, version in zip((norm.running_mean, norm.running_var), versions, strict=True):
+        assert kept._version == version + 3  # autograd is told
+
+
+# The interpreter cuts digits off where a GPU rounds, which doubles the error of bfloat16.
+ACTIVATED_HALF = [("p8", torch.bfloat16, 3.0 if INTERPRETED else 1.5), ("p8", torch.float16, 2.5)]
+
+
+@pytest.mark.parametrize(("group", "dtype", "factor"), ACTIVATED_HALF)
+def test_norm_and_relu_at_the_load_err_little_more_in_half_precisions(group, dtype, factor):
+    pair, x, probe = pre_activated(group, (3, 3), (2, 7, 8), dtype=dtype)
+    truth = exact_step(pair, x, probe)
+    found, dense = step(pair, x, probe, wanted=FUSED), step(pair, x, probe, "dense", False)
+    err_little_more(found, dense, truth, factor)
+
+
+def err_little_more(found, dense, truth, factor):
+    """Than the dense engine: of the norm's few numbers, which chance rules, than at its worst."""
+    worst = max(error(theirs, exactly) for theirs, exactly in zip(dense, truth, strict=True))
+    for ours, theirs, exactly in zip(found, dense, truth, strict=True):
+        assert ours.dtype == theirs.dtype
+        least = error(theirs, exactly) if ours.ndim > 1 else worst
+        assert error(ours, exactly) <= factor * least
+
+
+def test_the_check_of_norm_and_relu_sees_a_rim_that_is_not_zero(monkeypatch, forgotten):
+    """Zeros belong around what was activated, not around what is to be."""
+    pair, x, probe = pre_activated(**LOW)
+    pair.eval()
+    wanted = exact_step(pair, x, probe)
+    read, line = triton_kernels._read, "factor = tl.where(inside, factor, 0.0)"
+
+    def without(source, layout):
+        assert source.count(line) == 1
+        return read(source.replace(line, ""), layout)
+
+    monkeypatch.setattr(triton_kernels, "_read", without)
+    triton_kernels.convolution.cache_clear()
+    triton_kernels.gradient.cache_clear()
+    forget()
+    found = step(pair, x, probe, wanted=FUSED)
+    triton_kernels.convolution.cache_clear()
+    triton_kernels.gradient.cache_clear()
+    wrong = [error(ours, theirs) > 1e-2 for ours, theirs in zip(found, wanted, strict=True)]
+    # Output and gradient to the weights; whatever comes from the adjoint has no part in it.
+    assert wrong == [True, False, False, False, True, False, False]
+
+
+LAYOUTS = [("p6", torch.contiguous_format), ("p4", torch.channels_last)]
+
+
+@pytest.mark.parametrize(("group", "layout"), LAYOUTS)
+def test_buffers_of_an_activated_layer_are_filled_before_they_are_read(monkeypatch, group, layout):
+    pair, x, probe = pre_activated(group, (5, 3), (2, 5, 7), stride=2, **LOW)
+    x = x.to(memory_format=layout)
+    wanted = step(pair, x, probe)
+    shapes = []
+
+    def poisoned(shape, dtype, device):
+        shapes.append(shape)
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+    monkeypatch.setattr(triton_launches, "_empty", poisoned)
+    for ours, theirs in zip(step(pair, x, probe), wanted, strict=True):
+        assert torch.equal(ours, theirs)
+    assert len(shapes) == 12  # four more for the gradients of norm and ReLU
+
+
+def test_activated_views_with_gaps_are_read_as_they_lie():
+    plan, x, _, weights, geometry = operands()
+    affine = torch.randn(3, 2, device=DEVICE)
+    wide = torch.randn(4, x.shape[1], 10, 12, device=DEVICE)
+    view = wide[::2, :, ::2, ::2]
+    results = []
+    for images in (view, view.contiguous()):
+        given = [t.detach().requires_grad_() for t in (images, weights, affine)]
+        out = triton_ops.convolve(*given[:2], plan.name, False, *geometry, affine=given[2])
+        results.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
+    for ours, theirs in zip(*results, strict=True):
+        assert error(ours, theirs) <= FLOAT32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_largest_numbers_of_activated_images(dtype):
+    x = torch.randn(5, 3 * 8, 9, 11).to(device=DEVICE, dtype=dtype)
+    x[2, 23, 8, 10] = torch.inf
+    x[3, 0, 0, 0] = torch.nan
+    affine = torch.tensor([[0.5, 1.0, -2.0], [-1.5, 1.0, 0.3], [-9.0, 3.0, 1.0]]).to(DEVICE)
+    x[1], affine[2, 0] = -50.0, -90.0
+    for images in layouts(x):
+        wanted = triton_ops._activated(images, affine).flatten(1).amax(1)
+        found = triton_ops.largest(images, affine)
+        torch.testing.assert_close(found[OVERALL:], wanted, equal_nan=True)
+        assert found[0].isnan()
+        assert triton_ops.largest(images[:3], affine)[0] == torch.inf
+    assert wanted.tolist()[1:3] == [0.0, torch.inf]
+
+
+def test_what_is_no_number_passes_norm_and_relu():
+    pair, x, _ = pre_activated(shape=(2, 7, 7), dtype=torch.float16)
+    pair.eval()
+    clean = pair(x)
+    x[0, 0, 3, 3] = torch.nan
+    out = pair(x)
+    assert not out[0, :, 3, 3].isfinite().any()
+    assert torch.equal(out[1], clean[1])
+
+
+def test_an_activated_layer_keeps_its_input_and_a_few_numbers():
+    """The modules one after the other keep what was activated as well."""
+    pair, x, _ = pre_activated(fields=(3, 3), shape=(2, 8, 8), **LOW)
+    x.requires_grad_()
+    maps = {}
+    for fuse in (True, False):
+        pair.fuse, kept = fuse, []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.append(t) or t, lambda t: t
+        ):
+            pair(x)
+        maps[fuse] = {t.untyped_storage().data_ptr() for t in kept if t.numel() >= x.numel()}
+    assert maps[True] == {x.untyped_storage().data_ptr()}
+    assert len(maps[False]) > 1
+
+
+def test_gradients_of_gradients_of_an_activated_layer():
+    pair, x, probe = pre_activated(fields=(1, 2), shape=(2, 6, 5), **LOW)
+
+    def second(pair, x, probe):
+        x = x.detach().clone().requires_grad_()
+        inputs = [x, *pair.parameters()]
+        first = torch.autograd.grad(pair(x), inputs, probe.to(x), create_graph=True)
+        total = sum((gradient**2).sum() for gradient in first) + (first[0] ** 3).sum()
+        return torch.autograd.grad(total, inputs)
+
+    twin = copy.deepcopy(pair).double().cpu()
+    twin.fuse, twin.conv.engine = False, "dense"
+    wanted = second(twin, x.double().cpu(), probe.cpu())
+    with econv.engine() as ran:
+        found = second(pair, x, probe)
+    assert ran == [FUSED]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert error(ours, theirs) <= 10 * FLOAT32
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_the_operators_on_activated_inputs_pass_the_checks_of_torch():
+    plan, x, g, weights, geometry = operands()
+    affine = torch.randn(3, 2, device=DEVICE)
+    operators = torch.ops.econv
+    torch.library.opcheck(operators.activation_backward.default, (torch.randn_like(x), x, affine))
+    for tensor in (x, weights, g, affine):
+        tensor.requires_grad_()
+    scales = [triton_ops.largest(t.detach()) for t in (weights, g)]
+    x_scale = triton_ops.largest(x.detach(), affine.detach())
+    torch.library.opcheck(operators.largest.default, (x.detach(), affine.detach()))
+    inputs = (x, x_scale, weights, scales[0], plan.name, False, *geometry, False, affine)
+    torch.library.opcheck(operators.convolve.default, inputs)
+    inputs = (x, x_scale, g, scales[1], plan.name, *geometry[:4], affine)
+    torch.library.opcheck(operators.gram.default, inputs)
+    back = geometry.transposed(plan.basis.size, *x.shape[2:])
+    with pytest.raises(ValueError, match="no affine with adjoint"):
+        triton_ops.convolve(g.detach(), weights, plan.name, True, *back, affine=affine[:, :1])
+
+
+def test_blocks_of_a_network_use_it_by_themselves():
+    options = {"engine": "spectral", "operators": "order<=2", "size": 3}
+    network = econv.models.ResNet("p4", 8, (2, 2, 3), options=options).to(DEVICE)
+    x = torch.randn(2, 3, 12, 12).to(DEVICE)
+    twin = copy.deepcopy(network).double().cpu()
+    with econv.engine() as ran:
+        found = network(x)
+    # Two of three blocks have a shortcut, which reads the activated map as well.
+    assert ran.count(FUSED) == 4
+    assert ran.count("spectral/triton") == 4
+    for module in twin.modules():
+        if isinstance(module, econv.layers.PDOConv2d):
+            module.engine = "dense"
+    wanted = twin(x.double().cpu())
+    found.sum().backward()
+    wanted.sum().backward()
+    assert error(found, wanted) <= 10 * FLOAT32
+    assert network.state_dict().keys() == twin.state_dict().keys()
+    for ours, theirs in zip(network.parameters(), twin.parameters(), strict=True):
+        assert error(ours.grad, theirs.grad) <= 100 * FLOAT32
+    for ours, theirs in zip(network.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours.double().cpu(), theirs.double(), rtol=1e-4, atol=1e-5)

@@ -22,6 +22,7 @@ from econv.layers import (
     GroupConv2d,
     GroupPool2d,
     LiftConv2d,
+    norm_relu_conv,
 )
 from econv.parameters import no_weight_decay
 from econv.pretrained import Pretrained
@@ -415,11 +416,12 @@ class _Block(nn.Module):
         self.shortcut = kit.pointwise(in_fields, out_fields, stride) if changes else None
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = torch.relu(self.norm1(x))
-        shortcut = x if self.shortcut is None else self.shortcut(self.halve(normed))
-        out = self.halve(self.conv1(normed))
-        result: Tensor = self.conv2(torch.relu(self.norm2(out))) + shortcut
-        return result
+        if self.shortcut is None:
+            shortcut, out = x, norm_relu_conv(self.norm1, self.conv1, x)
+        else:  # two layers read the same map
+            normed = torch.relu(self.norm1(x))
+            shortcut, out = self.shortcut(self.halve(normed)), self.halve(self.conv1(normed))
+        return norm_relu_conv(self.norm2, self.conv2, out) + shortcut
 
 
 def _expect_whole(name: str, given: Any) -> None:

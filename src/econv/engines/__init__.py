@@ -44,8 +44,9 @@ def engine(name: str = "auto") -> Iterator[list[str]]:
 
     The name holds for all layers that leave the choice open (``engine="auto"``). What the block
     gives is a list to which every convolution adds what ran it: ``"dense"``,
-    ``"spectral/torch"``, ``"spectral/native"`` or ``"spectral/triton"``. Compiled and exported
-    passes add nothing. Blocks hold for all threads.
+    ``"spectral/torch"``, ``"spectral/native"`` or ``"spectral/triton"``; after the last there may
+    be ``"+norm+relu"``, where the kernels did these two as well. Compiled and exported passes add
+    nothing. Blocks hold for all threads.
 
     >>> import econv, torch
     >>> layer = econv.GroupConv2d(1, 1, "p8")

@@ -318,14 +318,15 @@ def choose(x: Tensor, work: Workload) -> str:
     if device not in COEFFICIENTS or faster(work, device, without_python()) == "dense":
         return "dense"
     if x.device.type == "cuda":
-        usable = not native.watched(x) and _recent(x.device) and _on_kernels(x, work, dtype)
+        usable = not native.watched(x) and _recent(x.device) and on_kernels(x, work)
     else:
         usable = all(native.supports(x, part.plan) for part in work.parts)
     return "spectral" if usable else "dense"
 
 
-def _on_kernels(x: Tensor, work: Workload, dtype: torch.dtype) -> bool:
-    shape = (*x.shape[:2], work.height, work.width)
+def on_kernels(x: Tensor, work: Workload) -> bool:
+    """Whether the spectral engine would run on the kernels for GPUs."""
+    dtype, shape = result_dtype(x), (*x.shape[:2], work.height, work.width)
     return all(
         kernels(x, part.plan, work.geometry, dtype, shape) is not None for part in work.parts
     )

@@ -31,6 +31,7 @@ from econv.engines.dense import memory_format
 from econv.plan import SpectralPlan
 
 __all__ = [
+    "FUSED",
     "TABLES",
     "TRITON",
     "Geometry",
@@ -141,6 +142,9 @@ def kernel_name(plan: SpectralPlan) -> str:
     """What the kernels for GPUs call a plan; empty where they do not know it."""
     return plan.name if (plan.source, plan.target) == ("regular", "regular") else ""
 
+
+FUSED = "+norm+relu"
+"""What follows the name of kernels that normalise and rectify their input where they read it."""
 
 TRITON = {"cuda"}
 """The kinds of device that the kernels in Triton run on."""
@@ -483,8 +487,13 @@ def run(
     padding_mode: str,
     dilation: int,
     groups: int,
+    affine: Tensor | None = None,
 ) -> Tensor:
-    """The layer, as fast as it can be had here."""
+    """The layer, as fast as it can be had here.
+
+    With ``affine``, which only the `kernels` know and of one group of channels, what is convolved
+    is max(0, (x − centre)·scale + shift), with these three numbers of each field.
+    """
     # Half precisions are rounded once, at the end.
     working = torch.promote_types(x.dtype, torch.float32)
     table = tables(plan, x.device, working)
@@ -494,8 +503,10 @@ def run(
     def saving(x: Tensor, weights: Tensor, geometry: Geometry) -> Tensor:
         found = kernels(x, plan, geometry, x.dtype, x.shape)
         if found is not None:
-            ran.append("spectral/triton")
-            return cast(Tensor, found.convolve(x, weights, table.name, False, *geometry))
+            ran.append("spectral/triton" + FUSED * (affine is not None))
+            operands = (x, weights, table.name, False)
+            return cast(Tensor, found.convolve(*operands, *geometry, affine=affine))
+        assert affine is None
         x = x.to(working)
         compiled = native.supports(x, plan)
         ran.append("spectral/native" if compiled else "spectral/torch")

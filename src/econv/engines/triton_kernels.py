@@ -25,34 +25,43 @@ __all__ = [
     "OVERALL",
     "Convolution",
     "Gradient",
+    "activation_backward",
     "arrange",
     "convolution",
+    "field_statistics",
     "gradient",
     "largest",
+    "largest_activated",
     "spread",
+    "statistics_backward",
+    "to_affine",
 ]
 
 
 class Convolution(NamedTuple):
     """The kernels of a layer."""
 
-    analyse: Any
+    analyse: tuple[Any, Any]
+    """Of an input as it is, and of one that is activated."""
     forward: Any
 
 
 class Gradient(NamedTuple):
     """The kernels of the gradient to a layer's weights."""
 
-    analyse: Any
+    analyse: tuple[Any, Any]
+    """As in `Convolution`."""
     lay: Any
     gram: Any
 
 
 @lru_cache(maxsize=256)
-def convolution(layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool) -> Convolution:
+def convolution(
+    layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool, last: bool
+) -> Convolution:
     """The kernels of a plan's layer, cut as `convolution_source` says."""
-    space = _read(convolution_source(layout, parts, copies, packed), layout)
-    return Convolution(space["analyse"], space["forward"])
+    space = _read(convolution_source(layout, parts, copies, packed, last), layout)
+    return Convolution((space["analyse"], space["analyse_activated"]), space["forward"])
 
 
 @lru_cache(maxsize=256)
@@ -61,7 +70,8 @@ def gradient(
 ) -> Gradient:
     """The kernels of the gradient to its weights, cut as `gradient_source` says."""
     space = _read(gradient_source(layout, parts, copies, pixels, packed), layout)
-    return Gradient(space["analyse"], space["lay"], space["gram"])
+    analyse = (space["analyse"], space["analyse_activated"])
+    return Gradient(analyse, space["lay"], space["gram"])
 
 
 def _read(source: str, layout: Scheme) -> dict[str, Any]:
@@ -70,7 +80,7 @@ def _read(source: str, layout: Scheme) -> dict[str, Any]:
     # Triton reads the source of a function: this is where Python looks for it.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     space: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl}
-    space |= {"exponent": exponent, "two_to": two_to}
+    space |= {"exponent": exponent, "two_to": two_to, "rectified": rectified}
     exec(compile(source, name, "exec"), space)
     return space
 
@@ -86,6 +96,12 @@ def exponent(largest):
 def two_to(power):
     """2^power, exactly; powers too small for a float32 become the smallest."""
     return ((tl.maximum(tl.minimum(power, 127), -126) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rectified(x):
+    """max(0, x), and NaN of NaN, as torch has it."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 INTERPRETED = not isinstance(two_to, triton.JITFunction)
@@ -119,6 +135,242 @@ def largest(
     most = tl.max(found, axis=0)
     tl.atomic_max(out, most)
     tl.atomic_max(out + OVERALL + image, most)
+
+
+@triton.jit
+def numbers_of(affine, fields, BF: tl.constexpr, FIRST: tl.constexpr):
+    """Centre, scale and shift of the fields of a program, and which fields there are."""
+    field = tl.program_id(1) * BF + tl.arange(0, BF)
+    # Threads spread along fields, which lie side by side.
+    field = field[:, None, None] if FIRST else field[None, :, None]
+    there = field < fields
+    centre = tl.load(affine + field, mask=there, other=0.0)
+    scale = tl.load(affine + fields + field, mask=there, other=0.0)
+    return centre, scale, tl.load(affine + 2 * fields + field, mask=there, other=0.0), field
+
+
+@triton.jit
+def tile_of(
+    block,
+    field,
+    rows,
+    fields,
+    INNER: tl.constexpr,
+    BR: tl.constexpr,
+    BI: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """Where the numbers of a tile lie in their image, and which of them there are.
+
+    An image is seen as ``[row, field, inner]``: channels-last a row is a pixel and the inner
+    numbers are the elements of the group; otherwise there is one row, and they are its pixels, too.
+    """
+    row = block * BR + tl.arange(0, BR)
+    row = row[None, :, None] if FIRST else row[:, None, None]
+    inner = (tl.program_id(2) * BI + tl.arange(0, BI))[None, None, :]
+    known = (row < rows) & (field < fields) & (inner < INNER)
+    return (row * fields + field) * INNER + inner, known
+
+
+@triton.jit
+def largest_activated(
+    x,
+    affine,
+    out,
+    rows,
+    fields,
+    programs,
+    image_stride,
+    INNER: tl.constexpr,
+    BR: tl.constexpr,
+    BF: tl.constexpr,
+    BI: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr,
+    OVERALL: tl.constexpr,
+):
+    """`largest` of max(0, (x − centre)·scale + shift), with three numbers of each field."""
+    image = tl.program_id(0) // programs
+    first = tl.program_id(0) % programs * BLOCKS
+    centre, scale, shift, field = numbers_of(affine, fields, BF, FIRST)
+    base = image.to(tl.int64) * image_stride
+    found = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.int32)
+    for block in tl.static_range(BLOCKS):
+        where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
+        value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32)
+        value = tl.where(known, rectified((value - centre) * scale + shift), 0.0)
+        found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    most = tl.max(tl.reshape(found, [BR * BF * BI]), axis=0)
+    tl.atomic_max(out, most)
+    tl.atomic_max(out + OVERALL + image, most)
+
+
+@triton.jit
+def activation_backward(
+    g,
+    x,
+    affine,
+    out,
+    sums,
+    rows,
+    fields,
+    programs,
+    image_stride,
+    INNER: tl.constexpr,
+    BR: tl.constexpr,
+    BF: tl.constexpr,
+    BI: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """From the gradient to what was activated to that to x, with sums for those to the numbers.
+
+    ``sums[program, 2, field]`` are those of the gradient where it passes, and of it times
+    x − centre.
+    """
+    image = tl.program_id(0) // programs
+    first = tl.program_id(0) % programs * BLOCKS
+    centre, scale, shift, field = numbers_of(affine, fields, BF, FIRST)
+    base = image.to(tl.int64) * image_stride
+    total = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
+    product = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
+    for block in tl.static_range(BLOCKS):
+        where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
+        value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32) - centre
+        passed = tl.load(g + base + where, mask=known, other=0.0).to(tl.float32)
+        passed = tl.where(value * scale + shift <= 0.0, 0.0, passed)
+        tl.store(out + base + where, (passed * scale).to(out.dtype.element_ty), mask=known)
+        total += passed
+        product += passed * value
+    field = tl.program_id(1) * BF + tl.arange(0, BF)
+    into = sums + (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)) * 2 * fields + field
+    ROWS: tl.constexpr = 1 if FIRST else 0
+    tl.store(into, tl.sum(tl.sum(total, axis=2), axis=ROWS), mask=field < fields)
+    tl.store(into + fields, tl.sum(tl.sum(product, axis=2), axis=ROWS), mask=field < fields)
+
+
+@triton.jit
+def to_affine(sums, affine, out, programs, fields, BF: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradients to the numbers of fields, from the sums of `activation_backward`."""
+    field = tl.program_id(0) * BF + tl.arange(0, BF)[None, :]
+    there = field < fields
+    total = tl.zeros([BLOCK, BF], tl.float32)
+    product = tl.zeros([BLOCK, BF], tl.float32)
+    for first in tl.range(0, programs, BLOCK):
+        program = first + tl.arange(0, BLOCK)[:, None]
+        where = sums + program * (2 * fields) + field
+        known = (program < programs) & there
+        total += tl.load(where, mask=known, other=0.0)
+        product += tl.load(where + fields, mask=known, other=0.0)
+    field = tl.program_id(0) * BF + tl.arange(0, BF)
+    there = field < fields
+    total = tl.sum(total, axis=0)
+    scale = tl.load(affine + fields + field, mask=there, other=0.0)
+    tl.store(out + field, -scale * total, mask=there)
+    tl.store(out + fields + field, tl.sum(product, axis=0), mask=there)
+    tl.store(out + 2 * fields + field, total, mask=there)
+
+
+@triton.jit
+def field_statistics(
+    means,
+    deviations,
+    weight,
+    bias,
+    running_mean,
+    running_variance,
+    share,
+    out,
+    fields,
+    order,
+    momentum,
+    unbiased,
+    eps,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    RUNNING: tl.constexpr,
+    SHARE: tl.constexpr,
+    BF: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """A norm's numbers from the means and inverse deviations of channels.
+
+    ``out``: centre, scale and shift of each field, and its inverse deviation. The running
+    statistics move towards these by ``momentum``, or by a share that lies in memory.
+    """
+    field = tl.program_id(0) * BF + tl.arange(0, BF)
+    element = tl.arange(0, BE)[None, :]
+    there = field < fields
+    known = there[:, None] & (element < order)
+    where = field[:, None] * order + element
+    mean_of_each = tl.load(means + where, mask=known, other=0.0)
+    deviation = tl.load(deviations + where, mask=known, other=1.0)
+    mean = tl.sum(mean_of_each, axis=1) / order
+    distance = tl.where(known, mean_of_each - mean[:, None], 0.0)
+    within = tl.where(known, 1.0 / (deviation * deviation), 0.0)  # and eps, which each has
+    variance = tl.sum(distance * distance + within, axis=1) / order
+    variance = tl.where(there, variance, 1.0)
+    inverse = 1.0 / tl.sqrt(variance)
+    scale = inverse
+    if WEIGHT:
+        scale *= tl.load(weight + field, mask=there, other=0.0).to(tl.float32)
+    shift = tl.zeros([BF], tl.float32)
+    if BIAS:
+        shift = tl.load(bias + field, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + field, mean, mask=there)
+    tl.store(out + fields + field, scale, mask=there)
+    tl.store(out + 2 * fields + field, shift, mask=there)
+    tl.store(out + 3 * fields + field, inverse, mask=there)
+    if RUNNING:
+        part = momentum
+        if SHARE:
+            part = tl.load(share).to(tl.float32)
+        variance = tl.maximum(variance - eps, 0.0) * unbiased
+        old = tl.load(running_mean + field, mask=there, other=0.0).to(tl.float32)
+        new = (old + part * (mean - old)).to(running_mean.dtype.element_ty)
+        tl.store(running_mean + field, new, mask=there)
+        old = tl.load(running_variance + field, mask=there, other=0.0).to(tl.float32)
+        new = (old + part * (variance - old)).to(running_variance.dtype.element_ty)
+        tl.store(running_variance + field, new, mask=there)
+
+
+@triton.jit
+def statistics_backward(
+    g,
+    x,
+    affine,
+    gradients,
+    out,
+    rows,
+    fields,
+    programs,
+    image_stride,
+    count,
+    INNER: tl.constexpr,
+    BR: tl.constexpr,
+    BF: tl.constexpr,
+    BI: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """g, and what comes through the statistics that `field_statistics` made the numbers of.
+
+    The scale is variance^(−1/2) times a weight, and the variance the mean of (x − mean)².
+    """  # fmt: skip
+    image = tl.program_id(0) // programs
+    first = tl.program_id(0) % programs * BLOCKS
+    centre, scale, _, field = numbers_of(affine, fields, BF, FIRST)
+    to_centre, to_scale, _, field = numbers_of(gradients, fields, BF, FIRST)
+    inverse = tl.load(affine + 3 * fields + field, mask=field < fields, other=0.0)
+    factor = -inverse * inverse * scale * to_scale / count
+    to_centre = to_centre / count
+    base = image.to(tl.int64) * image_stride
+    for block in tl.static_range(BLOCKS):
+        where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
+        value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32) - centre
+        total = tl.load(g + base + where, mask=known, other=0.0).to(tl.float32)
+        total += value * factor + to_centre
+        tl.store(out + base + where, total.to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit

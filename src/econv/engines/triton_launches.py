@@ -1,6 +1,7 @@
 """From shapes to launches: how kernels for GPUs are cut, where memory is, what is launched.
 
-Memory: what is kept for the backward pass is the input and the spectral weights. While an operator
+Memory: what is kept for the backward pass is the input and the spectral weights; where an input is
+activated at the load, the input before that and three numbers of each field. While an operator
 runs there is the spectrum of a group of images on the padded grid. A training step takes no more
 than the dense engine's, which at its most holds output, gradient to the input, and twice its filter
 bank:
@@ -36,29 +37,38 @@ from econv.engines.spectral import Geometry
 from econv.engines.triton_kernels import (
     INTERPRETED,
     OVERALL,
+    activation_backward,
     arrange,
     convolution,
+    field_statistics,
     gradient,
+    largest_activated,
     spread,
+    statistics_backward,
+    to_affine,
 )
 from econv.engines.triton_kernels import largest as largest_kernel
-from econv.engines.triton_scheme import FIELDS, Scheme, scheme
-from econv.engines.triton_source import HEADROOM, RUN
+from econv.engines.triton_scheme import FIELDS, Scheme, power_of_two, scheme
+from econv.engines.triton_source import FIRST, HEADROOM, RUN
 from econv.plan import SpectralPlan, plan_named
 
 __all__ = [
+    "BackwardRun",
     "ConvolutionRun",
     "GramRun",
     "Launch",
     "Like",
     "Tiles",
     "at_a_time",
+    "backward_run",
     "convolution_run",
     "covers",
     "gram_run",
+    "largest_activated_launch",
     "largest_launch",
     "overridden",
     "precision_of",
+    "statistics_launch",
     "tiles",
 ]
 
@@ -201,7 +211,7 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[int, ...], **options: Any
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], **options: Any
     ) -> None:
         self.kernel, self.grid, self.options = kernel, (*grid, 1, 1)[:3], options
         self.numbers = numbers
@@ -285,7 +295,13 @@ class _Analysis:
     """From images to their spectrum, ``[field chunks, slot chunks, places, FIELDS, width]``."""
 
     def __init__(
-        self, analyse: Any, x: Like, layout: Scheme, geometry: Geometry, each: int
+        self,
+        analyse: tuple[Any, Any],
+        x: Like,
+        layout: Scheme,
+        geometry: Geometry,
+        each: int,
+        activated: bool,
     ) -> None:
         """``each``: every image is scaled by a number of its own (1), or all by one (0)."""
         batch, channels, height, width = x.shape
@@ -297,10 +313,10 @@ class _Analysis:
         grid = (self.grid.pitch, self.grid.lines, self.grid.places)
         numbers = (batch, fields, height, width, geometry.up, geometry.before, *grid, each)
         self.run = Launch(
-            analyse,
+            analyse[activated],
             (triton.cdiv(self.grid.places, block), chunks),
             (*numbers, *x.strides),
-            BQ=block,
+            BP=block,
             num_warps=4,
         )
 
@@ -383,6 +399,7 @@ class ConvolutionRun:
         channels_last: bool,
         chosen: Tiles | None,
         precision: str,
+        activated: bool = False,
     ) -> None:
         layout = _scheme(plan_named(plan), x.dtype)
         channels = layout.plan.synthesis.shape[0]
@@ -397,7 +414,9 @@ class ConvolutionRun:
         self.cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
         self._arrange(layout, in_fields, out_fields, adjoint)
         sizes = self._sizes(layout, geometry, chosen, adjoint)
-        kernels = convolution(layout, self.cut.parts, self.cut.copies, _packed(self.internal))
+        kernels = convolution(
+            layout, self.cut.parts, self.cut.copies, _packed(self.internal), channels_last
+        )
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
         total, first = math.prod(self.shape), 0
         self.own = 0  # numbers of the memory that is no part of the output
@@ -405,7 +424,7 @@ class ConvolutionRun:
         for images in sizes:
             if images not in made:
                 like = x._replace(shape=(images, *x.shape[1:]))
-                analysis = _Analysis(kernels.analyse, like, layout, geometry, 1)
+                analysis = _Analysis(kernels.analyse, like, layout, geometry, 1, activated)
                 pixels = images * geometry.height * geometry.width
                 numbers = _numbers(pixels, geometry, analysis.grid)
                 made[images] = (
@@ -467,7 +486,9 @@ class ConvolutionRun:
             sizes.append(min(_multiple(room // each - over, whole) + over, left))
         return sizes[::-1]
 
-    def __call__(self, x: Tensor, x_largest: Tensor, weights: Tensor, w_largest: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, x_largest: Tensor, weights: Tensor, w_largest: Tensor, *affine: Tensor
+    ) -> Tensor:
         device = x.device
         y = torch.empty(self.shape, dtype=x.dtype, device=device, memory_format=self.format)
         if not self.groups:
@@ -479,7 +500,7 @@ class ConvolutionRun:
         for first, images, place, analysis, forward in self.groups:
             spectrum = analysis.within(own if place < 0 else flat[place:])
             scales = x_largest[OVERALL + first :]
-            analysis.run(_images(x, first, images), scales, spectrum)
+            analysis.run(_images(x, first, images), *affine, scales, spectrum)
             forward(spectrum, arranged, _images(y, first, images), scales, w_largest)
         return y
 
@@ -505,6 +526,7 @@ class GramRun:
         geometry: Geometry,
         chosen: Tiles | None,
         precision: str,
+        activated: bool = False,
     ) -> None:
         layout = _scheme(plan_named(plan), x.dtype)
         channels, weights = layout.plan.analysis.shape[1], layout.plan.weights
@@ -538,7 +560,7 @@ class GramRun:
         for first in range(0, batch, most):
             images = min(most, batch - first)
             like = x._replace(shape=(images, *x.shape[1:]))
-            analysis = _Analysis(kernels.analyse, like, layout, geometry, 0)
+            analysis = _Analysis(kernels.analyse, like, layout, geometry, 0, activated)
             tiles_ = triton.cdiv(images * pixels, chosen.gram_pixels)
             block = min(64, chosen.gram_pixels)
             shape = (geometry.height, geometry.width)
@@ -546,8 +568,8 @@ class GramRun:
                 kernels.lay,
                 (tiles_ * (chosen.gram_pixels // block), cut.padded // RUN),
                 (images * pixels, out_fields, *shape, cut.programs, *g.strides),
-                BP=chosen.gram_pixels,
-                BQ=block,
+                TILE=chosen.gram_pixels,
+                BP=block,
                 num_warps=4,
             )
             numbers = _numbers(images * pixels, geometry, analysis.grid)
@@ -575,7 +597,9 @@ class GramRun:
             num_warps=4,
         )
 
-    def __call__(self, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor, *affine: Tensor
+    ) -> Tensor:
         device = x.device
         if not self.groups:
             return torch.zeros(self.shape, dtype=torch.float32, device=device)
@@ -585,7 +609,7 @@ class GramRun:
         fragments = _empty(self.fragments, self.internal, device)
         for first, images, analysis, lay, gram in self.groups:
             spectrum = analysis.within(memory)
-            analysis.run(_images(x, first, images), x_largest, spectrum)
+            analysis.run(_images(x, first, images), *affine, x_largest, spectrum)
             lay(_images(g, first, images), g_largest, fragments)
             gram(spectrum, fragments, partial, x_largest, g_largest)
         result = _empty(self.shape, torch.float32, device)
@@ -615,6 +639,128 @@ def largest_launch(x: Like) -> Launch | None:
         BLOCKS=blocks,
         OVERALL=OVERALL,
         num_warps=4,
+    )
+
+
+class _Rows(NamedTuple):
+    """How the kernels that go through images field by field are cut."""
+
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+def _rows(x: Like, fields: int) -> _Rows | None:
+    """Nothing where images lie in neither of torch's two layouts."""
+    images, channels, height, width = x.shape
+    pixels = height * width
+    layouts = {pixels: (1, width * channels, channels), 1: (pixels, width, 1)}
+    for rows, strides in layouts.items():
+        axes = zip(x.shape[1:], x.strides[1:], strides, strict=True)
+        if any(length > 1 and have != wanted for length, have, wanted in axes):
+            continue
+        inner = channels // fields * pixels // rows
+        block = 2048  # numbers at a time
+        inners = min(block, power_of_two(inner))
+        several = 1 if rows == 1 else min(FIELDS, power_of_two(fields))
+        at_once = min(max(1, block // (inners * several)), power_of_two(rows))
+        blocks = min(4, triton.cdiv(rows, at_once))
+        programs = triton.cdiv(rows, at_once * blocks)
+        grid = (images * programs, triton.cdiv(fields, several), triton.cdiv(inner, inners))
+        sizes = {"INNER": inner, "BR": at_once, "BF": several, "BI": inners, "BLOCKS": blocks}
+        numbers = (rows, fields, programs, x.strides[0])
+        return _Rows(grid, numbers, {**sizes, "FIRST": FIRST})
+    return None
+
+
+def _by_rows(kernel: Any, rows: _Rows, *numbers: int, **constants: Any) -> Launch:
+    more = {**rows.constants, **constants}
+    return Launch(kernel, rows.grid, (*rows.numbers, *numbers), **more, num_warps=4)
+
+
+@lru_cache(maxsize=1024)
+def largest_activated_launch(x: Like, fields: int) -> Launch | None:
+    """`largest_launch` of an input that is activated."""
+    rows = _rows(x, fields)
+    return None if rows is None else _by_rows(largest_activated, rows, OVERALL=OVERALL)
+
+
+class BackwardRun:
+    """What follows the gradient to an activated input, where that lies in one piece."""
+
+    def __init__(self, x: Like, rows: _Rows, fields: int) -> None:
+        self.x, self.numbers, self.fields = x, math.prod(x.shape), fields
+        programs = rows.grid[0] * rows.grid[2]
+        self.sums = (programs, 2, fields)
+        self._activation = _by_rows(activation_backward, rows)
+        self._to_affine = Launch(
+            to_affine,
+            (triton.cdiv(fields, FIELDS),),
+            (programs, fields),
+            BF=FIELDS,
+            BLOCK=min(512, triton.next_power_of_2(programs)),
+            num_warps=4,
+        )
+        self._statistics = _by_rows(statistics_backward, rows, self.numbers // fields)
+
+    def _like_x(self) -> Tensor:
+        flat = _empty((self.numbers,), self.x.dtype, self.x.device)
+        return flat.as_strided(self.x.shape, self.x.strides)
+
+    def activation(self, g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients to x, which all images lie as, and to ``affine``."""
+        to_x = self._like_x()
+        sums = _empty(self.sums, torch.float32, x.device)
+        self._activation(g, x, affine, to_x, sums)
+        found = _empty((3, self.fields), torch.float32, x.device)
+        self._to_affine(sums, affine, found)
+        return to_x, found
+
+    def statistics(self, g: Tensor, x: Tensor, affine: Tensor, to_affine: Tensor) -> Tensor:
+        """The gradient g to x with what comes through its statistics, `field_statistics`."""
+        out = self._like_x()
+        self._statistics(g, x, affine, to_affine, out)
+        return out
+
+
+@lru_cache(maxsize=1024)
+def backward_run(x: Like, fields: int) -> BackwardRun | None:
+    """Nothing where images do not lie one after the other in one of torch's two layouts."""
+    rows = _rows(x, fields)
+    empty = not math.prod(x.shape)
+    if rows is None or empty or (x.shape[0] > 1 and x.strides[0] != math.prod(x.shape[1:])):
+        return None
+    return BackwardRun(x, rows, fields)
+
+
+@lru_cache(maxsize=1024)
+def statistics_launch(
+    x: Like,
+    fields: int,
+    weight: torch.dtype | None,
+    bias: torch.dtype | None,
+    running: torch.dtype | None,
+    share: float | torch.dtype,
+    eps: float,
+) -> Launch:
+    """How the numbers of a norm are found; ``share`` is a dtype where it lies in memory.
+
+    The launch takes means and inverse deviations of channels, weight, bias, running mean and
+    variance, share, and the result; any tensor stands for those that are not there.
+    """
+    order, count = x.shape[1] // fields, math.prod(x.shape) // fields
+    momentum = None if isinstance(share, torch.dtype) else share
+    return Launch(
+        field_statistics,
+        (triton.cdiv(fields, FIELDS),),
+        (fields, order, momentum or 0.0, count / (count - 1), eps),
+        WEIGHT=weight is not None,
+        BIAS=bias is not None,
+        RUNNING=running is not None,
+        SHARE=momentum is None,
+        BF=FIELDS,
+        BE=power_of_two(order),
+        num_warps=1,
     )
 
 

@@ -26,20 +26,23 @@ VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 if VERSION < (3, 6):
     raise ImportError(f"expected Triton 3.6 or later; got {triton.__version__}")
 
-__all__ = ["HEADROOM", "RUN", "convolution_source", "gradient_source"]
+__all__ = ["FIRST", "HEADROOM", "RUN", "convolution_source", "gradient_source"]
 
 HEADROOM = 9
 """The largest number of an image is scaled to about 2^9: derivatives stay far from overflow in
 float16, whose largest is 2^16, and all but the smallest 2^-23 of the image keep every digit."""
 
 
-_FIRST = VERSION < (3, 7)
+FIRST = VERSION < (3, 7)
 """Where a load spreads threads, then warps, beyond the axis of contiguous numbers: along the first
 axes, or along those next to it. What lies otherwise is exchanged before it is used."""
 
 
-_ITEMS = "BF, BP" if _FIRST else "BP, BF"
+_ITEMS = "BF, BP" if FIRST else "BP, BF"
 """The axes of what threads own: fields lie side by side in memory, and so do threads."""
+
+_PIXEL, _FIELD = ("None, :", ":, None") if FIRST else (":, None", "None, :")
+"""How what belongs to a pixel, or to a field, is spread over these axes."""
 
 
 class _Writer:
@@ -109,9 +112,9 @@ def _differentiate(write: _Writer, layout: Scheme) -> None:
 
     # Taps that mirror each other are loaded as one tensor with an axis of two for each mirror: in a
     # thread's registers, where the tensors before and after have the axes of fields and pixels.
-    one = ":, :, None, :" if _FIRST else "None, :, :, :"
-    two = ":, :, None, None, :" if _FIRST else "None, None, :, :, :"
-    first, second = (2, 3) if _FIRST else (0, 1)
+    one = ":, :, None, :" if FIRST else "None, :, :, :"
+    two = ":, :, None, None, :" if FIRST else "None, None, :, :, :"
+    first, second = (2, 3) if FIRST else (0, 1)
 
     def split(source: str, mirror: int, axes: int) -> str:
         order = [*(n for n in range(axes) if n != mirror), mirror]
@@ -297,66 +300,79 @@ def _gathered(
     # [field and pixel, 2, target, inner / 2]: the inner axis is joined last, so that a thread holds
     # neighbours along it and stores them at once.
     write(f"z = tl.reshape({_joined(columns)}, [{_ITEMS}, 2, {layout.batch}, {size // 2}])")
-    write(f"z = tl.trans(z, {'(3, 1, 0, 4, 2)' if _FIRST else '(3, 0, 1, 4, 2)'})")
+    write(f"z = tl.trans(z, {'(3, 1, 0, 4, 2)' if FIRST else '(3, 0, 1, 4, 2)'})")
     write(f"z{number} = tl.reshape(z, [{layout.batch}, BP, BF * {size}])")
 
 
-def _analyse(write: _Writer, layout: Scheme) -> None:
+def _analyse(write: _Writer, layout: Scheme, activated: bool) -> None:
     """The spectrum of every field at every place of the padded grid, scaled.
 
-    ``each`` is 1 where every image has a largest number of its own, and 0 where all have one. What
-    is done to a layer's input before it is convolved belongs here, at the load.
+    ``each`` is 1 where every image has a largest number of its own, and 0 where all have one.
+    ``activated``: what is transformed is max(0, (x − centre)·scale + shift) with three numbers of
+    each field, and zero outside of the image.
     """
+    name, affine = ("analyse_activated", "affine, ") if activated else ("analyse", "")
     write(_jit("fields", "height", "width", "pitch", "lines", "places", "images", "before"))
     write(
-        "def analyse(x, largest, out, images, fields, height, width, up, before, pitch, lines,\n"
-        "            places, each, x_image, x_channel, x_line, x_dot, BQ: tl.constexpr):"
+        f"def {name}(x, {affine}largest, out, images, fields, height, width, up, before,\n"
+        "    pitch, lines, places, each, x_image, x_channel, x_line, x_dot, BP: tl.constexpr):"
     )
     write.depth += 1
     write(f"BF: tl.constexpr = {FIELDS}")
     write(f"SC: tl.constexpr = {layout.width}")
-    write("place = tl.program_id(0) * BQ + tl.arange(0, BQ)")
+    write("place = tl.program_id(0) * BP + tl.arange(0, BP)")
     write("chunk = tl.program_id(1)")
     write("field = chunk * BF + tl.arange(0, BF)")
-    write("image = place // (pitch * lines)")
-    write("line = place // pitch % lines - before")
-    write("dot = place % pitch - before")
+    write("row = place // pitch")
+    write("image = row // lines")
+    write("line = row - image * lines - before")
+    write("dot = place - row * pitch - before")
     write("inside = (image < images) & (line >= 0) & (line < height * up)")
     write("inside = inside & (dot >= 0) & (dot < width * up)")
     write("inside = inside & (line % up == 0) & (dot % up == 0)")
     write("base = image.to(tl.int64) * x_image + (line // up) * x_line + (dot // up) * x_dot")
     write("power = exponent(tl.load(largest + image * each, mask=image < images, other=1.0))")
-    write("power = power[:, None, None]")
-    _transformed(write, layout)
-    write("slot = tl.arange(0, SC)")
+    write(f"factor = two_to({HEADROOM} - power)")
+    if activated:
+        write("there = field < fields")
+        for row, number in enumerate(("centre", "scale", "shift")):
+            place = f"affine + {row} * fields + field"
+            write(f"{number} = tl.load({place}, mask=there, other=0.0)")
+        write("factor = tl.where(inside, factor, 0.0)")
+    write(f"factor = factor[{_PIXEL}, None]")
+    _transformed(write, layout, activated)
+    write(f"where = place[{_PIXEL}, None] * BF + tl.arange(0, BF)[{_FIELD}, None]")
+    write("where = where * SC + tl.arange(0, SC)[None, None, :]")
+    write(f"kept = (place < places)[{_PIXEL}, None]")
+    write(f"into = out + chunk.to(tl.int64) * places * (BF * SC * {layout.chunks})")
     for part in range(layout.chunks):
         names = [f"t{part * layout.width + n}" for n in range(layout.width)]
-        write(f"found = tl.reshape({_joined(names)}, [BQ, BF, SC]).to(out.dtype.element_ty)")
-        write(f"where = (chunk * {layout.chunks} + {part}).to(tl.int64) * places + place")
-        write("where = where[:, None, None] * BF + tl.arange(0, BF)[None, :, None]")
-        write("kept = (place < places)[:, None, None]")
-        write("tl.store(out + where * SC + slot[None, None, :], found, mask=kept)")
+        write(f"found = tl.reshape({_joined(names)}, [{_ITEMS}, SC]).to(out.dtype.element_ty)")
+        write("tl.store(into + where, found, mask=kept)")
+        if part + 1 < layout.chunks:
+            write("into += places * (BF * SC)")
     write.depth -= 1
     write()
 
 
-def _transformed(write: _Writer, layout: Scheme) -> None:
-    """The spectrum ``t0 …`` of the channels that lie at ``base``, times 2^(headroom − power)."""
+def _transformed(write: _Writer, layout: Scheme, activated: bool = False) -> None:
+    """The spectrum ``t0 …`` of the channels that lie at ``base``, times a factor."""
     channels = layout.plan.analysis.shape[1]
     padded = power_of_two(channels)
     vector = min(padded, layout.vector)
     write(f"element = tl.arange(0, {vector})")
     # As much at a time as a thread reads in one go: what it splits is its own.
     for first in range(0, channels, vector):
-        write(f"channel = (field * {channels} + {first})[:, None] + element[None, :]")
-        write(f"known = (field < fields)[:, None] & (element < {channels - first})[None, :]")
-        write("known = inside[:, None, None] & known[None, :, :]")
-        write("where = base[:, None, None] + (channel * x_channel)[None, :, :]")
+        write(f"channel = (field * {channels} + {first})[{_FIELD}, None] + element[None, None, :]")
+        write(f"known = inside[{_PIXEL}, None] & (field < fields)[{_FIELD}, None]")
+        write(f"known = known & (element < {channels - first})[None, None, :]")
+        write(f"where = base[{_PIXEL}, None] + channel * x_channel")
         write("c = tl.load(x + where, mask=known, other=0.0).to(tl.float32)")
-        write(f"c = c * two_to({HEADROOM} - power)")
-        write(
-            f"c = tl.reshape(c, [BQ, BF{''.join(', 2' for _ in range(vector.bit_length() - 1))}])"
-        )
+        if activated:
+            write(f"c = (c - centre[{_FIELD}, None]) * scale[{_FIELD}, None]")
+            write(f"c = rectified(c + shift[{_FIELD}, None])")
+        write("c = c * factor")
+        write(f"c = tl.reshape(c, [{_ITEMS}{', ' * (vector > 1)}{_twos(vector)}])")
         _split(
             write, "c", [f"c{n}" if n < channels else None for n in range(first, first + vector)]
         )
@@ -379,40 +395,47 @@ def _lay(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) ->
     write(_jit("pixels", "fields", "height", "width", "programs"))
     write(
         "def lay(x, largest, out, pixels, fields, height, width, programs, x_image, x_channel,\n"
-        "        x_line, x_dot, BP: tl.constexpr, BQ: tl.constexpr):"
+        "        x_line, x_dot, TILE: tl.constexpr, BP: tl.constexpr):"
     )
     write.depth += 1
     write(f"BF: tl.constexpr = {RUN}")
     write(f"TARGETS: tl.constexpr = {layout.batch}")
-    write("pixel = tl.program_id(0) * BQ + tl.arange(0, BQ)")
+    write("pixel = tl.program_id(0) * BP + tl.arange(0, BP)")
     write("run = tl.program_id(1)")
     write("field = run * BF + tl.arange(0, BF)")
     write("inside = pixel < pixels")
-    write("image = pixel // (height * width)")
-    write("line = pixel // width % height")
-    write("dot = pixel % width")
+    write("row = pixel // width")
+    write("dot = pixel - row * width")
+    write("image = row // height")
+    write("line = row - image * height")
     write("base = image.to(tl.int64) * x_image + line * x_line + dot * x_dot")
-    write("power = exponent(tl.load(largest))")
+    write(f"factor = two_to({HEADROOM} - exponent(tl.load(largest)))")
     _transformed(write, layout)
     names = [f"t{n}" for n in range(2 * layout.batch)]
-    # [run of pixels, 2, 4, 2, | 2, 4 fields, | target, column]
-    write(f"found = tl.reshape({_joined(names)}, [BQ // 16, 2, 4, 2, 2, 4, TARGETS, 2])")
-    write("found = tl.trans(found, (0, 6, 5, 7, 2, 1, 4, 3)).to(out.dtype.element_ty)")
-    write("found = tl.reshape(found, [BQ // 16, TARGETS, 32, 8])")
+    # Pixels are [run, 2, 4, 2], fields [2, 4]; a thread stores what lies side by side.
+    pixels, run, threads = "BP // 16, 2, 4, 2", "2, 4", "(0, 6, 5, 7, 2, 1, 4, 3)"
+    axes, lane, member = "BP // 16, TARGETS, 32", "None, None, :", ":, :, None"
+    if FIRST:
+        pixels, run, threads = run, pixels, "(1, 7, 4, 2, 6, 3, 0, 5)"
+        axes, lane, member = "32, BP // 16, TARGETS", ":, None, None", "None, :, :"
+    write(f"found = tl.reshape({_joined(names)}, [{pixels}, {run}, TARGETS, 2])")
+    write(f"found = tl.trans(found, {threads}).to(out.dtype.element_ty)")
+    write(f"found = tl.reshape(found, [{axes}, 8])")
     runs = fields // RUN
     write(f"program = run // {runs * copies}")
     write(f"copy = run // {runs} % {copies}")
     write(f"run = run % {runs}")
     write(f"second = run >= {parts[0] // RUN}")
-    write("tile = tl.program_id(0) * BQ // BP")
+    write("tile = tl.program_id(0) * BP // TILE")
     write(f"where = (tile.to(tl.int64) * programs + program) * {fields * copies}")
     write(f"where += tl.where(second, {parts[0] * copies}, 0)")
-    write("where = where * (TARGETS * 2 * BP)")
+    write("where = where * (TARGETS * 2 * TILE)")
     write(f"run = run - tl.where(second, {parts[0] // RUN}, 0)")
-    write("group = run * (BP // 16) + tl.program_id(0) * BQ % BP // 16 + tl.arange(0, BQ // 16)")
+    write("group = run * (TILE // 16) + tl.program_id(0) * BP % TILE // 16")
+    write("group += tl.arange(0, BP // 16)")
     write(f"member = tl.arange(0, TARGETS) * {copies} + copy")
     write(f"place = (group * (TARGETS * {copies}))[:, None] + member[None, :]")
-    write("place = place[:, :, None, None] * 32 + tl.arange(0, 32)[None, None, :, None]")
+    write(f"place = place[{member}, None] * 32 + tl.arange(0, 32)[{lane}, None]")
     write("tl.store(out + where + place * 8 + tl.arange(0, 8)[None, None, None, :], found)")
     write.depth -= 1
     write()
@@ -433,8 +456,7 @@ def _pixels(write: _Writer, layout: Scheme) -> None:
     write("dot = p % width")
     write("place = image * image_pitch + line * down * pitch + dot * down")
     write(f"place += {reach} * (pitch + 1) * dilation")
-    pixel, field = ("None, :", ":, None") if _FIRST else (":, None", "None, :")
-    write(f"here = place[{pixel}, None] * {FIELDS} + field[{field}, None]")
+    write(f"here = place[{_PIXEL}, None] * {FIELDS} + field[{_FIELD}, None]")
     write("here = here * SC + slot[None, None, :]")
 
 
@@ -470,7 +492,7 @@ class _Fragments:
         own = [("n1", f"{two}"), ("k3", f"{one}"), ("k2", "2"), ("k0", "2")]
         if left:  # a factor on the left, turned: its threads hold their bits in another order
             own = [("k2", "2"), ("n1", f"{two}"), ("k3", f"{one}"), ("k0", "2")]
-        axes = [*itertools.chain(*(groups if _FIRST else groups[::-1])), *own]
+        axes = [*itertools.chain(*(groups if FIRST else groups[::-1])), *own]
         names = [name for name, _ in axes]
         wanted = ("b", "k4", "k3", "k2", "k1", "k0", "n2", "n1", "n0")
         self.axes = f"[{', '.join(length for _, length in axes)}]"
@@ -479,7 +501,7 @@ class _Fragments:
 
     def load(self, write: _Writer, source: str, result: str) -> None:
         """Read the matrices of all products, ``[product, inner, column]``."""
-        run = ":, None" if _FIRST else ":, None, None, None"
+        run = ":, None" if FIRST else ":, None, None, None"
         member = f"tl.arange(0, {self.groups})[{run}] * (TARGETS * COPIES) + member"
         where = f"(({member}) * 32 + lane) * {self.vector} + tl.arange(0, {self.vector})"
         held = f"tl.reshape(tl.load({source} + ({where})), {self.axes})"
@@ -488,7 +510,7 @@ class _Fragments:
     @staticmethod
     def threads(write: _Writer) -> None:
         """What `load` reads with."""
-        write(f"lane = tl.arange(0, 32)[{':, None, None, None' if _FIRST else ':, None'}]")
+        write(f"lane = tl.arange(0, 32)[{':, None, None, None' if FIRST else ':, None'}]")
         write("member = tl.arange(0, TARGETS * COPIES)[:, None, None]")
 
 
@@ -502,7 +524,9 @@ def _copied(write: _Writer, number: int, size: int) -> None:
     write(f"v{number} = tl.reshape({copies}, [TARGETS * COPIES, {shape})")
 
 
-def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
+def _forward(
+    write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, last: bool
+) -> None:
     """A layer: features of a tile of pixels, products with the weights, channels of the output.
 
     Products of equal shape are one batched product, and each warp makes some of the batch. Where
@@ -563,13 +587,18 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
         write(f"source += places * {layout.chunks * FIELDS * layout.width}")
         write.depth -= 1
         products(chunk)
-    write("power = exponent(tl.load(x_largest + image)) + exponent(tl.load(w_largest))")
+    # Found anew: what belongs to a thread's pixels here need not be kept during the loop.
+    write("owner = tl.minimum(pixel, pixels - 1) // (height * width)")
+    write("power = exponent(tl.load(x_largest + owner)) + exponent(tl.load(w_largest))")
     write(f"scale = two_to(power - {2 * HEADROOM})[:, None, None]")
     pairs, rest = butterflies(plan.synthesis.T)
     channels = plan.synthesis.shape[0]
     padded = power_of_two(channels)
-    write("base = image.to(tl.int64) * y_image + line * y_line + dot * y_dot")
-    write(f"element = tl.arange(0, {padded})")
+    split = last and padded > layout.vector
+    if split:  # one pixel after the other, through all images
+        write("base = pixel.to(tl.int64) * y_dot")
+    else:
+        write("base = image.to(tl.int64) * y_image + line * y_line + dot * y_dot")
     slots = [slot for target in layout.targets for slot in target.slots]
     slots += [-1] * (2 * layout.batch - len(slots))
     done = 0
@@ -583,16 +612,25 @@ def _forward(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int
         _times_rows(write, rest.T, "s", "y")
         for a, b in reversed(pairs):
             write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
-        outputs = [f"y{c if c < channels else 0}" for c in range(padded)]
-        write(f"found = tl.reshape({_joined(outputs)}, [BP, COPIES * {size}, {padded}])")
-        write("found = (found * scale).to(y.dtype.element_ty)")
         write(f"o = tl.arange(0, COPIES * {size})")
         write(f"o = first + {done} + o // {size} * {fields} + o % {size}")
-        write(f"channel = o[:, None] * {channels} + element[None, :]")
-        write("where = base[:, None, None] + (channel * y_channel)[None, :, :]")
-        write(f"known = (o < out_fields)[:, None] & (element < {channels})[None, :]")
-        write("kept = inside[:, None, None] & known[None, :, :]")
-        write("tl.store(y + where, found, mask=kept)")
+        # A thread holds a pixel and a field, the next one the next field. Where a field's channels
+        # lie side by side and are more than a thread writes in one go, they are stored that way:
+        # otherwise all would be exchanged. (Fewer are not: registers are short.)
+        turned = split and FIRST
+        pixel, field = (_PIXEL, _FIELD) if turned else (":, None", "None, :")
+        vector = layout.vector if split else padded
+        write(f"element = tl.arange(0, {vector})[None, None, :]")
+        for start in range(0, channels, vector):
+            outputs = [f"y{c if c < channels else 0}" for c in range(start, start + vector)]
+            write(f"found = tl.reshape({_joined(outputs)}, [BP, COPIES * {size}, {vector}])")
+            write("found = (found * scale).to(y.dtype.element_ty)")
+            if turned:
+                write("found = tl.trans(found, (1, 0, 2))")
+            write(f"channel = o[{field}, None] * {channels} + {start} + element")
+            write(f"known = (o < out_fields)[{field}, None] & (element < {channels - start})")
+            write(f"where = base[{pixel}, None] + channel * y_channel")
+            write(f"tl.store(y + where, found, mask=inside[{pixel}, None] & known)")
         done += size
     write.depth -= 1
     write()
@@ -686,28 +724,33 @@ def _gram_of_chunk(
         done += wide
 
 
-def convolution_source(layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool) -> str:
-    """The kernels ``analyse`` and ``forward`` of a plan's layer.
+def convolution_source(
+    layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool, last: bool
+) -> str:
+    """The kernels ``analyse``, ``analyse_activated`` and ``forward`` of a plan's layer.
 
     One program gives ``copies`` times ``sum(parts)`` output fields; parts are powers of two, at
-    least `FIELDS`. ``packed`` is for float16, and not for the interpreter.
+    least `FIELDS`. ``packed`` is for float16, and not for the interpreter; ``last`` for outputs
+    whose channels lie side by side.
     """
     write = _Writer(packed)
-    _analyse(write, layout)
+    for activated in (False, True):
+        _analyse(write, layout, activated)
     _differentiate(write, layout)
-    _forward(write, layout, parts, copies)
+    _forward(write, layout, parts, copies, last)
     return write.text()
 
 
 def gradient_source(
     layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int, packed: bool
 ) -> str:
-    """The kernels ``analyse``, ``lay`` and ``gram`` of the gradient to the weights.
+    """The kernels of the gradient to the weights: both ``analyse``, ``lay`` and ``gram``.
 
     As in `convolution_source`, with parts of at least `RUN` and ``pixels`` at a time.
     """
     write = _Writer(packed)
-    _analyse(write, layout)
+    for activated in (False, True):
+        _analyse(write, layout, activated)
     _lay(write, layout, parts, copies)
     _differentiate(write, layout)
     _gram(write, layout, parts, copies, pixels)

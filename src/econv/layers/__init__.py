@@ -22,6 +22,7 @@ from econv.layers.convolution import (
     PDOConv2d,
     VectorConv2d,
 )
+from econv.layers.fused import norm_relu_conv
 from econv.layers.normalisation import (
     GroupBatchNorm2d,
     GroupGroupNorm2d,
@@ -82,6 +83,7 @@ __all__ = [
     "Upsample2d",
     "VectorConv2d",
     "convert_sync_batchnorm",
+    "norm_relu_conv",
     "recentre",
     "restrict",
     "window_count",

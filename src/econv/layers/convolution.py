@@ -287,7 +287,27 @@ class PDOConv2d(WithConstants):
             parts.append(auto.Part(self._plan(part), in_fields, out_fields // self.groups))
         return auto.Workload(tuple(parts), self.groups, shape[0], height, width, geometry, backward)
 
-    def _run_spectral(self, x: Tensor) -> Tensor:
+    def fuses(self, x: Tensor) -> bool:
+        """Whether `forward` would run kernels that can normalise and rectify ``x`` at the load.
+
+        They are given it with :meth:`forward_activated`.
+        """
+        regular = (self.input_kind, self.output_kind) == ("regular", "regular")
+        if not regular or self.centred or self.groups > 1 or spectral.result_dtype(x) != x.dtype:
+            return False
+        self._check_input(x)
+        if self._engine(x) != "spectral":
+            return False
+        return auto.on_kernels(x, self.workload(x.shape, False))
+
+    def forward_activated(self, x: Tensor, affine: Tensor) -> Tensor:
+        """Convolve max(0, (x − centre)·scale + shift), which is never written, where `fuses`.
+
+        ``affine`` are these numbers of each field, ``[3, fields]`` in float32.
+        """
+        return self._run_spectral(x, affine)
+
+    def _run_spectral(self, x: Tensor, affine: Tensor | None = None) -> Tensor:
         geometry = (self.stride, self.padding, self.padding_mode, self.dilation, self.groups)
         dtype = spectral.result_dtype(x)
         found = []
@@ -299,7 +319,7 @@ class PDOConv2d(WithConstants):
                     found.append(spectral.traced(channels, part.weight, tables, *geometry))
                 else:
                     plan = self._plan(part)
-                    found.append(spectral.run(channels, part.weight, plan, *geometry))
+                    found.append(spectral.run(channels, part.weight, plan, *geometry, affine))
             bias = self._channel_bias()
             if bias is not None:
                 found.append(bias.to(dtype)[:, None, None])

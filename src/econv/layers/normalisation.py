@@ -68,10 +68,14 @@ class GroupBatchNorm2d(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         """The folded tensor is ours; what the user gave is checked in `forward`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[batch, fields * order, height, width]``."""
+    def check(self, x: Tensor) -> None:
+        """Stop with what was expected unless ``x`` can be normalised."""
         own = self.running_mean if self.weight is None else self.weight
         check_fields(x, self.fields, self.group, own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[batch, fields * order, height, width]``."""
+        self.check(x)
         if self._pools(x):
             return self._pooled(x)
         return by_field(x, self.fields, self._normalise)
@@ -82,15 +86,39 @@ class GroupBatchNorm2d(_BatchNorm):
         return now and self.momentum is not None and pooled.usable(x, self.fields, self.eps)
 
     def _pooled(self, x: Tensor) -> Tensor:
-        kept: tuple[Tensor | None, Tensor | None] = (None, None)
-        if self.training and self.track_running_stats:
-            kept = (self.running_mean, self.running_var)
-            if self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
-        assert self.momentum is not None
-        return pooled.normalise(
-            x, self.fields, self.weight, self.bias, *kept, self.momentum, self.eps
-        )
+        return pooled.normalise(x, self.fields, self.weight, self.bias, self._tracked(), self.eps)
+
+    def _tracked(self) -> pooled.Running | None:
+        """What this batch is to be counted in, which is counted; nothing if nothing is."""
+        if not (self.training and self.track_running_stats):
+            return None
+        momentum: float | Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # the mean of all batches, found without waiting for a GPU
+                momentum = 1.0 / self.num_batches_tracked
+        if self.running_mean is None or self.running_var is None:
+            return None
+        return pooled.Running(self.running_mean, self.running_var, momentum)
+
+    def fuses(self, x: Tensor) -> bool:
+        """Whether :meth:`as_affine` says what `forward` does to ``x``."""
+        several = x.numel() > self.fields  # of one number torch finds no variance, and says so
+        plain = all(t.is_contiguous() for t in (*self.parameters(), *self.buffers()))
+        return several and plain and self.eps > 0
+
+    def as_affine(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm before it is applied: ``x``, and three numbers of each field in float32.
+
+        They are the rows centre, scale and shift of (x − centre)·scale + shift. In training the
+        running statistics are brought up to date, and gradients reach whatever the numbers come
+        from, the statistics of ``x`` included: use the ``x`` that is given back.
+        """
+        if self.training or self.running_mean is None or self.running_var is None:
+            tracked = self._tracked()
+            return pooled.affine(x, self.fields, self.weight, self.bias, tracked, self.eps)
+        scale = (self.running_var.float() + self.eps).rsqrt()
+        return x, pooled.rows(self.running_mean.float(), scale, self.weight, self.bias)
 
     def _normalise(self, folded: Tensor) -> Tensor:
         """Normalise ``[n, fields, m]``."""

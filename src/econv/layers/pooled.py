@@ -7,7 +7,7 @@ several processes, and brought together.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from econv.engines import dense
 from econv.engines.native import watched
 from econv.engines.spectral import transformed
 
-__all__ = ["normalise", "usable"]
+__all__ = ["Running", "affine", "normalise", "rows", "usable"]
 
 
 _LEAST = 1 << 14
@@ -38,28 +38,63 @@ def usable(x: Tensor, fields: int, eps: float) -> bool:
     )
 
 
+class Running(NamedTuple):
+    """Running statistics, one per field, and the share of a new batch in them."""
+
+    mean: Tensor
+    variance: Tensor
+    momentum: float | Tensor
+
+    def update(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Bring them up to date with the statistics of ``count`` numbers of each field."""
+        unbiased = variance * (count / (count - 1))
+        for kept, new in ((self.mean, mean), (self.variance, unbiased)):
+            kept.lerp_(new.to(kept.dtype), self.momentum)
+
+
 def normalise(
     x: Tensor,
     fields: int,
     weight: Tensor | None,
     bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
+    running: Running | None,
     eps: float,
 ) -> Tensor:
     """As torch's ``batch_norm`` of ``[batch, fields * order, height, width]`` in training.
 
-    The running statistics, one per field, are brought up to date; gradients are of every order.
+    The running statistics are brought up to date; gradients are of every order.
     """
     x = x.contiguous(memory_format=dense.memory_format(x))
     normed, mean, variance = _Normalise.apply(x, weight, bias, fields, eps)
-    if running_mean is not None and running_var is not None:
-        count = x.numel() // fields
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
+    if running is not None:
+        running.update(mean, variance, x.numel() // fields)
     found: Tensor = normed
     return found
+
+
+def affine(
+    x: Tensor,
+    fields: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: Running | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """`normalise` before it is applied: ``x``, and the `rows` of (x − centre)·scale + shift.
+
+    The gradient to ``x`` has the part that comes through its statistics, if what is made of the
+    norm is made of the ``x`` that is given back: both parts are added in one go.
+    """
+    x = x.contiguous(memory_format=dense.memory_format(x))
+    x, numbers = _Affine.apply(x, weight, bias, fields, running, eps)
+    return x, numbers
+
+
+def rows(mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Centre, scale and shift of fields whose deviations are 1 / ``scale``, ``[3, fields]``."""
+    scale = scale if weight is None else scale * weight.to(scale.dtype)
+    shift = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+    return torch.stack([mean, scale, shift])
 
 
 def _plain(
@@ -119,3 +154,51 @@ class _Normalise(torch.autograd.Function):
             gradient, x, spread[0], spread[1], own, first, second, count
         )
         return to_x, to_weight, to_bias, None, None
+
+
+class _Affine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        fields: int,
+        running: Running | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        from econv.engines import triton_ops
+
+        numbers = triton_ops.field_statistics(x, fields, weight, bias, running, eps)
+        ctx.save_for_backward(x, weight, bias, numbers)
+        ctx.fields, ctx.eps = fields, eps
+        return x, numbers[:3]
+
+    @staticmethod
+    def backward(ctx: Any, to_x: Tensor, to_rows: Tensor) -> tuple[Tensor | None, ...]:
+        from econv.engines import triton_ops
+
+        x, weight, bias, numbers = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for derivatives of the second order and beyond
+            return _again(ctx, x, weight, bias, to_x, to_rows)
+        to_weight = None if weight is None else (to_rows[1] * numbers[3]).to(weight.dtype)
+        to_bias = None if bias is None else to_rows[2].to(bias.dtype)
+        through = triton_ops.statistics_backward(x, to_x, numbers, to_rows)
+        return through, to_weight, to_bias, None, None, None
+
+
+def _again(
+    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, to_x: Tensor, to_rows: Tensor
+) -> tuple[Tensor | None, ...]:
+    """`_Affine.backward` by operations of torch, which have gradients again."""
+    wanted = ctx.needs_input_grad[:3]
+    given = zip((x, weight, bias), wanted, strict=True)
+    inputs = [t for t, needed in given if needed and t is not None]
+    folded = x.to(to_rows.dtype).unflatten(1, (ctx.fields, -1))
+    variance, mean = torch.var_mean(folded, (0, 2, 3, 4), correction=0)
+    made = rows(mean, (variance + ctx.eps).rsqrt(), weight, bias)
+    found = list(torch.autograd.grad(made, inputs, to_rows, create_graph=True))
+    if wanted[0]:
+        found[0] = found[0] + to_x
+    rest = iter(found)
+    return *(next(rest) if needed else None for needed in wanted), None, None, None

@@ -1,0 +1,71 @@
+"""Norm, ReLU and convolution in one go, where the kernels for GPUs run the convolution.
+
+A pre-activation network normalises, rectifies, convolves. One after the other, the first two write
+the activated map to memory and keep it for the backward pass, where the third reads it again.
+Together, the kernels read what comes before the norm and apply both where they read it: the
+activated map exists nowhere, neither forwards nor backwards.
+
+This room knows when that is possible; what is done then is the business of
+`econv.layers.pooled` (statistics) and `econv.engines.triton_ops` (kernels).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+from econv.engines import native, spectral
+from econv.layers.convolution import GroupConv2d
+from econv.layers.normalisation import GroupBatchNorm2d
+
+__all__ = ["norm_relu_conv"]
+
+
+def norm_relu_conv(norm: nn.Module, conv: nn.Module, x: Tensor) -> Tensor:
+    """``conv(torch.relu(norm(x)))``, without the map in between where that can be had.
+
+    It can where ``norm`` is a :class:`~econv.GroupBatchNorm2d` and ``conv`` a
+    :class:`~econv.GroupConv2d` that would run on the Triton kernels, by ``engine="spectral"`` or by
+    the choice of ``"auto"``: then :func:`econv.engine` lists ``"spectral/triton+norm+relu"``.
+    Results are the same to rounding, running statistics and gradients of every order included.
+
+    Everywhere else the modules run one after the other, as if they were called so: on a CPU and
+    with the dense engine; inside `torch.compile`, `torch.export` and whatever else traces or
+    transforms; where a module has hooks, or is of another class (subclassed, parametrised,
+    synchronised, quantised); with ``groups`` or ``centred``, in float64, under an autocast to
+    another dtype than that of ``x``.
+
+    >>> norm, conv = GroupBatchNorm2d(4, "p8"), GroupConv2d(4, 6, "p8")
+    >>> norm_relu_conv(norm, conv, torch.randn(2, 32, 9, 9)).shape
+    torch.Size([2, 48, 9, 9])
+    """
+    if not torch.compiler.is_compiling() and _seen(x) and _as_made(norm, conv):
+        assert isinstance(norm, GroupBatchNorm2d)
+        assert isinstance(conv, GroupConv2d)
+        norm.check(x)
+        if norm.fuses(x) and conv.fuses(x):
+            return conv.forward_activated(*norm.as_affine(x))
+    result: Tensor = conv(torch.relu(norm(x)))
+    return result
+
+
+def _seen(x: Tensor) -> bool:
+    """Whether kernels may take ``x``, with nobody who would want to see operations of torch."""
+    return not native.watched(x) and x.device.type in spectral.TRITON and not spectral.transformed()
+
+
+def _as_made(norm: nn.Module, conv: nn.Module) -> bool:
+    """Whether to call the modules is to run their `forward` as it was written, and no more."""
+    if type(norm) is not GroupBatchNorm2d or type(conv) is not GroupConv2d:
+        return False
+    if norm.group != conv.group or norm.fields != conv.in_fields or hooks._has_any_global_hook():
+        return False
+    for module in (norm, conv):
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+            return False
+        if module._backward_hooks or module._backward_pre_hooks or module._compiled_call_impl:
+            return False
+        if any(native.watched(p) for p in module._parameters.values() if p is not None):
+            return False
+    return True
