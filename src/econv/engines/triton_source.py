@@ -464,7 +464,8 @@ def _common(write: _Writer, layout: Scheme) -> None:
     write(f"SC: tl.constexpr = {layout.width}")
     write(f"TARGETS: tl.constexpr = {layout.batch}")
     write("slot = tl.arange(0, SC)")
-    write(f"row = pitch * dilation * ({FIELDS} * SC)")
+    # In 64 bits: what is constant in the place of a tap then becomes part of the instruction.
+    write(f"row = (pitch * dilation * ({FIELDS} * SC)).to(tl.int64)")
     write(f"column = dilation * ({FIELDS} * SC)")
 
 
