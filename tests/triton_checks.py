@@ -330,6 +330,18 @@ def test_groups_begin_where_addresses_are_aligned(batch):
         assert sum(group.images for group in made.groups) == batch
 
 
+def test_numbers_of_a_spectrum_are_counted_in_32_bits():
+    """Groups of images, not single ones, keep below 2^31, however much memory there is."""
+    plan = spectral_plan(filter_basis("p16"), "regular", "regular")
+    x = torch.empty(64, 8 * 16, 768, 768, dtype=torch.bfloat16, device="meta")
+    geometry = Geometry(1, 1, 1, 2, 768, 768)
+    like = triton_launches.Like.of(x)
+    made = triton_launches.ConvolutionRun(like, plan.name, False, geometry, 8, True, None, "tf32")
+    numbers = [group.analysis.numbers for group in made.groups]
+    assert sum(numbers) >= x.numel() > 2**31  # more than could be counted
+    assert max(numbers) < 2**31
+
+
 TILES = {
     "more pixels": {"pixels": 64, "warps": 8, "gram_pixels": 128, "gram_warps": 8},
     "few fields": {"pixels": 128, "accumulators": 8, "gram_fields": 2},
@@ -637,9 +649,23 @@ ACTIVATED_HALF = [("p8", torch.bfloat16, 3.0 if INTERPRETED else 1.5), ("p8", to
 @pytest.mark.parametrize(("group", "dtype", "factor"), ACTIVATED_HALF)
 def test_norm_and_relu_at_the_load_err_little_more_in_half_precisions(group, dtype, factor):
     pair, x, probe = pre_activated(group, (3, 3), (2, 7, 8), dtype=dtype)
+    pair.train(dtype != torch.float16)
     truth = exact_step(pair, x, probe)
     found, dense = step(pair, x, probe, wanted=FUSED), step(pair, x, probe, "dense", False)
     err_little_more(found, dense, truth, factor)
+
+
+def test_what_is_trained_in_float16_runs_as_the_modules_do():
+    """What the statistics take off a gradient may be more than float16 holds."""
+    pair, x, probe = pre_activated(dtype=torch.float16)
+    wanted = step(pair, x, probe, fuse=False)
+    found = step(pair, x, probe, wanted="spectral/triton")
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours, theirs)
+    pair.eval()
+    with torch.no_grad(), econv.engine("spectral") as ran:
+        norm_relu_conv(pair.norm, pair.conv, x)
+    assert ran == [FUSED]
 
 
 def err_little_more(found, dense, truth, factor):

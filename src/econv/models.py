@@ -417,7 +417,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shortcut is None:
-            shortcut, out = x, norm_relu_conv(self.norm1, self.conv1, x)
+            shortcut, out = x, self.halve(norm_relu_conv(self.norm1, self.conv1, x))
         else:  # two layers read the same map
             normed = torch.relu(self.norm1(x))
             shortcut, out = self.shortcut(self.halve(normed)), self.halve(self.conv1(normed))

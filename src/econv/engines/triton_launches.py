@@ -338,6 +338,11 @@ def _spectrum_bytes(x: Like, layout: Scheme, geometry: Geometry) -> int:
     return grid.places * fields * layout.chunks * layout.width * x.dtype.itemsize
 
 
+def _addressed(x: Like) -> int:
+    """The most bytes that a spectrum may take: kernels count its numbers in 32 bits."""
+    return (2**31 - 1) * x.dtype.itemsize
+
+
 def _multiple(images: int, whole: int = 4) -> int:
     """Groups are multiples of four images: less aligned addresses would need other kernels.
 
@@ -482,7 +487,7 @@ class ConvolutionRun:
         sizes: list[int] = []
         while (left := batch - sum(sizes)) > 0:  # from the last one on, which has what is over
             over = 0 if sizes else batch % 4
-            room = max(free, sum(sizes) * written - each)
+            room = min(max(free, sum(sizes) * written - each), _addressed(self.x))
             sizes.append(min(_multiple(room // each - over, whole) + over, left))
         return sizes[::-1]
 
@@ -549,7 +554,7 @@ class GramRun:
         splits = chosen.splits or max(1, splits)
         splits = min(splits, triton.cdiv(batch * pixels, chosen.gram_pixels))
         self.partial = (splits, *one)
-        free = chosen.bytes or free - 4 * math.prod(self.partial)
+        free = min(chosen.bytes or free - 4 * math.prod(self.partial), _addressed(x))
         laid = cut.padded * 2 * layout.batch  # numbers for each pixel
         each = _spectrum_bytes(x, layout, geometry) + laid * pixels * x.dtype.itemsize
         several = triton.cdiv(batch, _multiple(free // each))
@@ -739,11 +744,13 @@ def statistics_launch(
     fields: int,
     weight: torch.dtype | None,
     bias: torch.dtype | None,
-    running: torch.dtype | None,
+    running: tuple[torch.dtype, torch.dtype] | None,
     share: float | torch.dtype,
     eps: float,
 ) -> Launch:
     """How the numbers of a norm are found; ``share`` is a dtype where it lies in memory.
+
+    ``running`` are the dtypes of the running mean and variance: other ones are another kernel.
 
     The launch takes means and inverse deviations of channels, weight, bias, running mean and
     variance, share, and the result; any tensor stands for those that are not there.

@@ -246,9 +246,10 @@ def _field_statistics(
     found = torch.empty((4, fields), dtype=torch.float32, device=x.device)
     mean, variance, share = (None, None, 0.0) if running is None else running
     several = (weight, bias, mean)
-    dtypes = (None if tensor is None else tensor.dtype for tensor in several)
+    dtypes = [None if tensor is None else tensor.dtype for tensor in several[:2]]
+    kept_as = None if mean is None or variance is None else (mean.dtype, variance.dtype)
     part = share.dtype if isinstance(share, Tensor) else share
-    launch = statistics_launch(Like.of(x), fields, *dtypes, part, eps)
+    launch = statistics_launch(Like.of(x), fields, *dtypes, kept_as, part, eps)
     given = (t if isinstance(t, Tensor) else means for t in (*several, variance, share))
     launch(means, deviations, *given, found)
     for kept in (mean, variance):

@@ -464,8 +464,7 @@ def _common(write: _Writer, layout: Scheme) -> None:
     write(f"SC: tl.constexpr = {layout.width}")
     write(f"TARGETS: tl.constexpr = {layout.batch}")
     write("slot = tl.arange(0, SC)")
-    # In 64 bits: what is constant in the place of a tap then becomes part of the instruction.
-    write(f"row = (pitch * dilation * ({FIELDS} * SC)).to(tl.int64)")
+    write(f"row = pitch * dilation * ({FIELDS} * SC)")
     write(f"column = dilation * ({FIELDS} * SC)")
 
 
@@ -651,6 +650,9 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, p
     write(f"FIELDS: tl.constexpr = {FIELDS}")
     write(f"COPIES: tl.constexpr = {copies}")
     _common(write, layout)
+    # In 64 bits what is constant in the place of a tap becomes part of the instruction. (The layer
+    # itself has no register to spare for it.)
+    write("row = row.to(tl.int64)")
     write(f"BP: tl.constexpr = {pixels}")
     write("i = tl.program_id(0) * BF")
     write(f"first = tl.program_id(1) * {fields * copies}")

@@ -33,8 +33,8 @@ def norm_relu_conv(norm: nn.Module, conv: nn.Module, x: Tensor) -> Tensor:
     Everywhere else the modules run one after the other, as if they were called so: on a CPU and
     with the dense engine; inside `torch.compile`, `torch.export` and whatever else traces or
     transforms; where a module has hooks, or is of another class (subclassed, parametrised,
-    synchronised, quantised); with ``groups`` or ``centred``, in float64, under an autocast to
-    another dtype than that of ``x``.
+    synchronised, quantised); with ``groups`` or ``centred``, in float64, in float16 where it is
+    trained, under an autocast to another dtype than that of ``x``.
 
     >>> norm, conv = GroupBatchNorm2d(4, "p8"), GroupConv2d(4, 6, "p8")
     >>> norm_relu_conv(norm, conv, torch.randn(2, 32, 9, 9)).shape
@@ -44,7 +44,7 @@ def norm_relu_conv(norm: nn.Module, conv: nn.Module, x: Tensor) -> Tensor:
         assert isinstance(norm, GroupBatchNorm2d)
         assert isinstance(conv, GroupConv2d)
         norm.check(x)
-        if norm.fuses(x) and conv.fuses(x):
+        if conv.fuses(x) and norm.fuses(x):
             return conv.forward_activated(*norm.as_affine(x))
     result: Tensor = conv(torch.relu(norm(x)))
     return result

@@ -103,6 +103,11 @@ class GroupBatchNorm2d(_BatchNorm):
 
     def fuses(self, x: Tensor) -> bool:
         """Whether :meth:`as_affine` says what `forward` does to ``x``."""
+        batch = self.training or self.running_mean is None
+        if batch and x.dtype == torch.float16 and torch.is_grad_enabled():
+            return (
+                False  # a part of the gradient, which is written, may be too large where all is not
+            )
         several = x.numel() > self.fields  # of one number torch finds no variance, and says so
         plain = all(t.is_contiguous() for t in (*self.parameters(), *self.buffers()))
         return several and plain and self.eps > 0
