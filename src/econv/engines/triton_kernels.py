@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from econv.engines.triton_scheme import Scheme
-from econv.engines.triton_source import convolution_source, gradient_source
+from econv.engines.triton_source import convolution_source, gradient_source, rows_source
 
 __all__ = [
     "INTERPRETED",
@@ -27,14 +27,19 @@ __all__ = [
     "Gradient",
     "activation_backward",
     "arrange",
+    "arrange_rows",
     "convolution",
+    "exponent",
     "field_statistics",
     "gradient",
     "largest",
     "largest_activated",
+    "read_source",
+    "rows",
     "spread",
     "statistics_backward",
     "to_affine",
+    "two_to",
 ]
 
 
@@ -74,15 +79,27 @@ def gradient(
     return Gradient(analyse, space["lay"], space["gram"])
 
 
-def _read(source: str, layout: Scheme) -> dict[str, Any]:
+@lru_cache(maxsize=256)
+def rows(layout: Scheme, parts: tuple[int, ...]) -> tuple[tuple[Any, Any], Any]:
+    """The kernels of `rows_source`: both of ``analyse``, and ``lay``."""
+    space = _read(rows_source(layout, parts), layout)
+    return (space["analyse"], space["analyse_activated"]), space["lay"]
+
+
+def read_source(source: str, layout: Scheme, names: dict[str, Any]) -> dict[str, Any]:
+    """What a text defines, where these names are known."""
     digest = hashlib.sha256(source.encode()).hexdigest()
     name = f"<econv {layout.plan.basis.group.name} {digest}>"
     # Triton reads the source of a function: this is where Python looks for it.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl}
-    space |= {"exponent": exponent, "two_to": two_to, "rectified": rectified}
+    space = {"__name__": __name__, **names}
     exec(compile(source, name, "exec"), space)
     return space
+
+
+def _read(source: str, layout: Scheme) -> dict[str, Any]:
+    names = {"exponent": exponent, "two_to": two_to, "rectified": rectified}
+    return read_source(source, layout, {"triton": triton, "tl": tl, **names})
 
 
 @triton.jit
@@ -435,6 +452,63 @@ def arrange(
     thread = (group * (targets * copies) + target * copies + copy) * 32 + n % 8 * 4 + k // 2 % 4
     where += ((thread * two + n // 8 % two) * one + k // 16 % one) * 4 + k // 8 % 2 * 2 + k % 2
     tl.store(out + where, value.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def arrange_rows(
+    weights,
+    entries,
+    signs,
+    pieces,
+    largest,
+    out,
+    out_fields,
+    in_fields,
+    out_stride,
+    in_stride,
+    programs,
+    targets,
+    inner,
+    length,
+    chunks,
+    fields,
+    wide,
+    total,
+    BF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADROOM: tl.constexpr,
+):
+    """Spectral weights as rows of matrices, in the order in which `hopper_source` copies them.
+
+    A matrix for each piece of a slot chunk, ``[slot chunk, field chunk, program, part, target,
+    (field, column)]`` by ``[input field, feature]``.
+    """  # fmt: skip
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    kept = n < total
+    columns = targets * 2 * fields
+    rows = inner // length * chunks * programs * columns
+    feature = n // (rows * BF)
+    start = tl.load(pieces + feature * 2, mask=kept, other=0)
+    size = tl.load(pieces + feature * 2 + 1, mask=kept, other=1)
+    n = n - start * (rows * BF)
+    k = n % (BF * size)
+    row = n // (BF * size)
+    turn = row // columns // programs
+    program = row // columns % programs
+    row = row % columns
+    second = row >= targets * 2 * wide
+    row = row - tl.where(second, targets * 2 * wide, 0)
+    each = 2 * tl.where(second, fields - wide, wide)
+    target = row // each
+    o = program * fields + tl.where(second, wide, 0) + row % each // 2
+    i = turn % chunks * BF + k // size
+    place = (target * inner + turn // chunks * length + start + k % size) * 2 + row % 2
+    entry = tl.load(entries + place, mask=kept, other=-1)
+    sign = tl.load(signs + place, mask=kept, other=0.0)
+    known = (o < out_fields) & (i < in_fields) & (entry >= 0)
+    value = tl.load(weights + o * out_stride + i * in_stride + entry, mask=known, other=0.0)
+    value *= sign * two_to(HEADROOM - exponent(tl.load(largest)))
+    tl.store(out + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), value.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit

@@ -33,16 +33,20 @@ import torch
 import triton
 from torch import Tensor
 
+from econv.engines.hopper_kernels import hopper_forward, hopper_gram, row_copies, weight_copies
+from econv.engines.hopper_source import ROWS, gram_features, pieces_of_a_chunk
 from econv.engines.spectral import Geometry
 from econv.engines.triton_kernels import (
     INTERPRETED,
     OVERALL,
     activation_backward,
     arrange,
+    arrange_rows,
     convolution,
     field_statistics,
     gradient,
     largest_activated,
+    rows,
     spread,
     statistics_backward,
     to_affine,
@@ -101,6 +105,13 @@ class Tiles(NamedTuple):
     splits: int = 0
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU,
     as far as their sums take a quarter of the memory that is free."""
+    roles: int = -1
+    """Whether warps have roles, as `econv.engines.hopper_source` says: 1 or 0; −1: where they
+    can."""
+    producers: int = 8
+    """Warps that differentiate; four multiply."""
+    registers: int = 144
+    """Of each of their threads."""
     bytes: int = 0
     """The most that is made of the images of one launch; 0: as much as the dense engine takes."""
 
@@ -219,10 +230,11 @@ class Launch:
         self.more = (*numbers, *constants)
         self.compiled: Callable[..., None] | None = None
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def __call__(self, *tensors: Any) -> None:
+        """Run on tensors, or on what says how they are copied: those are aligned."""
         aligned = True
         for tensor in tensors:
-            if tensor.data_ptr() % 16:
+            if isinstance(tensor, Tensor) and tensor.data_ptr() % 16:
                 aligned = False
         if aligned and self.compiled is not None:
             self.compiled(*tensors, *self.more)
@@ -380,6 +392,63 @@ def _numbers(pixels: int, geometry: Geometry, grid: _Grid) -> tuple[int, ...]:
     return (*shape, geometry.down, geometry.dilation, *steps)
 
 
+_ROLE_SHARED = 225 << 10
+"""Bytes of shared memory that the stages of such a program may take."""
+
+
+def _stages(layout: Scheme, parts: tuple[int, ...]) -> int:
+    """How many stages such a program has room for; 0 where its warps can have no roles."""
+    pieces = pieces_of_a_chunk(layout)
+    if pieces is None:
+        return 0
+    each = layout.batch * (ROWS + 2 * sum(parts)) * FIELDS * sum(pieces) * 2
+    return min(4, _ROLE_SHARED // each)
+
+
+def _can_have_roles(x: Like, chosen: Tiles) -> bool:
+    """Whether warps can have roles on these images."""
+    if chosen.roles >= 0:
+        return bool(chosen.roles)
+    if INTERPRETED or x.device.type != "cuda" or _INTERNAL[x.dtype] != torch.float16:
+        return False
+    return torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+class _Roles:
+    """A layer whose warps have roles: called as `Convolution.forward` is."""
+
+    def __init__(
+        self,
+        layout: Scheme,
+        cut: _Cut,
+        chosen: Tiles,
+        numbers: tuple[int, ...],
+        chunks: int,
+        out_fields: int,
+        y_dot: int,
+        device: torch.device,
+    ) -> None:
+        self.layout, self.parts = layout, cut.parts
+        tiles_ = triton.cdiv(numbers[0], ROWS)
+        programs = min(tiles_, max(1, at_a_time(device, 8) // cut.programs))
+        self.run = Launch(
+            hopper_forward(layout, cut.parts),
+            (programs, cut.programs),
+            (*numbers, chunks, tiles_, cut.programs, out_fields, y_dot),
+            BP=ROWS,
+            PRODUCERS=chosen.producers,
+            REGISTERS=chosen.registers,
+            STAGES=_stages(layout, cut.parts),
+            num_warps=4,
+        )
+
+    def __call__(
+        self, spectrum: Tensor, arranged: Tensor, y: Tensor, x_largest: Tensor, w_largest: Tensor
+    ) -> None:
+        copies = weight_copies(self.layout, self.parts, arranged)
+        self.run(spectrum.view(torch.int32), *copies, y, x_largest, w_largest)
+
+
 class _Group(NamedTuple):
     """Images that are convolved together."""
 
@@ -388,7 +457,7 @@ class _Group(NamedTuple):
     place: int
     """Where in the output the spectrum lies; −1: in memory of its own."""
     analysis: _Analysis
-    forward: Launch
+    forward: Launch | _Roles
 
 
 class ConvolutionRun:
@@ -417,7 +486,8 @@ class ConvolutionRun:
             return
         chosen = chosen or _tiles(layout)
         self.cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
-        self._arrange(layout, in_fields, out_fields, adjoint)
+        roles = self._roles(layout, chosen, out_fields)
+        self._arrange(layout, in_fields, out_fields, adjoint, roles)
         sizes = self._sizes(layout, geometry, chosen, adjoint)
         kernels = convolution(
             layout, self.cut.parts, self.cut.copies, _packed(self.internal), channels_last
@@ -425,13 +495,17 @@ class ConvolutionRun:
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
         total, first = math.prod(self.shape), 0
         self.own = 0  # numbers of the memory that is no part of the output
-        made: dict[int, tuple[_Analysis, Launch]] = {}
+        made: dict[int, tuple[_Analysis, Launch | _Roles]] = {}
         for images in sizes:
             if images not in made:
                 like = x._replace(shape=(images, *x.shape[1:]))
                 analysis = _Analysis(kernels.analyse, like, layout, geometry, 1, activated)
                 pixels = images * geometry.height * geometry.width
                 numbers = _numbers(pixels, geometry, analysis.grid)
+                if roles:
+                    last = (analysis.shape[0], out_fields, strides[3], x.device)
+                    made[images] = (analysis, _Roles(layout, self.cut, chosen, numbers, *last))
+            if images not in made:
                 made[images] = (
                     analysis,
                     Launch(
@@ -452,7 +526,19 @@ class ConvolutionRun:
             self.groups.append(_Group(first, images, place, *made[images]))
             first += images
 
-    def _arrange(self, layout: Scheme, in_fields: int, out_fields: int, adjoint: bool) -> None:
+    def _roles(self, layout: Scheme, chosen: Tiles, out_fields: int) -> bool:
+        """Whether warps have roles; then the layer is cut anew."""
+        can = self.format is torch.channels_last and _can_have_roles(self.x, chosen)
+        if can:
+            cut = _cut(out_fields, layout, 1, 320, FIELDS)
+            if _stages(layout, cut.parts) < 2:
+                return False
+            self.cut = cut
+        return can
+
+    def _arrange(
+        self, layout: Scheme, in_fields: int, out_fields: int, adjoint: bool, roles: bool
+    ) -> None:
         cut, constants = self.cut, _constants(layout, self.x.device)
         self.constants = (constants.entries, constants.signs, constants.pieces)
         strides = (in_fields * layout.plan.weights, layout.plan.weights)
@@ -462,11 +548,15 @@ class ConvolutionRun:
         in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
         self.arranged = (in_padded, layout.batch * layout.inner, cut.padded, 2)
         total = math.prod(self.arranged)
-        numbers = (out_fields, in_fields, *strides, cut.padded, layout.batch, layout.inner)
+        kernel, numbers = arrange, (cut.padded, layout.batch, layout.inner, cut.copies)
+        if roles:
+            length = layout.inner // layout.chunks
+            numbers = (cut.programs, layout.batch, layout.inner, length, in_padded // FIELDS)
+            kernel = arrange_rows
         self.arrange = Launch(
-            arrange,
+            kernel,
             (triton.cdiv(total, 1024),),
-            (*numbers, cut.copies, sum(cut.parts), cut.parts[0], total),
+            (out_fields, in_fields, *strides, *numbers, sum(cut.parts), cut.parts[0], total),
             BF=FIELDS,
             BLOCK=1024,
             HEADROOM=HEADROOM,
@@ -517,7 +607,74 @@ class _GramGroup(NamedTuple):
     images: int
     analysis: _Analysis
     lay: Launch
-    gram: Launch
+    gram: Launch | _GramRoles
+
+
+class _GramCut(NamedTuple):
+    """How the gradient to the weights is cut into programs."""
+
+    cut: _Cut
+    pixels: int
+    """At a time."""
+    fields: int
+    """Input fields of a program."""
+    running: int
+    """Programs that run at the same time."""
+    ready: int = 0
+    """Stages of the output's gradient, where warps have roles; else 0."""
+
+
+def _gram_cut(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> _GramCut:
+    if _can_have_roles(x, chosen) and pieces_of_a_chunk(layout) is not None:
+        cut = _cut(out_fields, layout, 1, 320, FIELDS)
+        fields = ROWS // gram_features(layout) if gram_features(layout) <= ROWS else 0
+        if fields:
+            pixels = 32 * chosen.producers // fields
+            left = _ROLE_SHARED - 2 * layout.batch * pixels * 2 * ROWS
+            ready = min(4, left // (layout.batch * 2 * sum(cut.parts) * 2 * ROWS))
+            if ready >= 2:
+                return _GramCut(cut, pixels, fields, at_a_time(x.device, 8), ready)
+    cut = _cut(out_fields, layout, chosen.gram_warps, chosen.gram_accumulators, RUN)
+    running = at_a_time(x.device, chosen.gram_warps)
+    return _GramCut(cut, chosen.gram_pixels, chosen.gram_fields, running)
+
+
+class _GramRoles:
+    """`Gradient.gram` where warps have roles."""
+
+    def __init__(
+        self,
+        layout: Scheme,
+        cut: _GramCut,
+        chosen: Tiles,
+        numbers: tuple[int, ...],
+        in_padded: int,
+        splits: int,
+        again: int,
+    ) -> None:
+        self.layout, self.parts = layout, cut.cut.parts
+        more = (triton.cdiv(numbers[0], cut.pixels), cut.cut.programs, in_padded, cut.cut.padded)
+        self.runs = [
+            Launch(
+                hopper_gram(layout, cut.cut.parts, chunk),
+                (in_padded // cut.fields, cut.cut.programs, splits),
+                (*numbers, *more, again),
+                BP=cut.pixels,
+                PRODUCERS=chosen.producers,
+                REGISTERS=chosen.registers,
+                STAGES=2,
+                READY=cut.ready,
+                num_warps=4,
+            )
+            for chunk in range(layout.chunks)
+        ]
+
+    def __call__(
+        self, spectrum: Tensor, laid: Tensor, partial: Tensor, x_largest: Tensor, g_largest: Tensor
+    ) -> None:
+        copies = row_copies(self.layout, self.parts, laid.view(-1, ROWS))
+        for run in self.runs:
+            run(spectrum.view(torch.int32), *copies, partial, x_largest, g_largest)
 
 
 class GramRun:
@@ -541,54 +698,67 @@ class GramRun:
         if not math.prod(x.shape) * math.prod(g.shape):
             return
         chosen = chosen or _tiles(layout)
-        cut = _cut(out_fields, layout, chosen.gram_warps, chosen.gram_accumulators, RUN)
+        how = _gram_cut(x, layout, chosen, out_fields)
+        cut = how.cut
         batch, pixels = x.shape[0], geometry.height * geometry.width
         in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
-        programs = in_padded // chosen.gram_fields * cut.programs
+        programs = in_padded // how.fields * cut.programs
         count = layout.batch * layout.inner
         one = (in_padded, count, cut.padded, 2)
         free = batch * x.image_bytes + _spare_bytes(x, layout, g.shape[1])
         # All programs run at the same time: a few more would take as long again.
-        running = at_a_time(x.device, chosen.gram_warps)
-        splits = min(running // programs, free // 4 // (4 * math.prod(one)))
+        most = min(how.running, max(1, free // 4 // (4 * math.prod(one))))
+        splits = min(how.running // programs, most)
+        if how.ready:
+            # Programs in whole rounds, each of which takes a share of the pixels.
+            rounds = [triton.cdiv(programs * n, how.running) for n in range(most + 1)]
+            splits = min(range(1, most + 1), key=lambda n: (rounds[n] / n, n))
         splits = chosen.splits or max(1, splits)
-        splits = min(splits, triton.cdiv(batch * pixels, chosen.gram_pixels))
+        splits = min(splits, triton.cdiv(batch * pixels, how.pixels))
         self.partial = (splits, *one)
         free = min(chosen.bytes or free - 4 * math.prod(self.partial), _addressed(x))
         laid = cut.padded * 2 * layout.batch  # numbers for each pixel
         each = _spectrum_bytes(x, layout, geometry) + laid * pixels * x.dtype.itemsize
         several = triton.cdiv(batch, _multiple(free // each))
         most = 4 * triton.cdiv(batch, 4 * several)
-        kernels = gradient(
-            layout, cut.parts, cut.copies, chosen.gram_pixels, _packed(self.internal)
-        )
+        if how.ready:
+            analyse, lay_kernel = rows(layout, cut.parts)
+        else:
+            analyse, lay_kernel, gram_kernel = gradient(
+                layout, cut.parts, cut.copies, how.pixels, _packed(self.internal)
+            )
         for first in range(0, batch, most):
             images = min(most, batch - first)
             like = x._replace(shape=(images, *x.shape[1:]))
-            analysis = _Analysis(kernels.analyse, like, layout, geometry, 0, activated)
-            tiles_ = triton.cdiv(images * pixels, chosen.gram_pixels)
-            block = min(64, chosen.gram_pixels)
+            analysis = _Analysis(analyse, like, layout, geometry, 0, activated)
+            tiles_ = triton.cdiv(images * pixels, how.pixels)
+            block = min(ROWS, how.pixels)
             shape = (geometry.height, geometry.width)
             lay = Launch(
-                kernels.lay,
-                (tiles_ * (chosen.gram_pixels // block), cut.padded // RUN),
+                lay_kernel,
+                (tiles_ * (how.pixels // block), cut.padded // (FIELDS if how.ready else RUN)),
                 (images * pixels, out_fields, *shape, cut.programs, *g.strides),
-                TILE=chosen.gram_pixels,
+                **({} if how.ready else {"TILE": how.pixels}),
                 BP=block,
                 num_warps=4,
             )
             numbers = _numbers(images * pixels, geometry, analysis.grid)
+            if how.ready:
+                last = (in_padded, splits, len(self.groups))
+                roles = _GramRoles(layout, how, chosen, numbers, *last)
+                self.groups.append(_GramGroup(first, images, analysis, lay, roles))
+                continue
             gram = Launch(
-                kernels.gram,
-                (in_padded // chosen.gram_fields, cut.programs, splits),
+                gram_kernel,
+                (in_padded // how.fields, cut.programs, splits),
                 (*numbers, tiles_, in_padded, cut.padded, len(self.groups)),
-                BF=chosen.gram_fields,
+                BF=how.fields,
                 PRECISION=precision,
                 num_warps=chosen.gram_warps,
             )
             self.groups.append(_GramGroup(first, images, analysis, lay, gram))
-        tiles_ = triton.cdiv(self.groups[0].images * pixels, chosen.gram_pixels)
-        self.fragments = (tiles_, laid * chosen.gram_pixels)
+        tiles_ = triton.cdiv(self.groups[0].images * pixels, how.pixels)
+        self.fragments = (tiles_, laid * how.pixels)
         constants = _constants(layout, x.device)
         self.owners = (constants.owners, constants.owner_signs)
         block = 64

@@ -26,7 +26,19 @@ VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 if VERSION < (3, 6):
     raise ImportError(f"expected Triton 3.6 or later; got {triton.__version__}")
 
-__all__ = ["FIRST", "HEADROOM", "RUN", "convolution_source", "gradient_source"]
+__all__ = [
+    "FIRST",
+    "HEADROOM",
+    "RUN",
+    "Writer",
+    "convolution_source",
+    "gradient_source",
+    "joined",
+    "rows_source",
+    "split_evenly",
+    "times_rows",
+    "twos",
+]
 
 HEADROOM = 9
 """The largest number of an image is scaled to about 2^9: derivatives stay far from overflow in
@@ -45,7 +57,7 @@ _PIXEL, _FIELD = ("None, :", ":, None") if FIRST else (":, None", "None, :")
 """How what belongs to a pixel, or to a field, is spread over these axes."""
 
 
-class _Writer:
+class Writer:
     """Lines of source, with the current indentation before them, and how sums are spelled.
 
     ``packed``: two halves at a time, in PTX's own words. Left to itself the compiler finds other
@@ -94,7 +106,7 @@ class _Writer:
         return "\n".join(self.lines) + "\n"
 
 
-def _differentiate(write: _Writer, layout: Scheme) -> None:
+def _differentiate(write: Writer, layout: Scheme) -> None:
     """A function: where the centre taps lie → every derivative there, in registers."""
     write("@triton.jit")
     write("def differentiate(centre, row, column):")
@@ -164,37 +176,40 @@ def _differentiate(write: _Writer, layout: Scheme) -> None:
     write()
 
 
-def _split(write: _Writer, source: str, names: Sequence[str | None]) -> None:
+def split_evenly(
+    write: Writer, source: str, names: Sequence[str | None], language: str = "tl"
+) -> None:
     """Take a tensor apart along its last axes, of length two each: a name for every member."""
     if len(names) == 1:
         if names[0] and names[0] != source:
             write(f"{names[0]} = {source}")
     elif any(names):
-        write(f"{source}e, {source}o = tl.split({source})")
-        _split(write, f"{source}e", names[::2])
-        _split(write, f"{source}o", names[1::2])
+        write(f"{source}e, {source}o = {language}.split({source})")
+        split_evenly(write, f"{source}e", names[::2], language)
+        split_evenly(write, f"{source}o", names[1::2], language)
 
 
-def _joined(names: Sequence[str]) -> str:
+def joined(names: Sequence[str], language: str = "tl") -> str:
     """An expression for the names side by side, along new last axes of length two each."""
     if len(names) == 1:
         return names[0]
-    return f"tl.join({_joined(names[::2])}, {_joined(names[1::2])})"
+    one, two = (joined(names[n::2], language) for n in range(2))
+    return f"{language}.join({one}, {two})"
 
 
-def _times_rows(write: _Writer, matrix: np.ndarray, source: str, result: str) -> None:
+def times_rows(write: Writer, matrix: np.ndarray, source: str, result: str) -> None:
     """Each row of a matrix against tensors named by a letter and the number of a column."""
     for number, row in enumerate(matrix):
         terms = [f"{source}{n} * {float(row[n])!r}" for n in np.flatnonzero(row)]
         write(f"{result}{number} = {' + '.join(terms) or f'{source}0 * 0.0'}")
 
 
-def _twos(length: int) -> str:
-    """The axes that `_split` takes apart."""
+def twos(length: int) -> str:
+    """The axes that `split_evenly` takes apart."""
     return ", ".join(["2"] * (length.bit_length() - 1))
 
 
-def _features(write: _Writer, layout: Scheme, chunk: int) -> None:
+def _features(write: Writer, layout: Scheme, chunk: int) -> None:
     """The features of a slot chunk: ``z[target, pixel, (field, feature)]`` for each piece."""
     _derivatives(write, layout, chunk)
     pairs = _Pairs(write, layout)
@@ -203,7 +218,7 @@ def _features(write: _Writer, layout: Scheme, chunk: int) -> None:
             _gathered(write, layout, pairs, chunk, number, first, size)
 
 
-def _derivatives(write: _Writer, layout: Scheme, chunk: int) -> None:
+def _derivatives(write: Writer, layout: Scheme, chunk: int) -> None:
     """Differentiate one slot chunk: tensors ``d{stencil}_{pair}`` of two slots each."""
     offset = f" + {chunk * FIELDS * layout.width} * places" if chunk else ""
     stencils = range(len(layout.plan.stencils))
@@ -213,15 +228,15 @@ def _derivatives(write: _Writer, layout: Scheme, chunk: int) -> None:
     for stencil in stencils:
         if pairs > 1:
             write(f"d = tl.trans(tl.reshape(d{stencil}, [{_ITEMS}, {pairs}, 2]), (0, 1, 3, 2))")
-            write(f"d{stencil} = tl.reshape(d, [{_ITEMS}, 2, {_twos(pairs)}])")
-        _split(write, f"d{stencil}", [f"d{stencil}_{pair}" for pair in range(pairs)])
+            write(f"d{stencil} = tl.reshape(d, [{_ITEMS}, 2, {twos(pairs)}])")
+        split_evenly(write, f"d{stencil}", [f"d{stencil}_{pair}" for pair in range(pairs)])
     write("turn = (1 - 2 * tl.arange(0, 2))[None, None, :].to(x.dtype.element_ty)")
 
 
 class _Pairs:
     """Features two by two, written when they are first asked for."""
 
-    def __init__(self, write: _Writer, layout: Scheme) -> None:
+    def __init__(self, write: Writer, layout: Scheme) -> None:
         self.write, self.layout = write, layout
         self.taken: set[str] = set()
 
@@ -275,7 +290,7 @@ class _Pairs:
 
 
 def _gathered(
-    write: _Writer,
+    write: Writer,
     layout: Scheme,
     pairs: _Pairs,
     chunk: int,
@@ -296,15 +311,15 @@ def _gathered(
             if one < 0:
                 one, two = other
             column.append(pairs.pair(one, two if two >= 0 else one))
-        columns.append(_joined(column))
+        columns.append(joined(column))
     # [field and pixel, 2, target, inner / 2]: the inner axis is joined last, so that a thread holds
     # neighbours along it and stores them at once.
-    write(f"z = tl.reshape({_joined(columns)}, [{_ITEMS}, 2, {layout.batch}, {size // 2}])")
+    write(f"z = tl.reshape({joined(columns)}, [{_ITEMS}, 2, {layout.batch}, {size // 2}])")
     write(f"z = tl.trans(z, {'(3, 1, 0, 4, 2)' if FIRST else '(3, 0, 1, 4, 2)'})")
     write(f"z{number} = tl.reshape(z, [{layout.batch}, BP, BF * {size}])")
 
 
-def _analyse(write: _Writer, layout: Scheme, activated: bool) -> None:
+def _analyse(write: Writer, layout: Scheme, activated: bool) -> None:
     """The spectrum of every field at every place of the padded grid, scaled.
 
     ``each`` is 1 where every image has a largest number of its own, and 0 where all have one.
@@ -347,7 +362,7 @@ def _analyse(write: _Writer, layout: Scheme, activated: bool) -> None:
     write(f"into = out + chunk.to(tl.int64) * places * (BF * SC * {layout.chunks})")
     for part in range(layout.chunks):
         names = [f"t{part * layout.width + n}" for n in range(layout.width)]
-        write(f"found = tl.reshape({_joined(names)}, [{_ITEMS}, SC]).to(out.dtype.element_ty)")
+        write(f"found = tl.reshape({joined(names)}, [{_ITEMS}, SC]).to(out.dtype.element_ty)")
         write("tl.store(into + where, found, mask=kept)")
         if part + 1 < layout.chunks:
             write("into += places * (BF * SC)")
@@ -355,7 +370,7 @@ def _analyse(write: _Writer, layout: Scheme, activated: bool) -> None:
     write()
 
 
-def _transformed(write: _Writer, layout: Scheme, activated: bool = False) -> None:
+def _transformed(write: Writer, layout: Scheme, activated: bool = False) -> None:
     """The spectrum ``t0 …`` of the channels that lie at ``base``, times a factor."""
     channels = layout.plan.analysis.shape[1]
     padded = power_of_two(channels)
@@ -372,21 +387,21 @@ def _transformed(write: _Writer, layout: Scheme, activated: bool = False) -> Non
             write(f"c = (c - centre[{_FIELD}, None]) * scale[{_FIELD}, None]")
             write(f"c = rectified(c + shift[{_FIELD}, None])")
         write("c = c * factor")
-        write(f"c = tl.reshape(c, [{_ITEMS}{', ' * (vector > 1)}{_twos(vector)}])")
-        _split(
+        write(f"c = tl.reshape(c, [{_ITEMS}{', ' * (vector > 1)}{twos(vector)}])")
+        split_evenly(
             write, "c", [f"c{n}" if n < channels else None for n in range(first, first + vector)]
         )
     pairs, rest = butterflies(layout.analysis.T)
     for a, b in pairs:
         write(f"c{a}, c{b} = c{a} + c{b}, c{a} - c{b}")
-    _times_rows(write, rest, "c", "t")
+    times_rows(write, rest, "c", "t")
 
 
 RUN = 8
 """Output fields that are laid at a time: with two columns each they fill a product's 16 rows."""
 
 
-def _lay(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
+def _lay(write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
     """The spectrum of an output's gradient as the tensor cores read it: no exchange in `gram`.
 
     ``[tile of pixels, program, part]``, and there `_Fragments` whose inner number is the pixel.
@@ -398,19 +413,7 @@ def _lay(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) ->
         "        x_line, x_dot, TILE: tl.constexpr, BP: tl.constexpr):"
     )
     write.depth += 1
-    write(f"BF: tl.constexpr = {RUN}")
-    write(f"TARGETS: tl.constexpr = {layout.batch}")
-    write("pixel = tl.program_id(0) * BP + tl.arange(0, BP)")
-    write("run = tl.program_id(1)")
-    write("field = run * BF + tl.arange(0, BF)")
-    write("inside = pixel < pixels")
-    write("row = pixel // width")
-    write("dot = pixel - row * width")
-    write("image = row // height")
-    write("line = row - image * height")
-    write("base = image.to(tl.int64) * x_image + line * x_line + dot * x_dot")
-    write(f"factor = two_to({HEADROOM} - exponent(tl.load(largest)))")
-    _transformed(write, layout)
+    _gradient_spectrum(write, layout, RUN)
     names = [f"t{n}" for n in range(2 * layout.batch)]
     # Pixels are [run, 2, 4, 2], fields [2, 4]; a thread stores what lies side by side.
     pixels, run, threads = "BP // 16, 2, 4, 2", "2, 4", "(0, 6, 5, 7, 2, 1, 4, 3)"
@@ -418,7 +421,7 @@ def _lay(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) ->
     if FIRST:
         pixels, run, threads = run, pixels, "(1, 7, 4, 2, 6, 3, 0, 5)"
         axes, lane, member = "32, BP // 16, TARGETS", ":, None, None", "None, :, :"
-    write(f"found = tl.reshape({_joined(names)}, [{pixels}, {run}, TARGETS, 2])")
+    write(f"found = tl.reshape({joined(names)}, [{pixels}, {run}, TARGETS, 2])")
     write(f"found = tl.trans(found, {threads}).to(out.dtype.element_ty)")
     write(f"found = tl.reshape(found, [{axes}, 8])")
     runs = fields // RUN
@@ -441,12 +444,65 @@ def _lay(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int) ->
     write()
 
 
+def rows_source(layout: Scheme, parts: tuple[int, ...]) -> str:
+    """The kernels ``analyse`` and ``analyse_activated``, and ``lay`` in rows of pixels.
+
+    ``[block of pixels, program, part, target, (field, column)]`` by pixel, as the products of
+    `econv.engines.hopper_source` read the spectrum of an output's gradient.
+    """
+    write = Writer(False)
+    for activated in (False, True):
+        _analyse(write, layout, activated)
+    fields = sum(parts)
+    write(_jit("pixels", "fields", "height", "width", "programs"))
+    write(
+        "def lay(x, largest, out, pixels, fields, height, width, programs, x_image, x_channel,\n"
+        "        x_line, x_dot, BP: tl.constexpr):"
+    )
+    write.depth += 1
+    _gradient_spectrum(write, layout, FIELDS)
+    names = [f"t{n}" for n in range(2 * layout.batch)]
+    write(f"found = tl.reshape({joined(names)}, [{_ITEMS}, TARGETS, 2])")
+    write(f"found = tl.trans(found, {'(2, 0, 3, 1)' if FIRST else '(2, 1, 3, 0)'})")
+    write(f"program = field // {fields}")
+    write(f"o = field % {fields}")
+    write(f"second = o >= {parts[0]}")
+    write(f"size = tl.where(second, {fields - parts[0]}, {parts[0]})")
+    write(f"o = o - tl.where(second, {parts[0]}, 0)")
+    write(f"row = (tl.program_id(0) * programs + program) * {fields} + field % {fields} - o")
+    write("row = row * (TARGETS * 2)")
+    write("target = tl.arange(0, TARGETS)")
+    write("row = row[None, :] + (target[:, None] * size[None, :] + o[None, :]) * 2")
+    write("row = row[:, :, None] + tl.arange(0, 2)[None, None, :]")
+    write("where = row.to(tl.int64)[:, :, :, None] * BP + tl.arange(0, BP)[None, None, None, :]")
+    write("tl.store(out + where, found.to(out.dtype.element_ty))")
+    write.depth -= 1
+    return write.text()
+
+
+def _gradient_spectrum(write: Writer, layout: Scheme, fields: int) -> None:
+    """The spectrum ``t0 …`` of a gradient at the pixels and for the fields of a program."""
+    write(f"BF: tl.constexpr = {fields}")
+    write(f"TARGETS: tl.constexpr = {layout.batch}")
+    write("pixel = tl.program_id(0) * BP + tl.arange(0, BP)")
+    write("run = tl.program_id(1)")
+    write("field = run * BF + tl.arange(0, BF)")
+    write("inside = pixel < pixels")
+    write("row = pixel // width")
+    write("dot = pixel - row * width")
+    write("image = row // height")
+    write("line = row - image * height")
+    write("base = image.to(tl.int64) * x_image + line * x_line + dot * x_dot")
+    write(f"factor = two_to({HEADROOM} - exponent(tl.load(largest)))")
+    _transformed(write, layout)
+
+
 def _jit(*names: str) -> str:
     """The decorator of a kernel; whether these arguments are even numbers makes no difference."""
     return f"@triton.jit(do_not_specialize={list(names)!r})"
 
 
-def _pixels(write: _Writer, layout: Scheme) -> None:
+def _pixels(write: Writer, layout: Scheme) -> None:
     """Which pixels a tile holds and where their centre taps lie."""
     reach = layout.coefficients.shape[-1] // 2
     write("inside = pixel < pixels")
@@ -460,7 +516,7 @@ def _pixels(write: _Writer, layout: Scheme) -> None:
     write("here = here * SC + slot[None, None, :]")
 
 
-def _common(write: _Writer, layout: Scheme) -> None:
+def _common(write: Writer, layout: Scheme) -> None:
     write(f"SC: tl.constexpr = {layout.width}")
     write(f"TARGETS: tl.constexpr = {layout.batch}")
     write("slot = tl.arange(0, SC)")
@@ -499,7 +555,7 @@ class _Fragments:
         self.order = f"({', '.join(str(names.index(name)) for name in wanted)})"
         self.shape = f"[TARGETS * COPIES, {inner}, {columns}]"
 
-    def load(self, write: _Writer, source: str, result: str) -> None:
+    def load(self, write: Writer, source: str, result: str) -> None:
         """Read the matrices of all products, ``[product, inner, column]``."""
         run = ":, None" if FIRST else ":, None, None, None"
         member = f"tl.arange(0, {self.groups})[{run}] * (TARGETS * COPIES) + member"
@@ -508,13 +564,13 @@ class _Fragments:
         write(f"{result} = tl.reshape(tl.trans({held}, {self.order}), {self.shape})")
 
     @staticmethod
-    def threads(write: _Writer) -> None:
+    def threads(write: Writer) -> None:
         """What `load` reads with."""
         write(f"lane = tl.arange(0, 32)[{':, None, None, None' if FIRST else ':, None'}]")
         write("member = tl.arange(0, TARGETS * COPIES)[:, None, None]")
 
 
-def _copied(write: _Writer, number: int, size: int) -> None:
+def _copied(write: Writer, number: int, size: int) -> None:
     """The features of a piece once for each copy of a target: ``v{number}``.
 
     The name belongs to the piece: what a loop assigns keeps the type that it had before the loop.
@@ -525,7 +581,7 @@ def _copied(write: _Writer, number: int, size: int) -> None:
 
 
 def _forward(
-    write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, last: bool
+    write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int, last: bool
 ) -> None:
     """A layer: features of a tile of pixels, products with the weights, channels of the output.
 
@@ -607,9 +663,9 @@ def _forward(
         write(f"s = tl.reshape(a{part}, [TARGETS, COPIES, BP, {2 * size}])")
         write(f"s = tl.reshape(tl.trans(s, (2, 1, 3, 0)), [BP, COPIES * {size}, 2, TARGETS])")
         write("s = tl.trans(s, (0, 1, 3, 2))")
-        write(f"s = tl.reshape(s, [BP, COPIES * {size}, {_twos(len(slots))}])")
-        _split(write, "s", [f"s{n}" if n >= 0 else None for n in slots])
-        _times_rows(write, rest.T, "s", "y")
+        write(f"s = tl.reshape(s, [BP, COPIES * {size}, {twos(len(slots))}])")
+        split_evenly(write, "s", [f"s{n}" if n >= 0 else None for n in slots])
+        times_rows(write, rest.T, "s", "y")
         for a, b in reversed(pairs):
             write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
         write(f"o = tl.arange(0, COPIES * {size})")
@@ -623,7 +679,7 @@ def _forward(
         write(f"element = tl.arange(0, {vector})[None, None, :]")
         for start in range(0, channels, vector):
             outputs = [f"y{c if c < channels else 0}" for c in range(start, start + vector)]
-            write(f"found = tl.reshape({_joined(outputs)}, [BP, COPIES * {size}, {vector}])")
+            write(f"found = tl.reshape({joined(outputs)}, [BP, COPIES * {size}, {vector}])")
             write("found = (found * scale).to(y.dtype.element_ty)")
             if turned:
                 write("found = tl.trans(found, (1, 0, 2))")
@@ -636,7 +692,7 @@ def _forward(
     write()
 
 
-def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int) -> None:
+def _gram(write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int) -> None:
     """The gradient to the weights: features of the input against the output's gradient."""
     fields = sum(parts)
     numbers = ["pixels", "height", "width", "pitch", "image_pitch", "places", "tiles", "in_padded"]
@@ -673,7 +729,7 @@ def _gram(write: _Writer, layout: Scheme, parts: tuple[int, ...], copies: int, p
 
 
 def _gram_of_chunk(
-    write: _Writer, layout: Scheme, parts: tuple[int, ...], pixels: int, chunk: int
+    write: Writer, layout: Scheme, parts: tuple[int, ...], pixels: int, chunk: int
 ) -> None:
     """The gradient to the weights of one slot chunk: what a program holds at a time."""
     fields = sum(parts)
@@ -736,7 +792,7 @@ def convolution_source(
     least `FIELDS`. ``packed`` is for float16, and not for the interpreter; ``last`` for outputs
     whose channels lie side by side.
     """
-    write = _Writer(packed)
+    write = Writer(packed)
     for activated in (False, True):
         _analyse(write, layout, activated)
     _differentiate(write, layout)
@@ -751,7 +807,7 @@ def gradient_source(
 
     As in `convolution_source`, with parts of at least `RUN` and ``pixels`` at a time.
     """
-    write = _Writer(packed)
+    write = Writer(packed)
     for activated in (False, True):
         _analyse(write, layout, activated)
     _lay(write, layout, parts, copies)
