@@ -35,15 +35,15 @@ __all__ = ["hopper_forward", "hopper_gram", "row_copies", "weight_copies"]
 
 
 @lru_cache(maxsize=256)
-def hopper_forward(layout: Scheme, parts: tuple[int, ...]) -> Any:
+def hopper_forward(layout: Scheme, parts: tuple[int, ...], teams: int) -> Any:
     """The kernel of a plan's layer."""
-    return _read(hopper_source(layout, parts), layout)["forward"]
+    return _read(hopper_source(layout, parts, teams), layout)["forward"]
 
 
 @lru_cache(maxsize=256)
-def hopper_gram(layout: Scheme, parts: tuple[int, ...], chunk: int) -> Any:
+def hopper_gram(layout: Scheme, parts: tuple[int, ...], chunk: int, teams: int) -> Any:
     """The kernel of the gradient to the weights of one chunk of slots."""
-    return _read(hopper_gram_source(layout, parts, chunk), layout)["gram"]
+    return _read(hopper_gram_source(layout, parts, chunk, teams), layout)["gram"]
 
 
 def _read(source: str, layout: Scheme) -> dict[str, Any]:

@@ -74,18 +74,33 @@ def _scaled(one: str, low: float, high: float, other: str | None) -> str:
     return _asm(f"{start} fma.rn.f16x2 $0, $1, c, $2; }}", one, other)
 
 
-def _taps(write: Writer, fields: int, words: int, name: str, dy: int, dx: int) -> None:
-    """The words of one tap: ``{name}0 …``."""
-    row = "" if not dy else f" + {dy} * row"
-    write(f"t = gl.load(centre{row} + {dx} * column)")
-    parts = [f"{name}{word}" for word in range(words)]
-    if words == 1:
-        write(f"{name}0 = gl.convert_layout(gl.reshape(t, [{fields}, BP]), ITEMS)")
-        return
-    write(f"t = gl.reshape(t, [{fields}, BP, {twos(words)}])")
-    split_evenly(write, "t", parts, "gl")
-    for part in parts:
-        write(f"{part} = gl.convert_layout({part}, ITEMS, assert_trivial=True)")
+def _taps(write: Writer, fields: int, words: int, centre: str, names: dict[str, str]) -> None:
+    """Load taps, each a name and its place from the centre, and take them apart into words."""
+    for name, place in names.items():
+        write(f"t = gl.load({centre}{place})")
+        if words == 1:
+            write(f"{name}0 = gl.convert_layout(gl.reshape(t, [{fields}, BP]), ITEMS)")
+            continue
+        parts = [f"{name}{word}" for word in range(words)]
+        write(f"t = gl.reshape(t, [{fields}, BP, {twos(words)}])")
+        split_evenly(write, "t", parts, "gl")
+        for part in parts:
+            write(f"{part} = gl.convert_layout({part}, ITEMS, assert_trivial=True)")
+
+
+def _place(dy: int, dx: int) -> str:
+    """Where a tap lies, seen from the centre. Rows run downwards, in the image as in a stencil."""
+    return (f" + {dy} * row" if dy else "") + (f" + {dx} * column" if dx else "")
+
+
+def _early(layout: Scheme) -> dict[str, str]:
+    """The taps above and below the centre, which are loaded a turn ahead.
+
+    They lie in all lines of the cache that the others do, but for those at the tile's sides: the
+    others find them there.
+    """
+    reach = layout.coefficients.shape[-1] // 2
+    return {f"e{dy % 9}_": _place(dy, 0) for dy in range(-reach, reach + 1)}
 
 
 def _derivatives(write: Writer, layout: Scheme, fields: int) -> None:
@@ -108,9 +123,15 @@ def _derivatives(write: Writer, layout: Scheme, fields: int) -> None:
             columns = (dx, reach + dx) if dx else (0,)
             if not coefficients[:, rows][:, :, columns].any():
                 continue
+            names = {}
             for above, y in zip("pm", (dy, -dy)[: len(rows)], strict=False):
                 for beside, x in zip("pm", (dx, -dx)[: len(columns)], strict=False):
-                    _taps(write, fields, words, above + beside, y, x)
+                    if dx:
+                        names[above + beside] = _place(y, x)
+                    else:
+                        for word in range(words):
+                            write(f"{above}{beside}{word} = e{y % 9}_{word}")
+            _taps(write, fields, words, "centre", names)
             for word in range(words):
                 for sign, j in zip("+-", columns, strict=False):
                     if not coefficients[:, rows, j].any():
@@ -198,10 +219,10 @@ def _stored(
         shape = f"[{fields}, BP, {layout.batch}, {size // 2}]"
         write(f"v = gl.reshape({joined(columns, 'gl')}, {shape})")
         write("v = gl.permute(v, (2, 1, 0, 3))")
-        write(f"v{number} = gl.reshape(v, [{layout.batch} * BP, {fields * size // 2}])")
+        write(f"v{number} = gl.reshape(v, [{layout.batch}, BP, {fields * size // 2}])")
     write("mbarrier.wait(empty.index(stage), phase ^ 1)")
     for number in range(len(pieces)):
-        write(f"z{number}.index(stage).store(v{number})")
+        write(f"z{number}.index(stage).slice(TEAM * BP, BP, dim=1).store(v{number})")
 
 
 def _places(write: Writer, layout: Scheme, fields: int) -> None:
@@ -224,29 +245,34 @@ def _places(write: Writer, layout: Scheme, fields: int) -> None:
     write("turn = 0")
 
 
-def _tile(write: Writer, layout: Scheme) -> None:
-    """Where the centre taps of a tile lie."""
+def _tile(write: Writer, layout: Scheme, tile: str, result: str) -> None:
+    """Where the centre taps of a tile lie; of the last one, if there are no more."""
     words = layout.width // 2
     reach = layout.coefficients.shape[-1] // 2
-    write("pixel = tile * BP + gl.arange(0, BP, layout=PIXELS)")
+    write(f"pixel = ({tile} * TEAMS + TEAM) * BP + gl.arange(0, BP, layout=PIXELS)")
     write("p = gl.where(pixel < pixels, pixel, 0)")
     write("image = p // (height * width)")
     write("line = (p - image * (height * width)) // width")
     write("dot = p % width")
     write("place = image * image_pitch + line * down * pitch + dot * down")
     write(f"place += {reach} * (pitch + 1) * dilation")
-    write(f"here = place[None, :, None] * {FIELDS * words} + field[:, None, None] * {words}")
-    write("here = here + word[None, None, :]")
+    write(f"{result} = place[None, :, None] * {FIELDS * words} + field[:, None, None] * {words}")
+    write(f"{result} = {result} + word[None, None, :]")
 
 
 def _turn(
-    write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], fields: int
+    write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], fields: int, upcoming: str
 ) -> None:
-    """The features of a tile and a chunk of slots, handed over."""
+    """The features of a tile and a chunk of slots, handed over.
+
+    ``upcoming``: where the centre taps of the next turn lie.
+    """
     write("stage = turn % STAGES")
     write("phase = turn // STAGES & 1")
     write("centre = source + here")
     _derivatives(write, layout, fields)
+    write(f"centre = {upcoming}")
+    _taps(write, fields, layout.width // 2, "centre", _early(layout))
     _stored(write, layout, chunk, pieces, fields)
     write("fence_async_shared()")
     write("gl.thread_barrier()")
@@ -261,20 +287,28 @@ def _produce(write: Writer, layout: Scheme, pieces: Sequence[int]) -> None:
     write(
         f"def produce(x, full, empty, {names}, pixels, height, width, down, dilation, pitch,\n"
         "            image_pitch, places, chunks, tiles, BP: gl.constexpr, WARPS: gl.constexpr,\n"
-        "            STAGES: gl.constexpr):"
+        "            STAGES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr):"
     )
     write.depth += 1
     _places(write, layout, FIELDS)
+    _tile(write, layout, "gl.program_id(0)", "here")
+    write(f"each = places.to(gl.int64) * {place_words}")
+    write("source = x")
+    _taps(write, FIELDS, layout.width // 2, "(x + here)", _early(layout))
     write("for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):")
     write.depth += 1
-    _tile(write, layout)
+    _tile(write, layout, "(tile + gl.num_programs(0))", "later")
     for chunk in range(layout.chunks):
-        write(f"source = x + {chunk * place_words} * places.to(gl.int64)")
+        write(f"source = x + {chunk} * each")
         write("for chunk in range(0, chunks):")
         write.depth += 1
-        _turn(write, layout, chunk, pieces, FIELDS)
-        write(f"source += {place_words * layout.chunks} * places.to(gl.int64)")
+        write("last = chunk + 1 == chunks")
+        write(f"ahead = gl.where(last, {(chunk + 1) % layout.chunks} * each, (chunk + 1) * {layout.chunks} * each + {chunk} * each)")
+        where = "here" if chunk + 1 < layout.chunks else "gl.where(last, later, here)"
+        _turn(write, layout, chunk, pieces, FIELDS, f"(x + ahead) + {where}")
+        write(f"source += {layout.chunks} * each")
         write.depth -= 1
+    write("here = later")
     write.depth -= 2
     write()
 
@@ -422,12 +456,19 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
     write()
 
 
-def _barriers(write: Writer, **lengths: str) -> None:
+def _workers(write: Writer, teams: int) -> None:
+    """How many warps and registers the teams that differentiate have."""
+    each = (", ".join([what] * teams) for what in (f"PRODUCERS // {teams}", "REGISTERS"))
+    write(f"], [{next(each)}], [{next(each)}])")
+
+
+def _barriers(write: Writer, teams: int, **lengths: str) -> None:
+    """What is full when all teams have said so, and empty or ready when one thread has."""
     write("BARRIER: gl.constexpr = mbarrier.MBarrierLayout()")
     for name, length in lengths.items():
         write(f"{name} = gl.allocate_shared_memory(gl.int64, [{length}, 1], BARRIER)")
         write(f"for stage in gl.static_range({length}):")
-        write(f"    mbarrier.init({name}.index(stage), count=1)")
+        write(f"    mbarrier.init({name}.index(stage), count={teams if name == 'full' else 1})")
     write("fence_async_shared()")
     write("gl.thread_barrier()")
 
@@ -523,7 +564,9 @@ ROWS = 64
 """Rows of a product where warps have roles."""
 
 
-def hopper_gram_source(layout: Scheme, parts: tuple[int, ...], chunk: int) -> str:
+def hopper_gram_source(
+    layout: Scheme, parts: tuple[int, ...], chunk: int, teams: int
+) -> str:
     """The kernel ``gram``: the gradient to the weights that belong to one chunk of slots.
 
     The features of `ROWS` // `gram_features` fields are the rows of its products, their inner
@@ -537,7 +580,7 @@ def hopper_gram_source(layout: Scheme, parts: tuple[int, ...], chunk: int) -> st
     write(
         "def produce(x, full, empty, z0, pixels, height, width, down, dilation, pitch,\n"
         "            image_pitch, places, tiles, BP: gl.constexpr, WARPS: gl.constexpr,\n"
-        "            STAGES: gl.constexpr):"
+        "            STAGES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr):"
     )
     write.depth += 1
     _places(write, layout, fields)
@@ -547,10 +590,13 @@ def hopper_gram_source(layout: Scheme, parts: tuple[int, ...], chunk: int) -> st
         f"source = x + (first // {FIELDS} * {layout.chunks} + {chunk}) * {place_words}"
         " * places.to(gl.int64)"
     )
+    _tile(write, layout, "gl.program_id(2)", "here")
+    _taps(write, fields, layout.width // 2, "(source + here)", _early(layout))
     write("for tile in range(gl.program_id(2), tiles, gl.num_programs(2)):")
     write.depth += 1
-    _tile(write, layout)
-    _turn(write, layout, chunk, (features,), fields)
+    _tile(write, layout, "(tile + gl.num_programs(2))", "later")
+    _turn(write, layout, chunk, (features,), fields, "source + later")
+    write("here = later")
     write.depth -= 2
     write()
     piece = (ROWS // FIELDS,)
@@ -569,30 +615,35 @@ def hopper_gram_source(layout: Scheme, parts: tuple[int, ...], chunk: int) -> st
     )
     write.depth += 1
     write("HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)")
-    write("WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)")
-    rows = f"[STAGES, {layout.batch} * BP"
-    write(f"z0 = gl.allocate_shared_memory(gl.float16, {rows}, {ROWS}], HALVES)")
-    write(f"words = z0._reinterpret(gl.int32, {rows}, {ROWS // 2}], WORDS)")
+    write("WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=3)")
+    shape = f"[STAGES, {layout.batch} * BP, {ROWS}]"
+    write(f"z0 = gl.allocate_shared_memory(gl.float16, {shape}, HALVES)")
+    shape = f"[STAGES, {layout.batch}, BP, {ROWS // 2}]"
+    write(f"words = z0._reinterpret(gl.int32, {shape}, WORDS)")
     for part, size in enumerate(parts):
         shape = f"[READY, {layout.batch * 2 * size}, {ROWS}]"
         write(f"w0_{part} = gl.allocate_shared_memory(gl.float16, {shape}, HALVES)")
-    _barriers(write, full="STAGES", empty="STAGES", ready="READY")
+    _barriers(write, teams, full="STAGES", empty="STAGES", ready="READY")
     both = ", ".join(f"{n}_in, {n}" for n in names)
+    for team in range(teams):
+        write(f"T{team}: gl.constexpr = {team}")
     write("gl.warp_specialize([")
     write(
         f"    (consume, (partial, x_largest, g_largest, full, empty, ready, z0, {both}, tiles,\n"
         "      programs, in_padded, out_padded, again, BP, gl.num_warps(), STAGES, READY)),"
     )
-    write(
-        "    (produce, (x, full, empty, words, pixels, height, width, down, dilation, pitch,\n"
-        "      image_pitch, places, tiles, BP, PRODUCERS, STAGES)),"
-    )
-    write("], [PRODUCERS], [REGISTERS])")
+    for team in range(teams):
+        write(
+            "    (produce, (x, full, empty, words, pixels, height, width, down, dilation, pitch,\n"
+            f"      image_pitch, places, tiles, BP // {teams}, PRODUCERS // {teams}, STAGES,\n"
+            f"      T{team}, {teams})),"
+        )
+    _workers(write, teams)
     write.depth -= 1
     return write.text()
 
 
-def hopper_source(layout: Scheme, parts: tuple[int, ...]) -> str:
+def hopper_source(layout: Scheme, parts: tuple[int, ...], teams: int) -> str:
     """The kernel ``forward`` of a plan's layer, on float16 spectra, to outputs channels-last.
 
     One program gives ``sum(parts)`` output fields, each of the parts a power of two.
@@ -622,7 +673,7 @@ def hopper_source(layout: Scheme, parts: tuple[int, ...]) -> str:
         k = FIELDS * size
         swizzle = min(128, 2 * k)
         halves = f"gl.NVMMASharedLayout({swizzle}, 16, rank=2)"
-        words = f"gl.NVMMASharedLayout({swizzle}, 32, rank=2)"
+        words = f"gl.NVMMASharedLayout({swizzle}, 32, rank=3)"
         write(f"H{number}: gl.constexpr = {halves}")
         write(f"W{number}: gl.constexpr = {words}")
         write(
@@ -630,7 +681,7 @@ def hopper_source(layout: Scheme, parts: tuple[int, ...]) -> str:
             f" H{number})"
         )
         write(
-            f"z{number}_words = z{number}._reinterpret(gl.int32, [STAGES, {batch} * BP, {k // 2}],"
+            f"z{number}_words = z{number}._reinterpret(gl.int32, [STAGES, {batch}, BP, {k // 2}],"
             f" W{number})"
         )
         for part, fields in enumerate(parts):
@@ -640,19 +691,22 @@ def hopper_source(layout: Scheme, parts: tuple[int, ...]) -> str:
                 f" [STAGES, {batch * 2 * fields}, {k}], {name}_in.layout)"
             )
         held.append(f"z{number}")
-    _barriers(write, full="STAGES", empty="STAGES", ready="STAGES")
+    _barriers(write, teams, full="STAGES", empty="STAGES", ready="STAGES")
     both = ", ".join(f"{n}_in, {n}" for n in names)
+    for team in range(teams):
+        write(f"T{team}: gl.constexpr = {team}")
     write("gl.warp_specialize([")
     write(
         f"    (consume, (y, x_largest, w_largest, full, empty, ready, {', '.join(held)}, {both},\n"
         "      pixels, height, width, chunks, tiles, programs, out_fields, y_dot, BP,\n"
         "      gl.num_warps(), STAGES)),"
     )
-    write(
-        f"    (produce, (x, full, empty, {', '.join(f'{n}_words' for n in held)}, pixels, height,\n"
-        "      width, down, dilation, pitch, image_pitch, places, chunks, tiles, BP,\n"
-        "      PRODUCERS, STAGES)),"
-    )
-    write("], [PRODUCERS], [REGISTERS])")
+    for team in range(teams):
+        write(
+            f"    (produce, (x, full, empty, {', '.join(f'{n}_words' for n in held)}, pixels,\n"
+            "      height, width, down, dilation, pitch, image_pitch, places, chunks, tiles,\n"
+            f"      BP // {teams}, PRODUCERS // {teams}, STAGES, T{team}, {teams})),"
+        )
+    _workers(write, teams)
     write.depth -= 1
     return write.text()

@@ -110,6 +110,8 @@ class Tiles(NamedTuple):
     can."""
     producers: int = 8
     """Warps that differentiate; four multiply."""
+    teams: int = 2
+    """That these are divided into, each of which goes its own pace."""
     registers: int = 144
     """Of each of their threads."""
     bytes: int = 0
@@ -432,7 +434,7 @@ class _Roles:
         tiles_ = triton.cdiv(numbers[0], ROWS)
         programs = min(tiles_, max(1, at_a_time(device, 8) // cut.programs))
         self.run = Launch(
-            hopper_forward(layout, cut.parts),
+            hopper_forward(layout, cut.parts, chosen.teams),
             (programs, cut.programs),
             (*numbers, chunks, tiles_, cut.programs, out_fields, y_dot),
             BP=ROWS,
@@ -656,7 +658,7 @@ class _GramRoles:
         more = (triton.cdiv(numbers[0], cut.pixels), cut.cut.programs, in_padded, cut.cut.padded)
         self.runs = [
             Launch(
-                hopper_gram(layout, cut.cut.parts, chunk),
+                hopper_gram(layout, cut.cut.parts, chunk, chosen.teams),
                 (in_padded // cut.fields, cut.cut.programs, splits),
                 (*numbers, *more, again),
                 BP=cut.pixels,
