@@ -238,14 +238,14 @@ def _places(write: Writer, layout: Scheme, fields: int) -> None:
     write("OF_FIELDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, VECTORS))")
     write("OF_WORDS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, VECTORS))")
     # In 64 bits what is constant in the place of a tap becomes part of the instruction.
-    write(f"row = (pitch * dilation * {FIELDS * words}).to(gl.int64)")
-    write(f"column = dilation * {FIELDS * words}")
+    write(f"row = (pitch * dilation * {fields * words}).to(gl.int64)")
+    write(f"column = dilation * {fields * words}")
     write(f"field = gl.arange(0, {fields}, layout=OF_FIELDS)")
     write(f"word = gl.arange(0, {words}, layout=OF_WORDS)")
     write("turn = 0")
 
 
-def _tile(write: Writer, layout: Scheme, tile: str, result: str) -> None:
+def _tile(write: Writer, layout: Scheme, fields: int, tile: str, result: str) -> None:
     """Where the centre taps of a tile lie; of the last one, if there are no more."""
     words = layout.width // 2
     reach = layout.coefficients.shape[-1] // 2
@@ -256,7 +256,7 @@ def _tile(write: Writer, layout: Scheme, tile: str, result: str) -> None:
     write("dot = p % width")
     write("place = image * image_pitch + line * down * pitch + dot * down")
     write(f"place += {reach} * (pitch + 1) * dilation")
-    write(f"{result} = place[None, :, None] * {FIELDS * words} + field[:, None, None] * {words}")
+    write(f"{result} = place[None, :, None] * {fields * words} + field[:, None, None] * {words}")
     write(f"{result} = {result} + word[None, None, :]")
 
 
@@ -291,13 +291,13 @@ def _produce(write: Writer, layout: Scheme, pieces: Sequence[int]) -> None:
     )
     write.depth += 1
     _places(write, layout, FIELDS)
-    _tile(write, layout, "gl.program_id(0)", "here")
+    _tile(write, layout, FIELDS, "gl.program_id(0)", "here")
     write(f"each = places.to(gl.int64) * {place_words}")
     write("source = x")
     _taps(write, FIELDS, layout.width // 2, "(x + here)", _early(layout))
     write("for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):")
     write.depth += 1
-    _tile(write, layout, "(tile + gl.num_programs(0))", "later")
+    _tile(write, layout, FIELDS, "(tile + gl.num_programs(0))", "later")
     for chunk in range(layout.chunks):
         write(f"source = x + {chunk} * each")
         write("for chunk in range(0, chunks):")
@@ -574,7 +574,7 @@ def hopper_gram_source(
     """
     features = gram_features(layout)
     fields = ROWS // features
-    place_words = FIELDS * layout.width // 2
+    place_words = fields * layout.width // 2
     write = Writer(packed=True)
     write("@gluon.jit")
     write(
@@ -584,17 +584,13 @@ def hopper_gram_source(
     )
     write.depth += 1
     _places(write, layout, fields)
-    write(f"first = gl.program_id(0) * {fields}")
-    write(f"field += first % {FIELDS}")
-    write(
-        f"source = x + (first // {FIELDS} * {layout.chunks} + {chunk}) * {place_words}"
-        " * places.to(gl.int64)"
-    )
-    _tile(write, layout, "gl.program_id(2)", "here")
+    write(f"source = (gl.program_id(0) * {layout.chunks} + {chunk}) * places.to(gl.int64)")
+    write(f"source = x + source * {place_words}")
+    _tile(write, layout, fields, "gl.program_id(2)", "here")
     _taps(write, fields, layout.width // 2, "(source + here)", _early(layout))
     write("for tile in range(gl.program_id(2), tiles, gl.num_programs(2)):")
     write.depth += 1
-    _tile(write, layout, "(tile + gl.num_programs(2))", "later")
+    _tile(write, layout, fields, "(tile + gl.num_programs(2))", "later")
     _turn(write, layout, chunk, (features,), fields, "source + later")
     write("here = later")
     write.depth -= 2

@@ -80,9 +80,9 @@ def gradient(
 
 
 @lru_cache(maxsize=256)
-def rows(layout: Scheme, parts: tuple[int, ...]) -> tuple[tuple[Any, Any], Any]:
+def rows(layout: Scheme, parts: tuple[int, ...], several: int) -> tuple[tuple[Any, Any], Any]:
     """The kernels of `rows_source`: both of ``analyse``, and ``lay``."""
-    space = _read(rows_source(layout, parts), layout)
+    space = _read(rows_source(layout, parts, several), layout)
     return (space["analyse"], space["analyse_activated"]), space["lay"]
 
 

@@ -316,14 +316,18 @@ class _Analysis:
         geometry: Geometry,
         each: int,
         activated: bool,
+        several: int = FIELDS,
     ) -> None:
-        """``each``: every image is scaled by a number of its own (1), or all by one (0)."""
+        """``each``: every image is scaled by a number of its own (1), or all by one (0).
+
+        ``several`` fields lie side by side.
+        """
         batch, channels, height, width = x.shape
         fields = channels // layout.plan.analysis.shape[1]
         self.grid = _Grid.of(x.shape, geometry, layout.plan.basis.size)
-        chunks = triton.cdiv(fields, FIELDS)
-        self.shape = (chunks, layout.chunks, self.grid.places, FIELDS, layout.width)
-        block = 64
+        chunks = triton.cdiv(fields, FIELDS) * (FIELDS // several)
+        self.shape = (chunks, layout.chunks, self.grid.places, several, layout.width)
+        block = 64 * FIELDS // several
         grid = (self.grid.pitch, self.grid.lines, self.grid.places)
         numbers = (batch, fields, height, width, geometry.up, geometry.before, *grid, each)
         self.run = Launch(
@@ -724,7 +728,7 @@ class GramRun:
         several = triton.cdiv(batch, _multiple(free // each))
         most = 4 * triton.cdiv(batch, 4 * several)
         if how.ready:
-            analyse, lay_kernel = rows(layout, cut.parts)
+            analyse, lay_kernel = rows(layout, cut.parts, how.fields)
         else:
             analyse, lay_kernel, gram_kernel = gradient(
                 layout, cut.parts, cut.copies, how.pixels, _packed(self.internal)
@@ -732,7 +736,8 @@ class GramRun:
         for first in range(0, batch, most):
             images = min(most, batch - first)
             like = x._replace(shape=(images, *x.shape[1:]))
-            analysis = _Analysis(analyse, like, layout, geometry, 0, activated)
+            several = how.fields if how.ready else FIELDS
+            analysis = _Analysis(analyse, like, layout, geometry, 0, activated, several)
             tiles_ = triton.cdiv(images * pixels, how.pixels)
             block = min(ROWS, how.pixels)
             shape = (geometry.height, geometry.width)

@@ -319,8 +319,10 @@ def _gathered(
     write(f"z{number} = tl.reshape(z, [{layout.batch}, BP, BF * {size}])")
 
 
-def _analyse(write: Writer, layout: Scheme, activated: bool) -> None:
+def _analyse(write: Writer, layout: Scheme, activated: bool, fields: int = FIELDS) -> None:
     """The spectrum of every field at every place of the padded grid, scaled.
+
+    ``fields`` lie side by side.
 
     ``each`` is 1 where every image has a largest number of its own, and 0 where all have one.
     ``activated``: what is transformed is max(0, (x − centre)·scale + shift) with three numbers of
@@ -333,7 +335,7 @@ def _analyse(write: Writer, layout: Scheme, activated: bool) -> None:
         "    pitch, lines, places, each, x_image, x_channel, x_line, x_dot, BP: tl.constexpr):"
     )
     write.depth += 1
-    write(f"BF: tl.constexpr = {FIELDS}")
+    write(f"BF: tl.constexpr = {fields}")
     write(f"SC: tl.constexpr = {layout.width}")
     write("place = tl.program_id(0) * BP + tl.arange(0, BP)")
     write("chunk = tl.program_id(1)")
@@ -444,15 +446,17 @@ def _lay(write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> 
     write()
 
 
-def rows_source(layout: Scheme, parts: tuple[int, ...]) -> str:
+def rows_source(layout: Scheme, parts: tuple[int, ...], several: int) -> str:
     """The kernels ``analyse`` and ``analyse_activated``, and ``lay`` in rows of pixels.
+
+    ``several`` fields of the input lie side by side.
 
     ``[block of pixels, program, part, target, (field, column)]`` by pixel, as the products of
     `econv.engines.hopper_source` read the spectrum of an output's gradient.
     """
     write = Writer(False)
     for activated in (False, True):
-        _analyse(write, layout, activated)
+        _analyse(write, layout, activated, several)
     fields = sum(parts)
     write(_jit("pixels", "fields", "height", "width", "programs"))
     write(
