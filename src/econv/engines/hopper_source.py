@@ -20,7 +20,6 @@ from econv.engines.triton_scheme import FIELDS, Scheme, power_of_two
 from econv.engines.triton_source import (
     HEADROOM,
     Writer,
-    in_squares,
     joined,
     split_evenly,
     times_rows,
@@ -251,8 +250,10 @@ def _tile(write: Writer, layout: Scheme, fields: int, tile: str, result: str) ->
     words = layout.width // 2
     reach = layout.coefficients.shape[-1] // 2
     write(f"pixel = ({tile} * TEAMS + TEAM) * BP + gl.arange(0, BP, layout=PIXELS)")
-    write("pixel = gl.where(pixel < pixels, pixel, 0)")
-    in_squares(write)
+    write("p = gl.where(pixel < pixels, pixel, 0)")
+    write("image = p // (height * width)")
+    write("line = (p - image * (height * width)) // width")
+    write("dot = p % width")
     write("place = image * image_pitch + line * down * pitch + dot * down")
     write(f"place += {reach} * (pitch + 1) * dilation")
     write(f"{result} = place[None, :, None] * {fields * words} + field[:, None, None] * {words}")
@@ -286,8 +287,7 @@ def _produce(write: Writer, layout: Scheme, pieces: Sequence[int]) -> None:
     write(
         f"def produce(x, full, empty, {names}, pixels, height, width, down, dilation, pitch,\n"
         "            image_pitch, places, chunks, tiles, BP: gl.constexpr, WARPS: gl.constexpr,\n"
-        "            STAGES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr,\n"
-        "            SQUARES: gl.constexpr):"
+        "            STAGES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr):"
     )
     write.depth += 1
     _places(write, layout, FIELDS)
@@ -376,8 +376,7 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
     write(
         f"def consume(y, x_largest, w_largest, full, empty, ready, {features}, {weights},\n"
         "            pixels, height, width, chunks, tiles, programs, out_fields, y_dot,\n"
-        "            BP: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,\n"
-        "            SQUARES: gl.constexpr):"
+        "            BP: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr):"
     )
     write.depth += 1
     _sums(write, parts)
@@ -437,10 +436,8 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
                 write(f"LAID{part}: gl.constexpr = found.type.layout")
                 write(f"pixel = tile * BP + gl.arange(0, BP, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAID{part})))")
                 write("inside = pixel < pixels")
-                write("pixel = gl.minimum(pixel, pixels - 1)")
-                in_squares(write)
-                write("pixel = (image * height + line) * width + dot")
-                write("power = exponent(gl.load(x_largest + image)) + exponent(gl.load(w_largest))")
+                write("owner = gl.minimum(pixel, pixels - 1) // (height * width)")
+                write("power = exponent(gl.load(x_largest + owner)) + exponent(gl.load(w_largest))")
                 write(f"scale = two_to(power - {2 * HEADROOM})")
                 write(
                     f"o = gl.program_id(1) * {sum(parts)} + {done}"
@@ -583,8 +580,7 @@ def hopper_gram_source(
     write(
         "def produce(x, full, empty, z0, pixels, height, width, down, dilation, pitch,\n"
         "            image_pitch, places, tiles, BP: gl.constexpr, WARPS: gl.constexpr,\n"
-        "            STAGES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr,\n"
-        "            SQUARES: gl.constexpr):"
+        "            STAGES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr):"
     )
     write.depth += 1
     _places(write, layout, fields)
@@ -611,8 +607,7 @@ def hopper_gram_source(
         f"def gram(x, {', '.join(f'{n}_in' for n in names)}, partial, x_largest, g_largest, pixels,\n"
         "         height, width, down, dilation, pitch, image_pitch, places, tiles, programs,\n"
         "         in_padded, out_padded, again, BP: gl.constexpr, PRODUCERS: gl.constexpr,\n"
-        "         REGISTERS: gl.constexpr, STAGES: gl.constexpr, READY: gl.constexpr,\n"
-        "         SQUARES: gl.constexpr):"
+        "         REGISTERS: gl.constexpr, STAGES: gl.constexpr, READY: gl.constexpr):"
     )
     write.depth += 1
     write("HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)")
@@ -637,7 +632,7 @@ def hopper_gram_source(
         write(
             "    (produce, (x, full, empty, words, pixels, height, width, down, dilation, pitch,\n"
             f"      image_pitch, places, tiles, BP // {teams}, PRODUCERS // {teams}, STAGES,\n"
-            f"      T{team}, {teams}, SQUARES)),"
+            f"      T{team}, {teams})),"
         )
     _workers(write, teams)
     write.depth -= 1
@@ -665,7 +660,7 @@ def hopper_source(layout: Scheme, parts: tuple[int, ...], teams: int) -> str:
         f"def forward(x, {weights}, y, x_largest, w_largest, pixels, height, width, down,\n"
         "            dilation, pitch, image_pitch, places, chunks, tiles, programs, out_fields,\n"
         "            y_dot, BP: gl.constexpr, PRODUCERS: gl.constexpr, REGISTERS: gl.constexpr,\n"
-        "            STAGES: gl.constexpr, SQUARES: gl.constexpr):"
+        "            STAGES: gl.constexpr):"
     )
     write.depth += 1
     batch = layout.batch
@@ -700,13 +695,13 @@ def hopper_source(layout: Scheme, parts: tuple[int, ...], teams: int) -> str:
     write(
         f"    (consume, (y, x_largest, w_largest, full, empty, ready, {', '.join(held)}, {both},\n"
         "      pixels, height, width, chunks, tiles, programs, out_fields, y_dot, BP,\n"
-        "      gl.num_warps(), STAGES, SQUARES)),"
+        "      gl.num_warps(), STAGES)),"
     )
     for team in range(teams):
         write(
             f"    (produce, (x, full, empty, {', '.join(f'{n}_words' for n in held)}, pixels,\n"
             "      height, width, down, dilation, pitch, image_pitch, places, chunks, tiles,\n"
-            f"      BP // {teams}, PRODUCERS // {teams}, STAGES, T{team}, {teams}, SQUARES)),"
+            f"      BP // {teams}, PRODUCERS // {teams}, STAGES, T{team}, {teams})),"
         )
     _workers(write, teams)
     write.depth -= 1

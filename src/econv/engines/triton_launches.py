@@ -112,10 +112,8 @@ class Tiles(NamedTuple):
     """Warps that differentiate; four multiply."""
     teams: int = 2
     """That these are divided into, each of which goes its own pace."""
-    registers: int = 152
+    registers: int = 144
     """Of each of their threads."""
-    squares: int = 1
-    """Whether their tiles are squares of eight by eight where images have them; or 0."""
     bytes: int = 0
     """The most that is made of the images of one launch; 0: as much as the dense engine takes."""
 
@@ -404,11 +402,6 @@ _ROLE_SHARED = 225 << 10
 """Bytes of shared memory that the stages of such a program may take."""
 
 
-def _squares(height: int, width: int, chosen: Tiles) -> bool:
-    """Whether the tiles are squares, whose taps lie in fewer places than those of rows."""
-    return not (height % 8 or width % 8) and chosen.squares > 0
-
-
 def _stages(layout: Scheme, parts: tuple[int, ...]) -> int:
     """How many stages such a program has room for; 0 where its warps can have no roles."""
     pieces = pieces_of_a_chunk(layout)
@@ -452,7 +445,6 @@ class _Roles:
             PRODUCERS=chosen.producers,
             REGISTERS=chosen.registers,
             STAGES=_stages(layout, cut.parts),
-            SQUARES=_squares(numbers[1], numbers[2], chosen),
             num_warps=4,
         )
 
@@ -678,7 +670,6 @@ class _GramRoles:
                 REGISTERS=chosen.registers,
                 STAGES=2,
                 READY=cut.ready,
-                SQUARES=_squares(numbers[1], numbers[2], chosen),
                 num_warps=4,
             )
             for chunk in range(layout.chunks)
@@ -756,7 +747,6 @@ class GramRun:
                 (images * pixels, out_fields, *shape, cut.programs, *g.strides),
                 **({} if how.ready else {"TILE": how.pixels}),
                 BP=block,
-                **({"SQUARES": _squares(*shape, chosen)} if how.ready else {}),
                 num_warps=4,
             )
             numbers = _numbers(images * pixels, geometry, analysis.grid)

@@ -33,7 +33,6 @@ __all__ = [
     "Writer",
     "convolution_source",
     "gradient_source",
-    "in_squares",
     "joined",
     "rows_source",
     "split_evenly",
@@ -462,10 +461,10 @@ def rows_source(layout: Scheme, parts: tuple[int, ...], several: int) -> str:
     write(_jit("pixels", "fields", "height", "width", "programs"))
     write(
         "def lay(x, largest, out, pixels, fields, height, width, programs, x_image, x_channel,\n"
-        "        x_line, x_dot, BP: tl.constexpr, SQUARES: tl.constexpr):"
+        "        x_line, x_dot, BP: tl.constexpr):"
     )
     write.depth += 1
-    _gradient_spectrum(write, layout, FIELDS, squares=True)
+    _gradient_spectrum(write, layout, FIELDS)
     names = [f"t{n}" for n in range(2 * layout.batch)]
     write(f"found = tl.reshape({joined(names)}, [{_ITEMS}, TARGETS, 2])")
     write(f"found = tl.trans(found, {'(2, 0, 3, 1)' if FIRST else '(2, 1, 3, 0)'})")
@@ -485,26 +484,7 @@ def rows_source(layout: Scheme, parts: tuple[int, ...], several: int) -> str:
     return write.text()
 
 
-def in_squares(write: Writer) -> None:
-    """``image``, ``line`` and ``dot`` of pixels that are counted square by square of eight.
-
-    Or row by row, where not ``SQUARES``.
-    """
-    write("if SQUARES:")
-    write("    square = pixel // 64")
-    write("    image = square // (height * width // 64)")
-    write("    square -= image * (height * width // 64)")
-    write("    line = square // (width // 8) * 8 + pixel % 64 // 8")
-    write("    dot = square % (width // 8) * 8 + pixel % 8")
-    write("else:")
-    write("    image = pixel // (height * width)")
-    write("    line = (pixel - image * (height * width)) // width")
-    write("    dot = pixel % width")
-
-
-def _gradient_spectrum(
-    write: Writer, layout: Scheme, fields: int, squares: bool = False
-) -> None:
+def _gradient_spectrum(write: Writer, layout: Scheme, fields: int) -> None:
     """The spectrum ``t0 …`` of a gradient at the pixels and for the fields of a program."""
     write(f"BF: tl.constexpr = {fields}")
     write(f"TARGETS: tl.constexpr = {layout.batch}")
@@ -512,13 +492,10 @@ def _gradient_spectrum(
     write("run = tl.program_id(1)")
     write("field = run * BF + tl.arange(0, BF)")
     write("inside = pixel < pixels")
-    if squares:
-        in_squares(write)
-    else:
-        write("row = pixel // width")
-        write("dot = pixel - row * width")
-        write("image = row // height")
-        write("line = row - image * height")
+    write("row = pixel // width")
+    write("dot = pixel - row * width")
+    write("image = row // height")
+    write("line = row - image * height")
     write("base = image.to(tl.int64) * x_image + line * x_line + dot * x_dot")
     write(f"factor = two_to({HEADROOM} - exponent(tl.load(largest)))")
     _transformed(write, layout)
