@@ -97,11 +97,12 @@ def _tap(dy: int, dx: int) -> str:
     return f"e{dy % 9}{dx % 9}_"
 
 
-def _taps_of(layout: Scheme, late: bool) -> dict[str, str]:
-    """The taps that any stencil reads; those at the corners are loaded late, when they are needed.
+import os
+MODE = os.environ.get("MODE", "0")
 
-    The others are loaded a turn ahead. All of them would need more registers than there are.
-    """
+
+def _taps_of(layout: Scheme, when: str) -> dict[str, str]:
+    """The taps that any stencil reads: those loaded early, before others, or late."""
     coefficients = layout.coefficients
     reach = coefficients.shape[-1] // 2
     found = {}
@@ -109,7 +110,8 @@ def _taps_of(layout: Scheme, late: bool) -> dict[str, str]:
         for dx in range(-reach, reach + 1):
             rows = (abs(dy), reach + abs(dy)) if dy else (0,)
             columns = (abs(dx), reach + abs(dx)) if dx else (0,)
-            if coefficients[:, rows][:, :, columns].any() and late == _late(layout, dy, dx):
+            mine = "late" if _late(layout, dy, dx) else "early" if "h" in MODE and not dx else "before"
+            if coefficients[:, rows][:, :, columns].any() and when == mine:
                 found[_tap(dy, dx)] = _place(dy, dx)
     return found
 
@@ -140,7 +142,7 @@ def _derivatives(write: Writer, layout: Scheme, fields: int) -> None:
             if not coefficients[:, rows][:, :, columns].any():
                 continue
             if _late(layout, dy, dx):
-                _taps(write, fields, words, "centre", _taps_of(layout, late=True))
+                _taps(write, fields, words, "centre", _taps_of(layout, "late"))
             for above, y in zip("pm", (dy, -dy)[: len(rows)], strict=False):
                 for beside, x in zip("pm", (dx, -dx)[: len(columns)], strict=False):
                     for word in range(words):
@@ -284,12 +286,17 @@ def _turn(
     write("phase = turn // STAGES & 1")
     write("centre = source + here")
     _derivatives(write, layout, fields)
+    write(f"centre = {upcoming}")
+    _taps(write, fields, layout.width // 2, "centre", _taps_of(layout, "early"))
     _stored(write, layout, chunk, pieces, fields)
     # The taps of the next turn come before this one is handed over: products keep shared memory
     # busy, and would make them wait. While the former run, these are summed up.
     write("gl.thread_barrier()")
-    write(f"centre = {upcoming}")
-    _taps(write, fields, layout.width // 2, "centre", _taps_of(layout, late=False))
+    _taps(write, fields, layout.width // 2, "centre", _taps_of(layout, "before"))
+    if "p" in MODE:
+        names = [f"{n}0" for n in _taps_of(layout, "before")]
+        code = "{ .reg .pred p; setp.eq.u32 p, $1, 0x5a5a1234; @p nanosleep.u32 20; mov.b32 $0, $1; }"
+        write(f'gl.inline_asm_elementwise("{code}", "=r,r", [{" ^ ".join(names)}], dtype=gl.int32, is_pure=False, pack=1)')
     write("fence_async_shared()")
     write("gl.thread_barrier()")
     write("mbarrier.arrive(full.index(stage), count=1)")
@@ -310,7 +317,7 @@ def _produce(write: Writer, layout: Scheme, pieces: Sequence[int]) -> None:
     _tile(write, layout, FIELDS, "gl.program_id(0)", "here")
     write(f"each = places.to(gl.int64) * {place_words}")
     write("source = x")
-    _taps(write, FIELDS, layout.width // 2, "(x + here)", _taps_of(layout, late=False))
+    _taps(write, FIELDS, layout.width // 2, "(x + here)", {**_taps_of(layout, "early"), **_taps_of(layout, "before")})
     write("for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):")
     write.depth += 1
     _tile(write, layout, FIELDS, "(tile + gl.num_programs(0))", "later")
@@ -603,7 +610,7 @@ def hopper_gram_source(
     write(f"source = (gl.program_id(0) * {layout.chunks} + {chunk}) * places.to(gl.int64)")
     write(f"source = x + source * {place_words}")
     _tile(write, layout, fields, "gl.program_id(2)", "here")
-    _taps(write, fields, layout.width // 2, "(source + here)", _taps_of(layout, late=False))
+    _taps(write, fields, layout.width // 2, "(source + here)", {**_taps_of(layout, "early"), **_taps_of(layout, "before")})
     write("for tile in range(gl.program_id(2), tiles, gl.num_programs(2)):")
     write.depth += 1
     _tile(write, layout, fields, "(tile + gl.num_programs(2))", "later")
