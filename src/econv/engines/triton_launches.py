@@ -415,9 +415,11 @@ def _can_have_roles(x: Like, chosen: Tiles) -> bool:
     """Whether warps can have roles on these images."""
     if chosen.roles >= 0:
         return bool(chosen.roles)
-    if INTERPRETED or x.device.type != "cuda" or _INTERNAL[x.dtype] != torch.float16:
+    if INTERPRETED or _INTERNAL[x.dtype] != torch.float16:
         return False
-    return torch.cuda.get_device_capability(x.device) == (9, 0)
+    if x.device.type == "cuda":
+        return torch.cuda.get_device_capability(x.device) == (9, 0)
+    return x.device.type == "meta"  # which stands for an H200
 
 
 class _Roles:
