@@ -34,6 +34,10 @@ from econv.engines.triton_scheme import FIELDS, Scheme
 __all__ = ["hopper_forward", "hopper_gram", "row_copies", "weight_copies"]
 
 
+_BARRIER = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+"""All warps of a team wait for one another; Triton 3.7 gave it another name."""
+
+
 @lru_cache(maxsize=256)
 def hopper_forward(layout: Scheme, parts: tuple[int, ...], teams: int) -> Any:
     """The kernel of a plan's layer."""
@@ -51,6 +55,7 @@ def _read(source: str, layout: Scheme) -> dict[str, Any]:
         "gluon": gluon,
         "gl": gl,
         "fence_async_shared": fence_async_shared,
+        "team_barrier": _BARRIER,
         "mbarrier": mbarrier,
         "tma": tma,
         "warpgroup_mma": warpgroup_mma,

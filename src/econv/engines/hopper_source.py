@@ -291,14 +291,14 @@ def _turn(
     _stored(write, layout, chunk, pieces, fields)
     # The taps of the next turn come before this one is handed over: products keep shared memory
     # busy, and would make them wait. While the former run, these are summed up.
-    write("gl.thread_barrier()")
+    write("team_barrier()")
     _taps(write, fields, layout.width // 2, "centre", _taps_of(layout, "before"))
     if "p" in MODE:
         names = [f"{n}0" for n in _taps_of(layout, "before")]
         code = "{ .reg .pred p; setp.eq.u32 p, $1, 0x5a5a1234; @p nanosleep.u32 20; mov.b32 $0, $1; }"
         write(f'gl.inline_asm_elementwise("{code}", "=r,r", [{" ^ ".join(names)}], dtype=gl.int32, is_pure=False, pack=1)')
     write("fence_async_shared()")
-    write("gl.thread_barrier()")
+    write("team_barrier()")
     write("mbarrier.arrive(full.index(stage), count=1)")
     write("turn += 1")
 
@@ -493,7 +493,7 @@ def _barriers(write: Writer, teams: int, **lengths: str) -> None:
         write(f"for stage in gl.static_range({length}):")
         write(f"    mbarrier.init({name}.index(stage), count={teams if name == 'full' else 1})")
     write("fence_async_shared()")
-    write("gl.thread_barrier()")
+    write("team_barrier()")
 
 
 def gram_features(layout: Scheme) -> int:
