@@ -93,32 +93,14 @@ def _place(dy: int, dx: int) -> str:
     return (f" + {dy} * row" if dy else "") + (f" + {dx} * column" if dx else "")
 
 
-def _tap(dy: int, dx: int) -> str:
-    return f"e{dy % 9}{dx % 9}_"
+def _early(layout: Scheme) -> dict[str, str]:
+    """The taps above and below the centre, which are loaded a turn ahead.
 
-
-import os
-MODE = os.environ.get("MODE", "0")
-
-
-def _taps_of(layout: Scheme, when: str) -> dict[str, str]:
-    """The taps that any stencil reads: those loaded early, before others, or late."""
-    coefficients = layout.coefficients
-    reach = coefficients.shape[-1] // 2
-    found = {}
-    for dy in range(-reach, reach + 1):
-        for dx in range(-reach, reach + 1):
-            rows = (abs(dy), reach + abs(dy)) if dy else (0,)
-            columns = (abs(dx), reach + abs(dx)) if dx else (0,)
-            mine = "late" if _late(layout, dy, dx) else "early" if "h" in MODE and not dx else "before"
-            if coefficients[:, rows][:, :, columns].any() and when == mine:
-                found[_tap(dy, dx)] = _place(dy, dx)
-    return found
-
-
-def _late(layout: Scheme, dy: int, dx: int) -> bool:
+    They lie in all lines of the cache that the others do, but for those at the tile's sides: the
+    others find them there.
+    """
     reach = layout.coefficients.shape[-1] // 2
-    return reach > 1 and abs(dy) == abs(dx) == reach
+    return {f"e{dy % 9}_": _place(dy, 0) for dy in range(-reach, reach + 1)}
 
 
 def _derivatives(write: Writer, layout: Scheme, fields: int) -> None:
@@ -141,12 +123,15 @@ def _derivatives(write: Writer, layout: Scheme, fields: int) -> None:
             columns = (dx, reach + dx) if dx else (0,)
             if not coefficients[:, rows][:, :, columns].any():
                 continue
-            if _late(layout, dy, dx):
-                _taps(write, fields, words, "centre", _taps_of(layout, "late"))
+            names = {}
             for above, y in zip("pm", (dy, -dy)[: len(rows)], strict=False):
                 for beside, x in zip("pm", (dx, -dx)[: len(columns)], strict=False):
-                    for word in range(words):
-                        write(f"{above}{beside}{word} = {_tap(y, x)}{word}")
+                    if dx:
+                        names[above + beside] = _place(y, x)
+                    else:
+                        for word in range(words):
+                            write(f"{above}{beside}{word} = e{y % 9}_{word}")
+            _taps(write, fields, words, "centre", names)
             for word in range(words):
                 for sign, j in zip("+-", columns, strict=False):
                     if not coefficients[:, rows, j].any():
@@ -287,16 +272,8 @@ def _turn(
     write("centre = source + here")
     _derivatives(write, layout, fields)
     write(f"centre = {upcoming}")
-    _taps(write, fields, layout.width // 2, "centre", _taps_of(layout, "early"))
+    _taps(write, fields, layout.width // 2, "centre", _early(layout))
     _stored(write, layout, chunk, pieces, fields)
-    # The taps of the next turn come before this one is handed over: products keep shared memory
-    # busy, and would make them wait. While the former run, these are summed up.
-    write("team_barrier()")
-    _taps(write, fields, layout.width // 2, "centre", _taps_of(layout, "before"))
-    if "p" in MODE:
-        names = [f"{n}0" for n in _taps_of(layout, "before")]
-        code = "{ .reg .pred p; setp.eq.u32 p, $1, 0x5a5a1234; @p nanosleep.u32 20; mov.b32 $0, $1; }"
-        write(f'gl.inline_asm_elementwise("{code}", "=r,r", [{" ^ ".join(names)}], dtype=gl.int32, is_pure=False, pack=1)')
     write("fence_async_shared()")
     write("team_barrier()")
     write("mbarrier.arrive(full.index(stage), count=1)")
@@ -317,7 +294,7 @@ def _produce(write: Writer, layout: Scheme, pieces: Sequence[int]) -> None:
     _tile(write, layout, FIELDS, "gl.program_id(0)", "here")
     write(f"each = places.to(gl.int64) * {place_words}")
     write("source = x")
-    _taps(write, FIELDS, layout.width // 2, "(x + here)", {**_taps_of(layout, "early"), **_taps_of(layout, "before")})
+    _taps(write, FIELDS, layout.width // 2, "(x + here)", _early(layout))
     write("for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):")
     write.depth += 1
     _tile(write, layout, FIELDS, "(tile + gl.num_programs(0))", "later")
@@ -610,7 +587,7 @@ def hopper_gram_source(
     write(f"source = (gl.program_id(0) * {layout.chunks} + {chunk}) * places.to(gl.int64)")
     write(f"source = x + source * {place_words}")
     _tile(write, layout, fields, "gl.program_id(2)", "here")
-    _taps(write, fields, layout.width // 2, "(source + here)", {**_taps_of(layout, "early"), **_taps_of(layout, "before")})
+    _taps(write, fields, layout.width // 2, "(source + here)", _early(layout))
     write("for tile in range(gl.program_id(2), tiles, gl.num_programs(2)):")
     write.depth += 1
     _tile(write, layout, fields, "(tile + gl.num_programs(2))", "later")

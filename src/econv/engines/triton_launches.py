@@ -112,7 +112,7 @@ class Tiles(NamedTuple):
     """Warps that differentiate; four multiply."""
     teams: int = 2
     """That these are divided into, each of which goes its own pace."""
-    registers: int = 144
+    registers: int = 152
     """Of each of their threads."""
     bytes: int = 0
     """The most that is made of the images of one launch; 0: as much as the dense engine takes."""
