@@ -30,5 +30,9 @@ def captured(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], 
     with torch.cuda.graph(graph):  # records, and changes nothing
         step()
     torch.cuda.synchronize()
-    replay: Callable[[], None] = graph.replay
+
+    def replay(kept: Callable[[], None] = step) -> None:
+        """What the step reads lives as long as its graph: its memory would be given away."""
+        graph.replay()
+
     return replay
