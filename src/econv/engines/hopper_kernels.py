@@ -1,51 +1,55 @@
-"""The spectral engine's kernel for Hopper GPUs: what becomes of `econv.engines.hopper_source`.
+"""The spectral engine's kernels for Hopper GPUs: what becomes of `econv.engines.hopper_source`.
 
-This room knows Gluon.
+This room knows Gluon, which Triton calls experimental: where it is not as expected there are no
+such kernels, and the others run.
 """
-
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
+import copy
+import itertools
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from econv.engines.hopper_source import (
-    hopper_gram_source,
-    hopper_source,
-    pieces_of_a_chunk,
-    rows_of_a_copy,
-)
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    # All warps of a team wait for one another; Triton 3.7 gave it another name.
+    team_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+    AVAILABLE = True
+except (ImportError, AttributeError):
+    AVAILABLE = False
+
+from econv.engines.hopper_source import hopper_gram_source, hopper_source
+from econv.engines.hopper_turns import ROWS, pieces_of_a_chunk, rows_of_a_copy
 from econv.engines.triton_kernels import exponent, read_source, two_to
 from econv.engines.triton_scheme import FIELDS, Scheme
 
-__all__ = ["hopper_forward", "hopper_gram", "row_copies", "weight_copies"]
-
-
-_BARRIER = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-"""All warps of a team wait for one another; Triton 3.7 gave it another name."""
+__all__ = ["AVAILABLE", "Copies", "forward", "gram", "row_copies", "weight_copies"]
 
 
 @lru_cache(maxsize=256)
-def hopper_forward(layout: Scheme, parts: tuple[int, ...], teams: int) -> Any:
+def forward(layout: Scheme, parts: tuple[int, ...], teams: int) -> Any:
     """The kernel of a plan's layer."""
     return _read(hopper_source(layout, parts, teams), layout)["forward"]
 
 
 @lru_cache(maxsize=256)
-def hopper_gram(layout: Scheme, parts: tuple[int, ...], chunk: int, teams: int) -> Any:
+def gram(layout: Scheme, parts: tuple[int, ...], chunk: int, teams: int) -> Any:
     """The kernel of the gradient to the weights of one chunk of slots."""
     return _read(hopper_gram_source(layout, parts, chunk, teams), layout)["gram"]
 
@@ -55,7 +59,7 @@ def _read(source: str, layout: Scheme) -> dict[str, Any]:
         "gluon": gluon,
         "gl": gl,
         "fence_async_shared": fence_async_shared,
-        "team_barrier": _BARRIER,
+        "team_barrier": team_barrier,
         "mbarrier": mbarrier,
         "tma": tma,
         "warpgroup_mma": warpgroup_mma,
@@ -66,23 +70,43 @@ def _read(source: str, layout: Scheme) -> dict[str, Any]:
     return read_source(source, layout, names)
 
 
-def weight_copies(layout: Scheme, parts: tuple[int, ...], arranged: Tensor) -> list[Any]:
-    """How the kernel copies weights that were arranged in rows, piece by piece."""
+class Copies:
+    """How a kernel copies the rows of matrices of halves, one of which follows the other.
+
+    What depends on their shapes is made once; a call moves it to where they lie.
+    """
+
+    def __init__(
+        self, layout: Scheme, parts: tuple[int, ...], rows: int, inners: Sequence[int]
+    ) -> None:
+        ends = list(itertools.accumulate(rows * inner for inner in inners))
+        self.matrices = []
+        for inner, end in zip(inners, ends, strict=True):
+            matrix = torch.empty(rows, inner, dtype=torch.float16, device="meta")
+            laid = gl.NVMMASharedLayout(min(128, 2 * inner), 16, rank=2)
+            blocks = ([rows_of_a_copy(layout, part), inner] for part in parts)
+            each = [TensorDescriptor.from_tensor(matrix, block, laid) for block in blocks]
+            self.matrices.append((end - rows * inner, end, each))
+
+    def __call__(self, memory: Tensor) -> list[Any]:
+        flat, found = memory.view(-1), []
+        for first, end, each in self.matrices:
+            base = flat[first:end]
+            for descriptor in each:
+                moved = copy.copy(descriptor)
+                moved.base = base
+                found.append(moved)
+        return found
+
+
+def weight_copies(layout: Scheme, parts: tuple[int, ...], arranged: tuple[int, ...]) -> Copies:
+    """Of weights that were arranged in rows, piece by piece."""
     pieces = pieces_of_a_chunk(layout)
     assert pieces is not None
-    rows = arranged.numel() // (FIELDS * sum(pieces))
-    found, start = [], 0
-    for size in pieces:
-        inner = FIELDS * size
-        matrix = arranged.view(-1)[start : start + rows * inner].view(rows, inner)
-        found += row_copies(layout, parts, matrix)
-        start += rows * inner
-    return found
+    rows = math.prod(arranged) // (FIELDS * sum(pieces))
+    return Copies(layout, parts, rows, [FIELDS * size for size in pieces])
 
 
-def row_copies(layout: Scheme, parts: tuple[int, ...], matrix: Tensor) -> list[Any]:
-    """How a kernel copies the rows of a matrix, part by part."""
-    inner = matrix.shape[1]
-    laid = gl.NVMMASharedLayout(min(128, 2 * inner), 16, rank=2)
-    blocks = ([rows_of_a_copy(layout, part), inner] for part in parts)
-    return [TensorDescriptor.from_tensor(matrix, block, laid) for block in blocks]
+def row_copies(layout: Scheme, parts: tuple[int, ...], laid: tuple[int, ...]) -> Copies:
+    """Of a gradient that was laid out in rows of pixels."""
+    return Copies(layout, parts, math.prod(laid) // ROWS, [ROWS])

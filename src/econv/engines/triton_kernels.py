@@ -35,7 +35,7 @@ __all__ = [
     "largest",
     "largest_activated",
     "read_source",
-    "rows",
+    "row_kernels",
     "spread",
     "statistics_backward",
     "to_affine",
@@ -80,7 +80,9 @@ def gradient(
 
 
 @lru_cache(maxsize=256)
-def rows(layout: Scheme, parts: tuple[int, ...], several: int) -> tuple[tuple[Any, Any], Any]:
+def row_kernels(
+    layout: Scheme, parts: tuple[int, ...], several: int
+) -> tuple[tuple[Any, Any], Any]:
     """The kernels of `rows_source`: both of ``analyse``, and ``lay``."""
     space = _read(rows_source(layout, parts, several), layout)
     return (space["analyse"], space["analyse_activated"]), space["lay"]
@@ -508,7 +510,8 @@ def arrange_rows(
     known = (o < out_fields) & (i < in_fields) & (entry >= 0)
     value = tl.load(weights + o * out_stride + i * in_stride + entry, mask=known, other=0.0)
     value *= sign * two_to(HEADROOM - exponent(tl.load(largest)))
-    tl.store(out + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), value.to(out.dtype.element_ty), mask=kept)
+    into = out + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(into, value.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit

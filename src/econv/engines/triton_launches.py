@@ -24,7 +24,6 @@ differentiates what is the business of `econv.engines.triton_ops`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -33,8 +32,8 @@ import torch
 import triton
 from torch import Tensor
 
-from econv.engines.hopper_kernels import hopper_forward, hopper_gram, row_copies, weight_copies
-from econv.engines.hopper_source import ROWS, gram_features, pieces_of_a_chunk
+from econv.engines.hopper_launches import GramRoles, Roles, as_words
+from econv.engines.hopper_turns import ROWS
 from econv.engines.spectral import Geometry
 from econv.engines.triton_kernels import (
     INTERPRETED,
@@ -46,7 +45,7 @@ from econv.engines.triton_kernels import (
     field_statistics,
     gradient,
     largest_activated,
-    rows,
+    row_kernels,
     spread,
     statistics_backward,
     to_affine,
@@ -54,105 +53,30 @@ from econv.engines.triton_kernels import (
 from econv.engines.triton_kernels import largest as largest_kernel
 from econv.engines.triton_scheme import FIELDS, Scheme, power_of_two, scheme
 from econv.engines.triton_source import FIRST, HEADROOM, RUN
+from econv.engines.triton_tiles import (
+    INTERNAL,
+    Launch,
+    Like,
+    Tiles,
+    at_a_time,
+    chosen_tiles,
+    cut,
+)
 from econv.plan import SpectralPlan, plan_named
 
 __all__ = [
     "BackwardRun",
     "ConvolutionRun",
     "GramRun",
-    "Launch",
-    "Like",
-    "Tiles",
-    "at_a_time",
     "backward_run",
     "convolution_run",
     "covers",
     "gram_run",
     "largest_activated_launch",
     "largest_launch",
-    "overridden",
     "precision_of",
     "statistics_launch",
-    "tiles",
 ]
-
-_INTERNAL = {
-    torch.float16: torch.float16,
-    torch.bfloat16: torch.float16,
-    torch.float32: torch.float32,
-}
-
-
-class Tiles(NamedTuple):
-    """How a launch is cut into programs.
-
-    Pixels times fields of a program are at least 32 for each of its warps: a thread owns a pixel
-    and a field.
-    """
-
-    pixels: int = 32
-    """Pixels of one program of the convolution, which takes `FIELDS` fields at a time."""
-    warps: int = 4
-    stages: int = 1
-    accumulators: int = 384
-    """Output channels (slots times fields) of one program, at most."""
-    gram_pixels: int = 64
-    """Pixels at a time in the gradient to the weights."""
-    gram_fields: int = 2
-    """Input fields of one program there, at most `FIELDS`."""
-    gram_warps: int = 4
-    gram_accumulators: int = 384
-    splits: int = 0
-    """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU,
-    as far as their sums take a quarter of the memory that is free."""
-    roles: int = -1
-    """Whether warps have roles, as `econv.engines.hopper_source` says: 1 or 0; −1: where they
-    can."""
-    producers: int = 8
-    """Warps that differentiate; four multiply."""
-    teams: int = 2
-    """That these are divided into, each of which goes its own pace."""
-    registers: int = 152
-    """Of each of their threads."""
-    bytes: int = 0
-    """The most that is made of the images of one launch; 0: as much as the dense engine takes."""
-
-
-_override: list[Tiles] = []
-
-
-class tiles:  # noqa: N801  # a context manager, named as `econv.engine` is
-    """Inside the block every launch is cut as given: for measurements.
-
-    >>> with tiles(pixels=128):  # doctest: +SKIP
-    ...     layer(x)
-    """
-
-    def __init__(self, **changes: int) -> None:
-        self.changes = changes
-
-    def __enter__(self) -> Tiles:
-        found = (_override[-1] if _override else Tiles())._replace(**self.changes)
-        _override.append(found)
-        return found
-
-    def __exit__(self, *error: object) -> None:
-        _override.pop()
-
-
-def _tiles(layout: Scheme) -> Tiles:
-    """What was fastest of the tiles that ``benchmarks/engines.py --device cuda --tune`` tries.
-
-    Small programs, several of which share a processor and take turns at its units, unless there are
-    many targets. Where slots come in several chunks the gradient holds one at a time, of more
-    fields.
-    """
-    if _override:
-        return _override[-1]
-    found = Tiles()
-    if layout.batch >= 16:
-        found = found._replace(pixels=64, warps=8)
-    return found if layout.chunks == 1 else found._replace(gram_fields=4, gram_warps=8)
 
 
 def covers(dtype: torch.dtype, size: int, geometry: Geometry, shape: tuple[int, ...]) -> bool:
@@ -161,7 +85,7 @@ def covers(dtype: torch.dtype, size: int, geometry: Geometry, shape: tuple[int, 
     ``size`` is that of the stencils, ``shape`` that of the input.
     """
     back = geometry.transposed(size, *shape[2:])
-    return dtype in _INTERNAL and geometry.before >= 0 and back.before >= 0
+    return dtype in INTERNAL and geometry.before >= 0 and back.before >= 0
 
 
 @dataclass(frozen=True)
@@ -207,71 +131,12 @@ def _constants(layout: Scheme, device: torch.device) -> _Constants:
 
 
 def _scheme(plan: SpectralPlan, dtype: torch.dtype) -> Scheme:
-    return scheme(plan, 16 // _INTERNAL[dtype].itemsize)
+    return scheme(plan, 16 // INTERNAL[dtype].itemsize)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that some kernel fills: every element, or nobody reads it."""
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-class Launch:
-    """A kernel with all of its arguments that depend on shapes alone.
-
-    A kernel takes tensors, then numbers, then constants. Triton finds out at every launch which
-    compiled kernel fits the arguments, in several times what the launch takes: here it does so at
-    the first, and again where addresses are less aligned.
-    """
-
-    def __init__(
-        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], **options: Any
-    ) -> None:
-        self.kernel, self.grid, self.options = kernel, (*grid, 1, 1)[:3], options
-        self.numbers = numbers
-        constants = [value for name, value in options.items() if name.isupper()]
-        self.more = (*numbers, *constants)
-        self.compiled: Callable[..., None] | None = None
-
-    def __call__(self, *tensors: Any) -> None:
-        """Run on tensors, or on what says how they are copied: those are aligned."""
-        aligned = True
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.data_ptr() % 16:
-                aligned = False
-        if aligned and self.compiled is not None:
-            self.compiled(*tensors, *self.more)
-            return
-        found = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
-        if aligned and found is not None:  # nothing is compiled where Triton interprets
-            self.compiled = found[self.grid]
-
-
-class _Cut(NamedTuple):
-    """The output fields of one program: so many copies of these parts, powers of two each."""
-
-    parts: tuple[int, ...]
-    copies: int
-    programs: int
-
-    @property
-    def padded(self) -> int:
-        return self.programs * self.copies * sum(self.parts)
-
-
-def _cut(fields: int, layout: Scheme, warps: int, accumulators: int, least: int) -> _Cut:
-    copies = max(1, warps // layout.batch)
-    most = max(least * copies, accumulators // (2 * layout.batch))
-    programs = triton.cdiv(fields, most)
-    each = least * triton.cdiv(fields, least * copies * programs)
-    parts: list[int] = []
-    while each:  # 20 is 16 + 4; 28, which would take three parts, is 32
-        size = 1 << (each.bit_length() - 1)
-        rest = each - size
-        if parts or rest & (rest - 1):
-            size = triton.next_power_of_2(each)
-        parts.append(size)
-        each -= min(size, each)
-    return _Cut(tuple(parts), copies, triton.cdiv(fields, copies * sum(parts)))
 
 
 def _packed(dtype: torch.dtype) -> bool:
@@ -286,23 +151,6 @@ def precision_of(dtype: torch.dtype) -> str:
     except RuntimeError:  # asked for in torch's newer words
         allowed = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
     return "tf32" if allowed else "tf32x3"
-
-
-class Like(NamedTuple):
-    """What there is to know of images but their numbers."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(x: Tensor) -> Like:
-        return Like(x.shape, x.stride(), x.dtype, x.device)
-
-    @property
-    def image_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 class _Analysis:
@@ -370,14 +218,6 @@ def _multiple(images: int, whole: int = 4) -> int:
     return images // whole * whole if whole and images >= whole else max(4, images // 4 * 4)
 
 
-def at_a_time(device: torch.device, warps: int) -> int:
-    """Programs that a GPU runs at a time: eight warps take all registers of a processor."""
-    processors = 132  # of an H200, for whom there is none
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors * max(1, 8 // warps)
-
-
 def _spare_bytes(x: Like, layout: Scheme, out_channels: int) -> int:
     """What the dense engine's filters and the gradient to them take, less what ours do."""
     plan, pairs = layout.plan, out_channels * x.shape[1]
@@ -398,65 +238,6 @@ def _numbers(pixels: int, geometry: Geometry, grid: _Grid) -> tuple[int, ...]:
     return (*shape, geometry.down, geometry.dilation, *steps)
 
 
-_ROLE_SHARED = 225 << 10
-"""Bytes of shared memory that the stages of such a program may take."""
-
-
-def _stages(layout: Scheme, parts: tuple[int, ...]) -> int:
-    """How many stages such a program has room for; 0 where its warps can have no roles."""
-    pieces = pieces_of_a_chunk(layout)
-    if pieces is None:
-        return 0
-    each = layout.batch * (ROWS + 2 * sum(parts)) * FIELDS * sum(pieces) * 2
-    return min(4, _ROLE_SHARED // each)
-
-
-def _can_have_roles(x: Like, chosen: Tiles) -> bool:
-    """Whether warps can have roles on these images."""
-    if chosen.roles >= 0:
-        return bool(chosen.roles)
-    if INTERPRETED or _INTERNAL[x.dtype] != torch.float16:
-        return False
-    if x.device.type == "cuda":
-        return torch.cuda.get_device_capability(x.device) == (9, 0)
-    return x.device.type == "meta"  # which stands for an H200
-
-
-class _Roles:
-    """A layer whose warps have roles: called as `Convolution.forward` is."""
-
-    def __init__(
-        self,
-        layout: Scheme,
-        cut: _Cut,
-        chosen: Tiles,
-        numbers: tuple[int, ...],
-        chunks: int,
-        out_fields: int,
-        y_dot: int,
-        device: torch.device,
-    ) -> None:
-        self.layout, self.parts = layout, cut.parts
-        tiles_ = triton.cdiv(numbers[0], ROWS)
-        programs = min(tiles_, max(1, at_a_time(device, 8) // cut.programs))
-        self.run = Launch(
-            hopper_forward(layout, cut.parts, chosen.teams),
-            (programs, cut.programs),
-            (*numbers, chunks, tiles_, cut.programs, out_fields, y_dot),
-            BP=ROWS,
-            PRODUCERS=chosen.producers,
-            REGISTERS=chosen.registers,
-            STAGES=_stages(layout, cut.parts),
-            num_warps=4,
-        )
-
-    def __call__(
-        self, spectrum: Tensor, arranged: Tensor, y: Tensor, x_largest: Tensor, w_largest: Tensor
-    ) -> None:
-        copies = weight_copies(self.layout, self.parts, arranged)
-        self.run(spectrum.view(torch.int32), *copies, y, x_largest, w_largest)
-
-
 class _Group(NamedTuple):
     """Images that are convolved together."""
 
@@ -465,7 +246,7 @@ class _Group(NamedTuple):
     place: int
     """Where in the output the spectrum lies; −1: in memory of its own."""
     analysis: _Analysis
-    forward: Launch | _Roles
+    forward: Launch
 
 
 class ConvolutionRun:
@@ -486,37 +267,41 @@ class ConvolutionRun:
         layout = _scheme(plan_named(plan), x.dtype)
         channels = layout.plan.synthesis.shape[0]
         batch, in_fields = x.shape[0], x.shape[1] // channels
-        self.x, self.internal = x, _INTERNAL[x.dtype]
+        self.x, self.internal = x, INTERNAL[x.dtype]
         self.shape = (batch, out_fields * channels, geometry.height, geometry.width)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.groups: list[_Group] = []
         if not math.prod(self.shape):
             return
-        chosen = chosen or _tiles(layout)
-        self.cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
-        roles = self._roles(layout, chosen, out_fields)
-        self._arrange(layout, in_fields, out_fields, adjoint, roles)
-        sizes = self._sizes(layout, geometry, chosen, adjoint)
+        chosen = chosen or chosen_tiles(layout)
+        self.roles = Roles.of(x, layout, chosen, out_fields) if channels_last else None
+        if self.roles is None:
+            self.cut = cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
+            running = at_a_time(x.device, chosen.warps) // self.cut.programs
+            at_once = running * chosen.pixels
+        else:
+            self.cut = self.roles.cut
+            at_once = self.roles.running * ROWS
+        self._arrange(layout, in_fields, out_fields, adjoint)
+        sizes = self._sizes(layout, geometry, chosen.bytes, at_once, adjoint)
         kernels = convolution(
             layout, self.cut.parts, self.cut.copies, _packed(self.internal), channels_last
         )
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
         total, first = math.prod(self.shape), 0
         self.own = 0  # numbers of the memory that is no part of the output
-        made: dict[int, tuple[_Analysis, Launch | _Roles]] = {}
+        made: dict[int, tuple[_Analysis, Launch]] = {}
         for images in sizes:
             if images not in made:
                 like = x._replace(shape=(images, *x.shape[1:]))
                 analysis = _Analysis(kernels.analyse, like, layout, geometry, 1, activated)
                 pixels = images * geometry.height * geometry.width
                 numbers = _numbers(pixels, geometry, analysis.grid)
-                if roles:
-                    last = (analysis.shape[0], out_fields, strides[3], x.device)
-                    made[images] = (analysis, _Roles(layout, self.cut, chosen, numbers, *last))
-            if images not in made:
-                made[images] = (
-                    analysis,
-                    Launch(
+                if self.roles is not None:
+                    last = (analysis.shape[0], out_fields, strides[3])
+                    made[images] = (analysis, self.roles.launch(numbers, *last))
+                else:
+                    launch = Launch(
                         kernels.forward,
                         (triton.cdiv(pixels, chosen.pixels), self.cut.programs),
                         (*numbers, analysis.shape[0], self.cut.padded, out_fields, *strides),
@@ -524,8 +309,8 @@ class ConvolutionRun:
                         PRECISION=precision,
                         num_warps=chosen.warps,
                         num_stages=chosen.stages,
-                    ),
-                )
+                    )
+                    made[images] = (analysis, launch)
             written = (first + images) * total // batch
             place = (total - made[images][0].numbers) // 64 * 64
             if place < written:
@@ -534,54 +319,48 @@ class ConvolutionRun:
             self.groups.append(_Group(first, images, place, *made[images]))
             first += images
 
-    def _roles(self, layout: Scheme, chosen: Tiles, out_fields: int) -> bool:
-        """Whether warps have roles; then the layer is cut anew."""
-        can = self.format is torch.channels_last and _can_have_roles(self.x, chosen)
-        if can:
-            cut = _cut(out_fields, layout, 1, 320, FIELDS)
-            if _stages(layout, cut.parts) < 2:
-                return False
-            self.cut = cut
-        return can
-
-    def _arrange(
-        self, layout: Scheme, in_fields: int, out_fields: int, adjoint: bool, roles: bool
-    ) -> None:
-        cut, constants = self.cut, _constants(layout, self.x.device)
+    def _arrange(self, layout: Scheme, in_fields: int, out_fields: int, adjoint: bool) -> None:
+        found, constants = self.cut, _constants(layout, self.x.device)
         self.constants = (constants.entries, constants.signs, constants.pieces)
         strides = (in_fields * layout.plan.weights, layout.plan.weights)
         if adjoint:
             self.constants = (*constants[2:4], constants.pieces)
             strides = (layout.plan.weights, out_fields * layout.plan.weights)
         in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
-        self.arranged = (in_padded, layout.batch * layout.inner, cut.padded, 2)
+        self.arranged = (in_padded, layout.batch * layout.inner, found.padded, 2)
         total = math.prod(self.arranged)
-        kernel, numbers = arrange, (cut.padded, layout.batch, layout.inner, cut.copies)
-        if roles:
+        sizes: tuple[int, ...] = (layout.batch, layout.inner)
+        if self.roles is None:
+            kernel, sizes = arrange, (found.padded, *sizes, found.copies)
+        else:
             length = layout.inner // layout.chunks
-            numbers = (cut.programs, layout.batch, layout.inner, length, in_padded // FIELDS)
-            kernel = arrange_rows
+            kernel, sizes = arrange_rows, (found.programs, *sizes, length, in_padded // FIELDS)
+            self.copies = self.roles.copies(self.arranged)
         self.arrange = Launch(
             kernel,
             (triton.cdiv(total, 1024),),
-            (out_fields, in_fields, *strides, *numbers, sum(cut.parts), cut.parts[0], total),
+            (out_fields, in_fields, *strides, *sizes, sum(found.parts), found.parts[0], total),
             BF=FIELDS,
             BLOCK=1024,
             HEADROOM=HEADROOM,
             num_warps=8,
         )
 
-    def _sizes(self, layout: Scheme, geometry: Geometry, chosen: Tiles, adjoint: bool) -> list[int]:
-        """How many images run together, the first first: see the module's memory."""
+    def _sizes(
+        self, layout: Scheme, geometry: Geometry, most: int, at_once: int, adjoint: bool
+    ) -> list[int]:
+        """How many images run together, the first first: see the module's memory.
+
+        ``most`` bytes, if that is not 0, and pixels that the GPU takes ``at_once``.
+        """
         batch = self.shape[0]
         each = _spectrum_bytes(self.x, layout, geometry)
         written = math.prod(self.shape[1:]) * self.x.dtype.itemsize
         free = _spare_bytes(self.x, layout, self.shape[1])
         if not adjoint:
             free += batch * self.x.image_bytes
-        free = chosen.bytes or free
-        running = at_a_time(self.x.device, chosen.warps) // self.cut.programs
-        whole = running * chosen.pixels // (geometry.height * geometry.width)
+        free = most or free
+        whole = at_once // (geometry.height * geometry.width)
         sizes: list[int] = []
         while (left := batch - sum(sizes)) > 0:  # from the last one on, which has what is over
             over = 0 if sizes else batch % 4
@@ -600,11 +379,13 @@ class ConvolutionRun:
         self.arrange(weights, *self.constants, w_largest, arranged)
         own = _empty((self.own,), self.internal, device)
         flat = y.as_strided((y.numel(),), (1,)).view(self.internal)
+        factors = [arranged] if self.roles is None else self.copies(arranged)
         for first, images, place, analysis, forward in self.groups:
             spectrum = analysis.within(own if place < 0 else flat[place:])
             scales = x_largest[OVERALL + first :]
             analysis.run(_images(x, first, images), *affine, scales, spectrum)
-            forward(spectrum, arranged, _images(y, first, images), scales, w_largest)
+            spectrum = spectrum if self.roles is None else as_words(spectrum)
+            forward(spectrum, *factors, _images(y, first, images), scales, w_largest)
         return y
 
 
@@ -615,74 +396,7 @@ class _GramGroup(NamedTuple):
     images: int
     analysis: _Analysis
     lay: Launch
-    gram: Launch | _GramRoles
-
-
-class _GramCut(NamedTuple):
-    """How the gradient to the weights is cut into programs."""
-
-    cut: _Cut
-    pixels: int
-    """At a time."""
-    fields: int
-    """Input fields of a program."""
-    running: int
-    """Programs that run at the same time."""
-    ready: int = 0
-    """Stages of the output's gradient, where warps have roles; else 0."""
-
-
-def _gram_cut(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> _GramCut:
-    if _can_have_roles(x, chosen) and pieces_of_a_chunk(layout) is not None:
-        cut = _cut(out_fields, layout, 1, 320, FIELDS)
-        fields = ROWS // gram_features(layout) if gram_features(layout) <= ROWS else 0
-        if fields:
-            pixels = 32 * chosen.producers // fields
-            left = _ROLE_SHARED - 2 * layout.batch * pixels * 2 * ROWS
-            ready = min(4, left // (layout.batch * 2 * sum(cut.parts) * 2 * ROWS))
-            if ready >= 2:
-                return _GramCut(cut, pixels, fields, at_a_time(x.device, 8), ready)
-    cut = _cut(out_fields, layout, chosen.gram_warps, chosen.gram_accumulators, RUN)
-    running = at_a_time(x.device, chosen.gram_warps)
-    return _GramCut(cut, chosen.gram_pixels, chosen.gram_fields, running)
-
-
-class _GramRoles:
-    """`Gradient.gram` where warps have roles."""
-
-    def __init__(
-        self,
-        layout: Scheme,
-        cut: _GramCut,
-        chosen: Tiles,
-        numbers: tuple[int, ...],
-        in_padded: int,
-        splits: int,
-        again: int,
-    ) -> None:
-        self.layout, self.parts = layout, cut.cut.parts
-        more = (triton.cdiv(numbers[0], cut.pixels), cut.cut.programs, in_padded, cut.cut.padded)
-        self.runs = [
-            Launch(
-                hopper_gram(layout, cut.cut.parts, chunk, chosen.teams),
-                (in_padded // cut.fields, cut.cut.programs, splits),
-                (*numbers, *more, again),
-                BP=cut.pixels,
-                PRODUCERS=chosen.producers,
-                REGISTERS=chosen.registers,
-                STAGES=2,
-                READY=cut.ready,
-                num_warps=4,
-            )
-            for chunk in range(layout.chunks)
-        ]
-
-    def __call__(
-        self, spectrum: Tensor, laid: Tensor, partial: Tensor, x_largest: Tensor, g_largest: Tensor
-    ) -> None:
-        copies = row_copies(self.layout, self.parts, laid.view(-1, ROWS))
-        for run in self.runs:
-            run(spectrum.view(torch.int32), *copies, partial, x_largest, g_largest)
+    grams: list[Launch]
 
 
 class GramRun:
@@ -701,80 +415,83 @@ class GramRun:
         layout = _scheme(plan_named(plan), x.dtype)
         channels, weights = layout.plan.analysis.shape[1], layout.plan.weights
         in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
-        self.shape, self.internal = (out_fields, in_fields, weights), _INTERNAL[x.dtype]
+        self.shape, self.internal = (out_fields, in_fields, weights), INTERNAL[x.dtype]
         self.groups: list[_GramGroup] = []
         if not math.prod(x.shape) * math.prod(g.shape):
             return
-        chosen = chosen or _tiles(layout)
-        how = _gram_cut(x, layout, chosen, out_fields)
-        cut = how.cut
+        chosen = chosen or chosen_tiles(layout)
+        self.roles = roles = GramRoles.of(x, layout, chosen, out_fields)
+        if roles is None:
+            found = cut(out_fields, layout, chosen.gram_warps, chosen.gram_accumulators, RUN)
+            at_once, fields, block = chosen.gram_pixels, chosen.gram_fields, RUN
+        else:
+            found, at_once, fields, block = roles.cut, roles.pixels, roles.fields, FIELDS
         batch, pixels = x.shape[0], geometry.height * geometry.width
         in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
-        programs = in_padded // how.fields * cut.programs
+        programs = in_padded // fields * found.programs
         count = layout.batch * layout.inner
-        one = (in_padded, count, cut.padded, 2)
+        one = (in_padded, count, found.padded, 2)
         free = batch * x.image_bytes + _spare_bytes(x, layout, g.shape[1])
-        # All programs run at the same time: a few more would take as long again.
-        most = min(how.running, max(1, free // 4 // (4 * math.prod(one))))
-        splits = min(how.running // programs, most)
-        if how.ready:
-            # Programs in whole rounds, each of which takes a share of the pixels.
-            rounds = [triton.cdiv(programs * n, how.running) for n in range(most + 1)]
-            splits = min(range(1, most + 1), key=lambda n: (rounds[n] / n, n))
-        splits = chosen.splits or max(1, splits)
-        splits = min(splits, triton.cdiv(batch * pixels, how.pixels))
+        most = max(1, free // 4 // (4 * math.prod(one)))
+        if roles is None:
+            # All programs run at the same time: a few more would take as long again.
+            splits = max(1, min(at_a_time(x.device, chosen.gram_warps) // programs, most))
+        else:
+            splits = roles.splits(programs, most)
+        splits = min(chosen.splits or splits, triton.cdiv(batch * pixels, at_once))
         self.partial = (splits, *one)
         free = min(chosen.bytes or free - 4 * math.prod(self.partial), _addressed(x))
-        laid = cut.padded * 2 * layout.batch  # numbers for each pixel
+        laid = found.padded * 2 * layout.batch  # numbers for each pixel
         each = _spectrum_bytes(x, layout, geometry) + laid * pixels * x.dtype.itemsize
         several = triton.cdiv(batch, _multiple(free // each))
         most = 4 * triton.cdiv(batch, 4 * several)
-        if how.ready:
-            analyse, lay_kernel = rows(layout, cut.parts, how.fields)
+        if roles is None:
+            kernels = gradient(layout, found.parts, found.copies, at_once, _packed(self.internal))
+            analyse, lay_kernel, side_by_side = kernels.analyse, kernels.lay, FIELDS
+            tile = {"TILE": at_once}
         else:
-            analyse, lay_kernel, gram_kernel = gradient(
-                layout, cut.parts, cut.copies, how.pixels, _packed(self.internal)
-            )
+            analyse, lay_kernel = row_kernels(layout, found.parts, fields)
+            tile, side_by_side = {}, fields
         for first in range(0, batch, most):
             images = min(most, batch - first)
             like = x._replace(shape=(images, *x.shape[1:]))
-            several = how.fields if how.ready else FIELDS
-            analysis = _Analysis(analyse, like, layout, geometry, 0, activated, several)
-            tiles_ = triton.cdiv(images * pixels, how.pixels)
-            block = min(ROWS, how.pixels)
+            analysis = _Analysis(analyse, like, layout, geometry, 0, activated, side_by_side)
+            tiles_ = triton.cdiv(images * pixels, at_once)
+            run = min(ROWS, at_once)
             shape = (geometry.height, geometry.width)
             lay = Launch(
                 lay_kernel,
-                (tiles_ * (how.pixels // block), cut.padded // (FIELDS if how.ready else RUN)),
-                (images * pixels, out_fields, *shape, cut.programs, *g.strides),
-                **({} if how.ready else {"TILE": how.pixels}),
-                BP=block,
+                (tiles_ * (at_once // run), found.padded // block),
+                (images * pixels, out_fields, *shape, found.programs, *g.strides),
+                **tile,
+                BP=run,
                 num_warps=4,
             )
             numbers = _numbers(images * pixels, geometry, analysis.grid)
-            if how.ready:
-                last = (in_padded, splits, len(self.groups))
-                roles = _GramRoles(layout, how, chosen, numbers, *last)
-                self.groups.append(_GramGroup(first, images, analysis, lay, roles))
-                continue
-            gram = Launch(
-                gram_kernel,
-                (in_padded // how.fields, cut.programs, splits),
-                (*numbers, tiles_, in_padded, cut.padded, len(self.groups)),
-                BF=how.fields,
-                PRECISION=precision,
-                num_warps=chosen.gram_warps,
-            )
-            self.groups.append(_GramGroup(first, images, analysis, lay, gram))
-        tiles_ = triton.cdiv(self.groups[0].images * pixels, how.pixels)
-        self.fragments = (tiles_, laid * how.pixels)
+            if roles is not None:
+                grams = roles.launches(numbers, in_padded, splits, len(self.groups))
+            else:
+                gram = Launch(
+                    kernels.gram,
+                    (in_padded // fields, found.programs, splits),
+                    (*numbers, tiles_, in_padded, found.padded, len(self.groups)),
+                    BF=fields,
+                    PRECISION=precision,
+                    num_warps=chosen.gram_warps,
+                )
+                grams = [gram]
+            self.groups.append(_GramGroup(first, images, analysis, lay, grams))
+        tiles_ = triton.cdiv(self.groups[0].images * pixels, at_once)
+        self.fragments = (tiles_, laid * at_once)
+        if roles is not None:
+            self.copies = roles.copies(self.fragments)
         constants = _constants(layout, x.device)
         self.owners = (constants.owners, constants.owner_signs)
         block = 64
         self.spread = Launch(
             spread,
             (triton.cdiv(math.prod(self.shape), block),),
-            (out_fields, in_fields, weights, in_padded, cut.padded, count, splits),
+            (out_fields, in_fields, weights, in_padded, found.padded, count, splits),
             MOST=constants.owners.shape[1],
             SPLITS=min(16, triton.next_power_of_2(splits)),
             BLOCK=block,
@@ -791,11 +508,14 @@ class GramRun:
         partial = _empty(self.partial, torch.float32, device)
         memory = _empty((self.groups[0].analysis.numbers,), self.internal, device)
         fragments = _empty(self.fragments, self.internal, device)
-        for first, images, analysis, lay, gram in self.groups:
+        factors = [fragments] if self.roles is None else self.copies(fragments)
+        for first, images, analysis, lay, grams in self.groups:
             spectrum = analysis.within(memory)
             analysis.run(_images(x, first, images), *affine, x_largest, spectrum)
             lay(_images(g, first, images), g_largest, fragments)
-            gram(spectrum, fragments, partial, x_largest, g_largest)
+            spectrum = spectrum if self.roles is None else as_words(spectrum)
+            for gram in grams:
+                gram(spectrum, *factors, partial, x_largest, g_largest)
         result = _empty(self.shape, torch.float32, device)
         self.spread(partial, *self.owners, result)
         return result
@@ -948,8 +668,3 @@ def statistics_launch(
         BE=power_of_two(order),
         num_warps=1,
     )
-
-
-def overridden() -> Tiles | None:
-    """The tiles of the innermost `tiles` block, or nothing."""
-    return _override[-1] if _override else None

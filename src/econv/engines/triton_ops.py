@@ -33,19 +33,16 @@ from econv.engines.dense import memory_format
 from econv.engines.spectral import Geometry
 from econv.engines.triton_kernels import OVERALL
 from econv.engines.triton_launches import (
-    Like,
-    Tiles,
     backward_run,
     convolution_run,
     covers,
     gram_run,
     largest_activated_launch,
     largest_launch,
-    overridden,
     precision_of,
     statistics_launch,
-    tiles,
 )
+from econv.engines.triton_tiles import Like, Tiles, overridden, tiles
 from econv.plan import plan_named
 
 __all__ = [

@@ -1,0 +1,153 @@
+"""Launches whose warps have roles, and when there are such.
+
+This room knows launches. The kernels are those of `econv.engines.hopper_kernels`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from econv.engines import hopper_kernels
+from econv.engines.hopper_source import gram_features
+from econv.engines.hopper_turns import ROWS, pieces_of_a_chunk
+from econv.engines.triton_kernels import INTERPRETED
+from econv.engines.triton_scheme import FIELDS, Scheme
+from econv.engines.triton_tiles import INTERNAL, Cut, Launch, Like, Tiles, at_a_time, cut
+
+__all__ = ["GramRoles", "Roles", "as_words"]
+
+_SHARED = 225 << 10  # bytes of shared memory that the stages of a program may take
+_ACCUMULATORS = 320  # output channels of a program: 160 registers of each thread that multiplies
+_MULTIPLIERS = 4  # warps
+
+
+def _possible(x: Like, chosen: Tiles) -> bool:
+    """Whether these images are somewhere where warps can have roles."""
+    if chosen.roles >= 0:
+        return bool(chosen.roles)
+    if INTERPRETED or not hopper_kernels.AVAILABLE or INTERNAL[x.dtype] != torch.float16:
+        return False
+    if x.device.type == "cuda":
+        return torch.cuda.get_device_capability(x.device) == (9, 0)
+    return x.device.type == "meta"  # which stands for an H200
+
+
+def as_words(spectrum: Tensor) -> Tensor:
+    """A spectrum in halves as the kernels read it, two of them at a time."""
+    return spectrum.view(torch.int32)
+
+
+class Roles(NamedTuple):
+    """A layer whose warps have roles."""
+
+    layout: Scheme
+    cut: Cut
+    stages: int
+    chosen: Tiles
+    device: torch.device
+
+    @staticmethod
+    def of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> Roles | None:
+        """Nothing where they have none, or there is no room for two stages."""
+        pieces = pieces_of_a_chunk(layout)
+        if pieces is None or not _possible(x, chosen):
+            return None
+        found = cut(out_fields, layout, 1, _ACCUMULATORS, FIELDS)
+        rows = layout.batch * (ROWS + 2 * sum(found.parts))
+        stages = min(4, _SHARED // (rows * FIELDS * sum(pieces) * 2))
+        return Roles(layout, found, stages, chosen, x.device) if stages > 1 else None
+
+    @property
+    def running(self) -> int:
+        """Programs that run at the same time, for each run of output fields."""
+        return max(1, at_a_time(self.device, 8) // self.cut.programs)
+
+    def copies(self, arranged: tuple[int, ...]) -> hopper_kernels.Copies:
+        """How weights of that shape reach the products."""
+        return hopper_kernels.weight_copies(self.layout, self.cut.parts, arranged)
+
+    def launch(self, numbers: tuple[int, ...], chunks: int, out_fields: int, y_dot: int) -> Launch:
+        """It takes the spectrum in words, the copies, the output, and both largest numbers."""
+        tiles = triton.cdiv(numbers[0], ROWS)
+        return Launch(
+            hopper_kernels.forward(self.layout, self.cut.parts, self.chosen.teams),
+            (min(tiles, self.running), self.cut.programs),
+            (*numbers, chunks, tiles, self.cut.programs, out_fields, y_dot),
+            BP=ROWS,
+            PRODUCERS=self.chosen.producers,
+            REGISTERS=self.chosen.registers,
+            STAGES=self.stages,
+            num_warps=_MULTIPLIERS,
+        )
+
+
+class GramRoles(NamedTuple):
+    """The gradient to the weights where warps have roles."""
+
+    layout: Scheme
+    cut: Cut
+    pixels: int
+    """At a time."""
+    fields: int
+    """Input fields of a program."""
+    running: int
+    """Programs that run at the same time."""
+    ready: int
+    """Stages of the output's gradient; those of the features are two."""
+    chosen: Tiles
+
+    @staticmethod
+    def of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> GramRoles | None:
+        """Nothing where they have none, or there is no room for two stages."""
+        if pieces_of_a_chunk(layout) is None or not _possible(x, chosen):
+            return None
+        features = gram_features(layout)
+        if features > ROWS:
+            return None
+        found = cut(out_fields, layout, 1, _ACCUMULATORS, FIELDS)
+        fields = ROWS // features
+        pixels = 32 * chosen.producers // fields
+        left = _SHARED - 2 * layout.batch * pixels * 2 * ROWS
+        ready = min(4, left // (layout.batch * 2 * sum(found.parts) * 2 * ROWS))
+        if ready < 2:
+            return None
+        return GramRoles(layout, found, pixels, fields, at_a_time(x.device, 8), ready, chosen)
+
+    def splits(self, programs: int, most: int) -> int:
+        """How many programs share the pixels: in whole rounds, each takes a share of them."""
+        most = min(most, self.running)
+        return min(
+            range(1, most + 1), key=lambda n: (triton.cdiv(programs * n, self.running) / n, n)
+        )
+
+    def copies(self, laid: tuple[int, ...]) -> hopper_kernels.Copies:
+        """How a gradient that was laid out reaches the products."""
+        return hopper_kernels.row_copies(self.layout, self.cut.parts, laid)
+
+    def launches(
+        self, numbers: tuple[int, ...], in_padded: int, splits: int, again: int
+    ) -> list[Launch]:
+        """One for each chunk of slots.
+
+        They take the spectrum in words, the copies, the sums, and both largest numbers.
+        """
+        tiles = triton.cdiv(numbers[0], self.pixels)
+        more: tuple[Any, ...] = (tiles, self.cut.programs, in_padded, self.cut.padded, again)
+        return [
+            Launch(
+                hopper_kernels.gram(self.layout, self.cut.parts, chunk, self.chosen.teams),
+                (in_padded // self.fields, self.cut.programs, splits),
+                (*numbers, *more),
+                BP=self.pixels,
+                PRODUCERS=self.chosen.producers,
+                REGISTERS=self.chosen.registers,
+                STAGES=2,
+                READY=self.ready,
+                num_warps=_MULTIPLIERS,
+            )
+            for chunk in range(self.layout.chunks)
+        ]

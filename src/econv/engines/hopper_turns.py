@@ -1,0 +1,351 @@
+"""What the kernels with roles have in common: how warps differentiate, and hand features over.
+
+What a thread that differentiates owns is a pixel and a field with all slots of a chunk, two halves
+in each word. Those that multiply have stages that are filled by both: features by warps, the other
+factors by copies. This room makes text, of which `econv.engines.hopper_source` makes kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from econv.engines.triton_scheme import FIELDS, Scheme
+from econv.engines.triton_source import Writer, joined, split_evenly, twos
+
+__all__ = [
+    "ROWS",
+    "awaited",
+    "barriers",
+    "early_taps",
+    "issue_function",
+    "load_taps",
+    "pieces_of_a_chunk",
+    "rows_of_a_copy",
+    "sum_layouts",
+    "thread_layouts",
+    "tile_places",
+    "turn",
+    "weight_names",
+    "workers",
+    "zeros",
+]
+
+_BOX = 256  # rows of a matrix that one copy brings, at most
+
+
+def rows_of_a_copy(layout: Scheme, part: int) -> int:
+    """Rows of weights that are copied at once: all targets of a part, if that can be."""
+    return min(_BOX, 2 * part * layout.batch)
+
+
+def pieces_of_a_chunk(layout: Scheme) -> tuple[int, ...] | None:
+    """The features of a target in each product of a slot chunk; nothing where chunks differ."""
+    found = {
+        tuple(size for owner, _, size, _ in layout.pieces if owner == chunk)
+        for chunk in range(layout.chunks)
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+ROWS = 64
+"""Rows of a product where warps have roles."""
+
+
+def _asm(code: str, *operands: str) -> str:
+    registers = "=r" + ",r" * len(operands)
+    return (
+        f'gl.inline_asm_elementwise("{code}", "{registers}", [{", ".join(operands)}],'
+        " dtype=gl.int32, is_pure=True, pack=1)"
+    )
+
+
+def _sum(one: str, other: str, sign: str = "+") -> str:
+    return _asm(f"{'add' if sign == '+' else 'sub'}.f16x2 $0, $1, $2;", one, other)
+
+
+def _scaled(one: str, low: float, high: float, other: str | None) -> str:
+    """One times two numbers, plus the other."""
+    bits = int(np.array([low, high], dtype=np.float16).view(np.uint32)[0])
+    start = f"{{ .reg .b32 c; mov.b32 c, {bits:#x};"
+    if other is None:
+        return _asm(f"{start} mul.f16x2 $0, $1, c; }}", one)
+    return _asm(f"{start} fma.rn.f16x2 $0, $1, c, $2; }}", one, other)
+
+
+def load_taps(write: Writer, fields: int, words: int, centre: str, names: dict[str, str]) -> None:
+    """Load taps, each a name and its place from the centre, and take them apart into words."""
+    for name, place in names.items():
+        write(f"t = gl.load({centre}{place})")
+        if words == 1:
+            write(f"{name}0 = gl.convert_layout(gl.reshape(t, [{fields}, BP]), ITEMS)")
+            continue
+        parts = [f"{name}{word}" for word in range(words)]
+        write(f"t = gl.reshape(t, [{fields}, BP, {twos(words)}])")
+        split_evenly(write, "t", parts, "gl")
+        for part in parts:
+            write(f"{part} = gl.convert_layout({part}, ITEMS, assert_trivial=True)")
+
+
+def _place(dy: int, dx: int) -> str:
+    """Where a tap lies, seen from the centre. Rows run downwards, in the image as in a stencil."""
+    return (f" + {dy} * row" if dy else "") + (f" + {dx} * column" if dx else "")
+
+
+def early_taps(layout: Scheme) -> dict[str, str]:
+    """The taps above and below the centre, which are loaded a turn ahead.
+
+    They lie in all lines of the cache that the others do, but for those at the tile's sides: the
+    others find them there.
+    """
+    reach = layout.coefficients.shape[-1] // 2
+    return {f"e{dy % 9}_": _place(dy, 0) for dy in range(-reach, reach + 1)}
+
+
+def _derivatives(write: Writer, layout: Scheme, fields: int) -> None:
+    """Every derivative of every word: ``d{stencil}_{word}``, from the taps around ``centre``."""
+    coefficients = layout.coefficients
+    reach = coefficients.shape[-1] // 2
+    words = layout.width // 2
+    started: set[tuple[int, int]] = set()
+
+    def add(name: str, word: int, i: int, j: int) -> None:
+        for stencil in np.flatnonzero(coefficients[:, i, j]).tolist():
+            value = float(coefficients[stencil, i, j])
+            old = f"d{stencil}_{word}" if (stencil, word) in started else None
+            started.add((stencil, word))
+            write(f"d{stencil}_{word} = {_scaled(name, value, value, old)}")
+
+    for dy in range(reach + 1):
+        for dx in range(reach + 1):
+            rows = (dy, reach + dy) if dy else (0,)
+            columns = (dx, reach + dx) if dx else (0,)
+            if not coefficients[:, rows][:, :, columns].any():
+                continue
+            names = {}
+            for above, y in zip("pm", (dy, -dy)[: len(rows)], strict=False):
+                for beside, x in zip("pm", (dx, -dx)[: len(columns)], strict=False):
+                    if dx:
+                        names[above + beside] = _place(y, x)
+                    else:
+                        for word in range(words):
+                            write(f"{above}{beside}{word} = e{y % 9}_{word}")
+            load_taps(write, fields, words, "centre", names)
+            for word in range(words):
+                for sign, j in zip("+-", columns, strict=False):
+                    if not coefficients[:, rows, j].any():
+                        continue
+                    for above in "pm"[: len(rows)]:
+                        one = f"{above}p{word}"
+                        if dx:
+                            one = _sum(one, f"{above}m{word}", sign)
+                        write(f"at_{above} = {one}")
+                    for other, i in zip("+-", rows, strict=False):
+                        if coefficients[:, i, j].any():
+                            write(f"u = {_sum('at_p', 'at_m', other) if dy else 'at_p'}")
+                            add("u", word, i, j)
+
+
+class _Words:
+    """Features two by two, written when they are first asked for."""
+
+    def __init__(self, write: Writer, layout: Scheme) -> None:
+        self.write, self.layout = write, layout
+        self.taken: set[str] = set()
+
+    def _halves(self, one: tuple[int, int, int], two: tuple[int, int, int]) -> str:
+        """One half each of two derivatives, (stencil, word, side)."""
+        a, b = (f"d{stencil}_{word}" for stencil, word, _ in (one, two))
+        if a == b and (one[2], two[2]) == (0, 1):
+            return a
+        name = f"h{one[0]}_{one[1]}{one[2]}_{two[0]}_{two[1]}{two[2]}"
+        if name not in self.taken:
+            self.taken.add(name)
+            low, high = 2 * one[2], 4 + 2 * two[2]
+            selector = low | (low + 1) << 4 | high << 8 | (high + 1) << 12
+            self.write(f"{name} = {_asm(f'prmt.b32 $0, $1, $2, {selector:#x};', a, b)}")
+        return name
+
+    def word(self, one: int, two: int) -> str:
+        """Two features side by side."""
+        name = f"f{one}_{two}"
+        if name in self.taken:
+            return name
+        left, right = (
+            [(*key, side, factor) for key, (side, factor) in self.layout.terms(feature).items()]
+            for feature in (one, two)
+        )
+        if self.layout.alike(one, two):  # in one order, so that halves come from one derivative
+            right.sort(key=lambda term: [t[:2] for t in left].index(term[:2]))
+        found = None
+        for n in range(max(len(left), len(right))):
+            # What one of them does not have counts nothing.
+            a = left[n] if n < len(left) else (*left[-1][:3], 0.0)
+            b = right[n] if n < len(right) else (*right[-1][:3], 0.0)
+            source = self._halves(a[:3], b[:3])
+            if a[3] == b[3] == 1.0:
+                found = source if found is None else _sum(found, source)
+            else:
+                found = _scaled(source, a[3], b[3], found)
+        assert found is not None
+        self.taken.add(name)
+        self.write(f"{name} = {found}")
+        return name
+
+
+def _stored(write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], fields: int) -> None:
+    """The features of a slot chunk to their places in the stage."""
+    words = _Words(write, layout)
+    lists = layout.lists[chunk]
+    spare = next(f for names in lists for f in names if f >= 0)
+    first = 0
+    for number, size in enumerate(pieces):
+        columns = []
+        for k in range(first, first + size, 2):
+            column = []
+            for names in lists:
+                # Padding repeats features of the same target; their weights are zero.
+                other = names[:2] if names[1] >= 0 else (spare, spare)
+                one, two = (*names[k : k + 2], -1, -1)[:2]
+                if one < 0:
+                    one, two = other
+                column.append(words.word(one, two if two >= 0 else one))
+            columns.append(joined(column, "gl"))
+        first += size
+        # The inner axis is joined last, so that a thread holds neighbours along it.
+        shape = f"[{fields}, BP, {layout.batch}, {size // 2}]"
+        write(f"v = gl.reshape({joined(columns, 'gl')}, {shape})")
+        write("v = gl.permute(v, (2, 1, 0, 3))")
+        write(f"v{number} = gl.reshape(v, [{layout.batch}, BP, {fields * size // 2}])")
+    write("mbarrier.wait(empty.index(stage), phase ^ 1)")
+    for number in range(len(pieces)):
+        write(f"z{number}.index(stage).slice(TEAM * BP, BP, dim=1).store(v{number})")
+
+
+def thread_layouts(write: Writer, layout: Scheme, fields: int) -> None:
+    """How threads lie, and what all tiles have in common."""
+    words = layout.width // 2
+    threads = f"[{fields}, {32 // fields}"
+    write(f"ITEMS: gl.constexpr = gl.BlockedLayout([1, 1], {threads}], [1, WARPS], [0, 1])")
+    write(
+        f"VECTORS: gl.constexpr = gl.BlockedLayout([1, 1, {words}], {threads}, 1],"
+        " [1, WARPS, 1], [2, 0, 1])"
+    )
+    write("PIXELS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, VECTORS))")
+    write("OF_FIELDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, VECTORS))")
+    write("OF_WORDS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, VECTORS))")
+    # In 64 bits what is constant in the place of a tap becomes part of the instruction.
+    write(f"row = (pitch * dilation * {fields * words}).to(gl.int64)")
+    write(f"column = dilation * {fields * words}")
+    write(f"field = gl.arange(0, {fields}, layout=OF_FIELDS)")
+    write(f"word = gl.arange(0, {words}, layout=OF_WORDS)")
+    write("turn = 0")
+
+
+def tile_places(write: Writer, layout: Scheme, fields: int, tile: str, result: str) -> None:
+    """Where the centre taps of a tile lie; of the last one, if there are no more."""
+    words = layout.width // 2
+    reach = layout.coefficients.shape[-1] // 2
+    write(f"pixel = ({tile} * TEAMS + TEAM) * BP + gl.arange(0, BP, layout=PIXELS)")
+    write("p = gl.where(pixel < pixels, pixel, 0)")
+    write("image = p // (height * width)")
+    write("line = (p - image * (height * width)) // width")
+    write("dot = p % width")
+    write("place = image * image_pitch + line * down * pitch + dot * down")
+    write(f"place += {reach} * (pitch + 1) * dilation")
+    write(f"{result} = place[None, :, None] * {fields * words} + field[:, None, None] * {words}")
+    write(f"{result} = {result} + word[None, None, :]")
+
+
+def turn(
+    write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], fields: int, upcoming: str
+) -> None:
+    """The features of a tile and a chunk of slots, handed over.
+
+    ``upcoming``: where the centre taps of the next turn lie.
+    """
+    write("stage = turn % STAGES")
+    write("phase = turn // STAGES & 1")
+    write("centre = source + here")
+    _derivatives(write, layout, fields)
+    write(f"centre = {upcoming}")
+    load_taps(write, fields, layout.width // 2, "centre", early_taps(layout))
+    _stored(write, layout, chunk, pieces, fields)
+    write("fence_async_shared()")
+    write("team_barrier()")
+    write("mbarrier.arrive(full.index(stage), count=1)")
+    write("turn += 1")
+
+
+def issue_function(
+    write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequence[int]
+) -> None:
+    """A function: the rows of one block to their places in a stage."""
+    columns = 2 * sum(parts)
+    names = weight_names(parts, pieces)
+    write("@gluon.jit")
+    given = ", ".join(f"{name}_in, {name}" for name in names)
+    write(f"def issue({given}, ready, stage, block, wanted, programs):")
+    write.depth += 1
+    total = columns * layout.batch * FIELDS * sum(pieces) * 2
+    write(f"mbarrier.expect(ready.index(stage), {total}, pred=wanted)")
+    write(f"first = (block * programs + gl.program_id(1)) * {layout.batch * columns}")
+    for number in range(len(pieces)):
+        done = 0
+        for part, size in enumerate(parts):
+            name = f"w{number}_{part}"
+            rows = 2 * size * layout.batch
+            for start in range(0, rows, _BOX):
+                into = f"{name}.index(stage)"
+                if rows > _BOX:
+                    into += f".slice({start}, {_BOX}, dim=0)"
+                write(
+                    f"tma.async_copy_global_to_shared({name}_in, [first + {done + start}, 0],"
+                    f" ready.index(stage), {into}, pred=wanted)"
+                )
+            done += rows
+    write.depth -= 1
+    write()
+
+
+def weight_names(parts: Sequence[int], pieces: Sequence[int]) -> list[str]:
+    return [f"w{number}_{part}" for number in range(len(pieces)) for part in range(len(parts))]
+
+
+def sum_layouts(write: Writer, parts: Sequence[int]) -> None:
+    """How threads hold the sums of products."""
+    for part, size in enumerate(parts):
+        shape = f"[16, {2 * size}, 16]"
+        laid = f"gl.NVMMADistributedLayout([3, 0], [WARPS, 1], {shape})"
+        write(f"SUMS{part}: gl.constexpr = {laid}")
+
+
+def zeros(write: Writer, layout: Scheme, parts: Sequence[int], rows: str) -> None:
+    for target in range(layout.batch):
+        for part, size in enumerate(parts):
+            shape = f"[{rows}, {2 * size}]"
+            write(f"a{target}_{part} = gl.zeros({shape}, gl.float32, layout=SUMS{part})")
+
+
+def awaited(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
+    """All products that are under way are done."""
+    names = ", ".join(f"a{t}_{p}" for t in range(layout.batch) for p in range(len(parts)))
+    write(f"{names} = warpgroup_mma_wait(0, deps=[{names}])")
+
+
+def workers(write: Writer, teams: int) -> None:
+    """How many warps and registers the teams that differentiate have."""
+    each = (", ".join([what] * teams) for what in (f"PRODUCERS // {teams}", "REGISTERS"))
+    write(f"], [{next(each)}], [{next(each)}])")
+
+
+def barriers(write: Writer, teams: int, **lengths: str) -> None:
+    """What is full when all teams have said so, and empty or ready when one thread has."""
+    write("BARRIER: gl.constexpr = mbarrier.MBarrierLayout()")
+    for name, length in lengths.items():
+        write(f"{name} = gl.allocate_shared_memory(gl.int64, [{length}, 1], BARRIER)")
+        write(f"for stage in gl.static_range({length}):")
+        write(f"    mbarrier.init({name}.index(stage), count={teams if name == 'full' else 1})")
+    write("fence_async_shared()")
+    write("team_barrier()")

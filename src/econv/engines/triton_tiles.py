@@ -1,0 +1,199 @@
+"""How launches on a GPU are cut into programs, and how they are made.
+
+This room knows shapes and launches; which kernel reads what is the business of
+`econv.engines.triton_launches` and `econv.engines.hopper_launches`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from econv.engines.triton_scheme import Scheme
+
+__all__ = [
+    "INTERNAL",
+    "Cut",
+    "Launch",
+    "Like",
+    "Tiles",
+    "at_a_time",
+    "chosen_tiles",
+    "cut",
+    "overridden",
+    "tiles",
+]
+
+INTERNAL = {
+    torch.float16: torch.float16,
+    torch.bfloat16: torch.float16,
+    torch.float32: torch.float32,
+}
+"""What the kernels compute in, for inputs of these dtypes."""
+
+
+class Tiles(NamedTuple):
+    """How a launch is cut into programs.
+
+    Pixels times fields of a program are at least 32 for each of its warps: a thread owns a pixel
+    and a field.
+    """
+
+    pixels: int = 32
+    """Pixels of one program of the convolution, which takes `FIELDS` fields at a time."""
+    warps: int = 4
+    stages: int = 1
+    accumulators: int = 384
+    """Output channels (slots times fields) of one program, at most."""
+    gram_pixels: int = 64
+    """Pixels at a time in the gradient to the weights."""
+    gram_fields: int = 2
+    """Input fields of one program there, at most `FIELDS`."""
+    gram_warps: int = 4
+    gram_accumulators: int = 384
+    splits: int = 0
+    """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU,
+    as far as their sums take a quarter of the memory that is free."""
+    roles: int = -1
+    """Whether warps have roles, as `econv.engines.hopper_source` says: 1 or 0; −1: where they
+    can."""
+    producers: int = 8
+    """Warps that differentiate; four multiply."""
+    teams: int = 2
+    """That these are divided into, each of which goes its own pace."""
+    registers: int = 152
+    """Of each of their threads."""
+    bytes: int = 0
+    """The most that is made of the images of one launch; 0: as much as the dense engine takes."""
+
+
+_override: list[Tiles] = []
+
+
+class tiles:  # noqa: N801  # a context manager, named as `econv.engine` is
+    """Inside the block every launch is cut as given: for measurements.
+
+    >>> with tiles(pixels=128):  # doctest: +SKIP
+    ...     layer(x)
+    """
+
+    def __init__(self, **changes: int) -> None:
+        self.changes = changes
+
+    def __enter__(self) -> Tiles:
+        found = (_override[-1] if _override else Tiles())._replace(**self.changes)
+        _override.append(found)
+        return found
+
+    def __exit__(self, *error: object) -> None:
+        _override.pop()
+
+
+def chosen_tiles(layout: Scheme) -> Tiles:
+    """What was fastest of the tiles that ``benchmarks/engines.py --device cuda --tune`` tries.
+
+    Small programs, several of which share a processor and take turns at its units, unless there are
+    many targets. Where slots come in several chunks the gradient holds one at a time, of more
+    fields.
+    """
+    if _override:
+        return _override[-1]
+    found = Tiles()
+    if layout.batch >= 16:
+        found = found._replace(pixels=64, warps=8)
+    return found if layout.chunks == 1 else found._replace(gram_fields=4, gram_warps=8)
+
+
+def overridden() -> Tiles | None:
+    """The tiles of the innermost `tiles` block, or nothing."""
+    return _override[-1] if _override else None
+
+
+class Like(NamedTuple):
+    """What there is to know of images but their numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: Tensor) -> Like:
+        return Like(x.shape, x.stride(), x.dtype, x.device)
+
+    @property
+    def image_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class Launch:
+    """A kernel with all of its arguments that depend on shapes alone.
+
+    A kernel takes tensors, then numbers, then constants. Triton finds out at every launch which
+    compiled kernel fits the arguments, in several times what the launch takes: here it does so at
+    the first, and again where addresses are less aligned.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], **options: Any
+    ) -> None:
+        self.kernel, self.grid, self.options = kernel, (*grid, 1, 1)[:3], options
+        self.numbers = numbers
+        constants = [value for name, value in options.items() if name.isupper()]
+        self.more = (*numbers, *constants)
+        self.compiled: Callable[..., None] | None = None
+
+    def __call__(self, *tensors: Any) -> None:
+        """Run on tensors, or on what says how they are copied: those are aligned."""
+        aligned = True
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.data_ptr() % 16:
+                aligned = False
+        if aligned and self.compiled is not None:
+            self.compiled(*tensors, *self.more)
+            return
+        found = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
+        if aligned and found is not None:  # nothing is compiled where Triton interprets
+            self.compiled = found[self.grid]
+
+
+class Cut(NamedTuple):
+    """The output fields of one program: so many copies of these parts, powers of two each."""
+
+    parts: tuple[int, ...]
+    copies: int
+    programs: int
+
+    @property
+    def padded(self) -> int:
+        return self.programs * self.copies * sum(self.parts)
+
+
+def cut(fields: int, layout: Scheme, warps: int, accumulators: int, least: int) -> Cut:
+    """Programs for so many output fields, each of at most so many accumulators (or ``least``)."""
+    copies = max(1, warps // layout.batch)
+    most = max(least * copies, accumulators // (2 * layout.batch))
+    programs = triton.cdiv(fields, most)
+    each = least * triton.cdiv(fields, least * copies * programs)
+    parts: list[int] = []
+    while each:  # 20 is 16 + 4; 28, which would take three parts, is 32
+        size = 1 << (each.bit_length() - 1)
+        rest = each - size
+        if parts or rest & (rest - 1):
+            size = triton.next_power_of_2(each)
+        parts.append(size)
+        each -= min(size, each)
+    return Cut(tuple(parts), copies, triton.cdiv(fields, copies * sum(parts)))
+
+
+def at_a_time(device: torch.device, warps: int) -> int:
+    """Programs that a GPU runs at a time: eight warps take all registers of a processor."""
+    processors = 132  # of an H200, for whom there is none
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * max(1, 8 // warps)
