@@ -3,10 +3,12 @@
 The launches of one training step of a layer are caught before they reach a device and compiled for
 a Hopper GPU (sm_90): processor seconds to compile, registers, spills, shared memory, and the
 instructions of each kernel, counted as often as they run. From these follows a bound on the time of
-a launch: the busiest of the units that carry the instructions out.
+a launch: the busiest of the units that carry the instructions out. (Not where warps have roles:
+then not all of them run the same instructions.)
 
     python benchmarks/triton_compile.py                        # the layers of the table
     python benchmarks/triton_compile.py --tiles pixels=32      # cut in another way
+    python benchmarks/triton_compile.py --no-roles             # for GPUs whose warps have none
     python benchmarks/triton_compile.py --activated            # with norm and ReLU at the load
     python benchmarks/triton_compile.py --dump folder          # with the machine code
 """
@@ -31,7 +33,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
 from econv import filter_basis
-from econv.engines import triton_ops
+from econv.engines import hopper_kernels, triton_ops
 from econv.engines.spectral import Geometry
 from econv.plan import SpectralPlan, spectral_plan
 
@@ -233,6 +235,9 @@ WAVEFRONTS = {  # cycles that an access of a warp keeps the first-level cache bu
 
 def bounds(launch: Launch, code: Code) -> dict[str, float]:
     """Seconds that each unit of the GPU needs for a launch."""
+    outside = {"memory": traffic(launch) / MEMORY, "L2": shared_traffic(launch) / L2}
+    if "PRODUCERS" in launch.arguments:
+        return outside
     programs = 1
     for length in launch.grid:
         programs *= length
@@ -246,9 +251,7 @@ def bounds(launch: Launch, code: Code) -> dict[str, float]:
     waves = {"issue": issue, "tensor": tensor, "cache": memory}
     rate = SMS * CLOCK
     found = {name: total * cycles / rate for name, cycles in waves.items()}
-    found["memory"] = traffic(launch) / MEMORY
-    found["L2"] = shared_traffic(launch) / L2
-    return found
+    return found | outside
 
 
 def traffic(launch: Launch) -> int:
@@ -260,6 +263,12 @@ def traffic(launch: Launch) -> int:
 def shared_traffic(launch: Launch) -> int:
     """Bytes that all programs of a launch read, what several read counted for each."""
     given = launch.arguments
+    if "PRODUCERS" in given:  # each tile of a program does
+        copied = {id(value.base): value.base for value in given.values() if hasattr(value, "base")}
+        others = sum(map(_bytes, copied.values()))
+        if launch.name == "forward":
+            return given["tiles"] * others + launch.grid[1] * _bytes(given["x"])
+        return launch.grid[0] * others + launch.grid[1] * _bytes(given["x"])
     if launch.name == "forward":  # a tile of pixels reads all weights
         return launch.grid[0] * _bytes(given["w"]) + launch.grid[1] * _bytes(given["x"])
     if launch.name == "gram":  # a run of input fields reads all of the gradient, for each chunk
@@ -285,6 +294,8 @@ def occupancy(launch: Launch, code: Code) -> int:
 def trips(launch: Launch) -> float:
     """How often the main loop of a launch runs."""
     given = launch.arguments
+    if "PRODUCERS" in given:
+        return given["tiles"] / launch.grid[0 if launch.name == "forward" else 2]
     if launch.name == "forward":
         return given["chunks"]
     if launch.name == "gram":
@@ -334,6 +345,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layer", nargs="*", help="such as p8,40,512,16 (default: the table's)")
     parser.add_argument("--tiles", nargs="*", default=[], help="such as pixels=32 warps=4")
+    parser.add_argument("--no-roles", action="store_true", help="warps have no roles")
     parser.add_argument("--activated", action="store_true", help="norm and ReLU at the load")
     parser.add_argument("--most", type=int, default=14, help="kinds of instructions shown")
     parser.add_argument("--dump", type=Path, metavar="FOLDER", help="write the machine code there")
@@ -343,6 +355,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
+    if args.no_roles:
+        hopper_kernels.AVAILABLE = False
     layers = []
     for text in args.layer or ():
         group, *numbers = text.split(",")

@@ -16,9 +16,13 @@ SHAPES = sorted({case._replace(stride=1) for case in GRID if case.kind == "group
 
 
 def launched(case):
-    """The launches of a layer, of its adjoint and of the gradient to its weights."""
+    """The launches of a layer, of its adjoint and of the gradient to its weights.
+
+    Without roles of warps: the coefficients are those of the kernels that have none.
+    """
     pytest.importorskip("triton", minversion="3.6", reason="no Triton 3.6 or later")
-    from econv.engines.triton_launches import ConvolutionRun, GramRun, Like
+    from econv.engines.triton_launches import ConvolutionRun, GramRun
+    from econv.engines.triton_tiles import Like
 
     layer = case.layer("meta")
     plan = spectral_plan(layer.basis, "regular", "regular")
@@ -29,7 +33,7 @@ def launched(case):
         for channels in (layer.in_channels, layer.out_channels)
     )
     dtype = cases.DTYPES[case.dtype]
-    x, y = x._replace(dtype=dtype), y._replace(dtype=dtype)
+    x, y = (like._replace(dtype=dtype, device=torch.device("cpu")) for like in (x, y))
     rest = (False, None, "tf32")
     return (
         ConvolutionRun(x, plan.name, False, geometry, case.out_fields, *rest),
@@ -64,7 +68,7 @@ def differences(ours, case, runs):
         tiles = sum(group.forward.grid[0] for group in run.groups)
         most = kernel_counts.parts(case.batch * pixels, tile) + len(run.groups)
         same("tiles", tiles <= most, True)
-    launches = [group.gram for group in gram.groups]
+    launches = [launch for group in gram.groups for launch in group.grams]
     fields, warps = ours.gram_tile
     options = launches[0].options
     same("gradient's tile", (fields, warps), (options["BF"], options["num_warps"]))

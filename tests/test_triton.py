@@ -49,7 +49,7 @@ def compiled(layer, folder, *options):
 
 def test_compiled_for_a_gpu_that_is_not_there(tmp_path):
     """Every kernel of a layer compiles, soon, and keeps its numbers in registers."""
-    record = compiled("p8,16,64,16", tmp_path)
+    record = compiled("p8,16,64,16", tmp_path, "--no-roles")
     assert record["compile_seconds"] < 20
     kernels = {row["kernel"]: row for row in record["launches"]}
     names = {"largest", "arrange", "analyse", "forward", "lay", "gram", "spread"}
@@ -67,6 +67,26 @@ def test_compiled_for_a_gpu_that_is_not_there(tmp_path):
     assert {max(row) for row in kernels["lay"]["stores"]} == {32}
 
 
+def test_compiled_for_a_gpu_whose_warps_have_roles(tmp_path):
+    """Those that differentiate keep their numbers in registers; products read shared memory."""
+    record = compiled("p8,16,64,16", tmp_path)
+    assert record["compile_seconds"] < 20
+    kernels = {row["kernel"]: row for row in record["launches"]}
+    names = {"largest", "arrange_rows", "analyse", "forward", "lay", "gram", "spread"}
+    assert set(kernels) == names
+    for name in ("forward", "gram"):
+        row, found = kernels[name], kernels[name]["instructions"]
+        assert row["spills"] == 0
+        assert row["shared"] <= 227 * 1024
+        assert row["programs_at_a_time"] == 1
+        assert found["HGMMA"] > 0
+        assert "HMMA" not in found
+        assert found["UTMALDG"] > 0  # weights, and the output's gradient, are copied
+        assert found["LDG.128"] >= 25  # taps
+        assert found["STS.128"] > 0  # features
+        assert not {"STS.32", "STS.16"} & found.keys()
+
+
 def test_compiled_where_slots_come_in_chunks_of_unlike_products(tmp_path):
     """The interpreter does not mind what a compiler does: a name whose type changes in a loop."""
     record = compiled("p6m,3,1,8,float32,order<=2", tmp_path)
@@ -75,7 +95,7 @@ def test_compiled_where_slots_come_in_chunks_of_unlike_products(tmp_path):
 
 def test_compiled_with_norm_and_relu_at_the_load(tmp_path):
     """They take no kernels that spill, and every access is as wide as it can be."""
-    record = compiled("p16,16,16,8", tmp_path, "--activated")
+    record = compiled("p16,16,16,8", tmp_path, "--activated", "--no-roles")
     kernels = {row["kernel"]: row for row in record["launches"]}
     own = ("largest_activated", "analyse_activated", "activation_backward", "statistics_backward")
     for name in own:

@@ -10,7 +10,7 @@ import torch
 
 import econv
 from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
-from econv.engines import spectral, triton_kernels, triton_launches, triton_ops
+from econv.engines import spectral, triton_kernels, triton_launches, triton_ops, triton_tiles
 from econv.engines.spectral import Geometry
 from econv.engines.triton_kernels import INTERPRETED, OVERALL
 from econv.layers import norm_relu_conv
@@ -209,7 +209,7 @@ def test_a_launch_finds_its_kernel_once_for_addresses_that_are_aligned():
 
             return run
 
-    launch = triton_launches.Launch(Kernel(), (5, 2), (7, 8), BLOCK=64, num_warps=4)
+    launch = triton_tiles.Launch(Kernel(), (5, 2), (7, 8), BLOCK=64, num_warps=4)
     x = torch.zeros(64)
     launch(x)
     assert found == [((5, 2, 1), (7, 8), {"BLOCK": 64, "num_warps": 4})]
@@ -290,7 +290,7 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
     shape = (batch, fields * plan.basis.group.order, size, size)
     numbers = math.prod(shape)
     strides = (numbers // batch, 1, shape[1] * size, shape[1])
-    x = triton_launches.Like(shape, strides, torch.bfloat16, CPU)
+    x = triton_tiles.Like(shape, strides, torch.bfloat16, CPU)
     geometry = Geometry(1, 1, 1, 2, size, size)
     for adjoint in (False, True):
         made = triton_launches.ConvolutionRun(
@@ -299,7 +299,7 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
         filters = max(4 * shape[1] ** 2 * 25, 9 << 19)
         assert 2 * made.own <= filters + (0 if adjoint else 2 * numbers)
         assert len(made.groups) <= (8 if adjoint else 2)
-        running = triton_launches.at_a_time(x.device, triton_ops.Tiles().warps) // made.cut.programs
+        running = triton_tiles.at_a_time(x.device, triton_ops.Tiles().warps) // made.cut.programs
         rounds = [g.images * size**2 / triton_ops.Tiles().pixels / running for g in made.groups]
         assert sum(map(math.ceil, rounds)) == math.ceil(sum(rounds))  # none is half empty
         done = 0
@@ -320,7 +320,7 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
 def test_groups_begin_where_addresses_are_aligned(batch):
     """Others would need kernels of their own, found anew at every call."""
     plan = spectral_plan(filter_basis("p8"), "regular", "regular")
-    x = triton_launches.Like((batch, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, CPU)
+    x = triton_tiles.Like((batch, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, CPU)
     for adjoint in (False, True):
         geometry = Geometry(1, 1, 1, 2, 16, 16)
         made = triton_launches.ConvolutionRun(
@@ -335,7 +335,7 @@ def test_numbers_of_a_spectrum_are_counted_in_32_bits():
     plan = spectral_plan(filter_basis("p16"), "regular", "regular")
     x = torch.empty(64, 8 * 16, 768, 768, dtype=torch.bfloat16, device="meta")
     geometry = Geometry(1, 1, 1, 2, 768, 768)
-    like = triton_launches.Like.of(x)
+    like = triton_tiles.Like.of(x)
     made = triton_launches.ConvolutionRun(like, plan.name, False, geometry, 8, True, None, "tf32")
     numbers = [group.analysis.numbers for group in made.groups]
     assert sum(numbers) >= x.numel() > 2**31  # more than could be counted

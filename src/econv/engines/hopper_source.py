@@ -291,7 +291,8 @@ def hopper_gram_source(layout: Scheme, parts: tuple[int, ...], chunk: int, teams
         f"def gram(x, {', '.join(f'{n}_in' for n in names)}, partial, x_largest, g_largest,\n"
         "         pixels, height, width, down, dilation, pitch, image_pitch, places, tiles,\n"
         "         programs, in_padded, out_padded, again, BP: gl.constexpr,\n"
-        "         PRODUCERS: gl.constexpr, REGISTERS: gl.constexpr, STAGES: gl.constexpr, READY: gl.constexpr):"
+        "         PRODUCERS: gl.constexpr, REGISTERS: gl.constexpr, STAGES: gl.constexpr,\n"
+        "         READY: gl.constexpr):"
     )
     write.depth += 1
     write("HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)")

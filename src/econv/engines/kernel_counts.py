@@ -1,8 +1,9 @@
 """What the spectral kernels for GPUs do, counted without them, for `econv.engines.auto`.
 
 Launches are cut as `econv.engines.triton_launches` cuts them for an H200. That room needs Triton,
-and makes kernels; the cost model needs neither. A test holds the two together. One thing is left
-out: images that are taken in several groups for want of memory count as one.
+and makes kernels; the cost model needs neither. A test holds the two together. Two things are left
+out: images that are taken in several groups for want of memory count as one, and warps have no
+roles (`econv.engines.hopper_launches`); where they have, the kernels are faster than this says.
 """
 
 from __future__ import annotations
