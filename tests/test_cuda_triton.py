@@ -10,7 +10,9 @@ import econv
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device found", allow_module_level=True)
 
-from econv.engines import auto, replayed
+from econv.engines import auto, replayed, triton_launches, triton_ops
+from econv.engines.spectral import Geometry
+from econv.plan import spectral_plan
 from econv.train.capture import captured
 from triton_checks import *  # noqa: F403
 from triton_checks import (
@@ -45,6 +47,63 @@ def test_layers_of_the_benchmark_err_little_more_than_the_dense_engine(group, fi
     assert ours[0].is_contiguous(memory_format=torch.channels_last)
     for a, b, truth in zip(ours, results(layer, x, probe, "dense"), wanted, strict=True):
         assert error(a, truth) <= 1.5 * error(b, truth)
+
+
+HOPPER = pytest.mark.skipif(
+    torch.cuda.get_device_capability() != (9, 0), reason="warps have roles on Hopper GPUs alone"
+)
+
+
+@HOPPER
+@pytest.mark.parametrize("group", ["p4", "p8", "p16", "p8m", "p6", "p4m", "p12"])
+def test_warps_with_roles_give_what_those_without_do(group):
+    """Fields that fill no program, and pixels that fill no tile."""
+    layer, x, probe = row(group, 11, 19, batch=5)
+    plan = spectral_plan(layer.basis, "regular", "regular")
+    weights = torch.randn(11, 11, plan.weights, device="cuda")
+    geometry = Geometry(1, 1, 1, layer.padding, 19, 19)
+    wanted, *several = (
+        run_with(chosen, x, probe, weights, plan, geometry)
+        for chosen in ({"roles": 0}, {}, {"teams": 1}, {"splits": 3}, {"bytes": 1 << 20})
+    )
+    for found in several:
+        for a, b in zip(found, wanted, strict=True):
+            assert error(a, b) <= 1e-3
+
+
+def run_with(chosen, x, probe, weights, plan, geometry):
+    """A layer, its adjoint and the gradient to its weights, cut as said."""
+    back = geometry.transposed(plan.basis.size, *x.shape[2:])
+    with triton_ops.tiles(**chosen):
+        return (
+            triton_ops.convolve(x, weights, plan.name, False, *geometry),
+            triton_ops.convolve(probe, weights, plan.name, True, *back),
+            triton_ops.gram(x, probe, plan.name, *geometry[:4]),
+        )
+
+
+@HOPPER
+def test_warps_have_roles_unless_they_cannot(monkeypatch):
+    """In float32, in other layouts and for many targets the other kernels run."""
+    runs = []
+    made = triton_launches.ConvolutionRun.__init__
+    monkeypatch.setattr(
+        triton_launches.ConvolutionRun,
+        "__init__",
+        lambda self, *args: (made(self, *args), runs.append(self.roles is not None))[0],
+    )
+
+    def ran(group, convert=lambda x: x):
+        layer, x, _ = row(group, 8, 11)
+        triton_launches.convolution_run.cache_clear()
+        layer.to(convert(x).dtype)(convert(x))
+        return runs[-1]
+
+    assert ran("p8")
+    assert ran("p8", torch.Tensor.half)
+    assert not ran("p8", torch.Tensor.float)
+    assert not ran("p8", torch.Tensor.contiguous)
+    assert not ran("p32")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

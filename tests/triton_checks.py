@@ -343,8 +343,8 @@ def test_numbers_of_a_spectrum_are_counted_in_32_bits():
 
 
 TILES = {
-    "more pixels": {"pixels": 64, "warps": 8, "gram_pixels": 128, "gram_warps": 8},
-    "few fields": {"pixels": 128, "accumulators": 8, "gram_fields": 2},
+    "more pixels": {"pixels": 64, "warps": 8, "gram_pixels": 128, "gram_warps": 8, "roles": 0},
+    "few fields": {"pixels": 128, "accumulators": 8, "gram_fields": 2, "roles": 0},
 }
 
 
