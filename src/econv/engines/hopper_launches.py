@@ -27,9 +27,11 @@ _MULTIPLIERS = 4  # warps
 
 def _possible(x: Like, chosen: Tiles) -> bool:
     """Whether these images are somewhere where warps can have roles."""
-    if chosen.roles >= 0:
-        return bool(chosen.roles)
-    if INTERPRETED or not hopper_kernels.AVAILABLE or INTERNAL[x.dtype] != torch.float16:
+    if chosen.roles == 0 or INTERNAL[x.dtype] != torch.float16:
+        return False
+    if chosen.roles == 1:
+        return True
+    if INTERPRETED or not hopper_kernels.AVAILABLE:
         return False
     if x.device.type == "cuda":
         return torch.cuda.get_device_capability(x.device) == (9, 0)

@@ -60,8 +60,8 @@ class Tiles(NamedTuple):
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU,
     as far as their sums take a quarter of the memory that is free."""
     roles: int = -1
-    """Whether warps have roles, as `econv.engines.hopper_source` says: 1 or 0; −1: where they
-    can."""
+    """Whether warps have roles, as `econv.engines.hopper_source` says: 0 never, 1 on any GPU (but
+    not in float32), −1 on Hopper GPUs."""
     producers: int = 8
     """Warps that differentiate; four multiply."""
     teams: int = 2
