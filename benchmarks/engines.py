@@ -255,7 +255,7 @@ def pre_activated(case: Case, seconds: float) -> dict[str, Any]:
     """A training step of norm, ReLU and layer as a CUDA graph, and its memory: each way."""
     torch.manual_seed(0)
     found: dict[str, Any] = {"ran": {}, "peak_bytes": {}, "kernels": {}}
-    graphs = {}
+    graphs, kept = {}, []
     for name in (*ENGINES, FUSED):
         engine = "spectral" if name == FUSED else name
         block = PreActivated(case, "cuda", name == FUSED)
@@ -267,6 +267,7 @@ def pre_activated(case: Case, seconds: float) -> dict[str, Any]:
         run = partial(passes(block, x, gradient)["forward+backward"], engine)
         found["kernels"][name] = kernels_of(run)
         graphs[name] = captured(run, ())
+        kept.append(run)  # with all that its graph reads
     found |= interleaved(graphs, "cuda", time.perf_counter, 20, seconds)
     return found
 
@@ -475,7 +476,7 @@ def tuned(case: Case, seconds: float) -> dict[str, Any]:
             if "splits" in changes:
                 trial["splits"] = changes["splits"] * splits(layer, trial)
             try:
-                with triton_ops.tiles(**trial):
+                with triton_ops.tiles(**trial, roles=0):  # warps with roles are cut otherwise
                     runs[kind]()
                     took = min(timed(runs[kind], "cuda", time.perf_counter) for _ in range(5))
             except Exception as error:  # too much shared memory, say

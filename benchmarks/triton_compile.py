@@ -256,8 +256,9 @@ def bounds(launch: Launch, code: Code) -> dict[str, float]:
 
 def traffic(launch: Launch) -> int:
     """Bytes of the tensors of a launch, each read or written once."""
-    tensors = [value for value in launch.arguments.values() if isinstance(value, torch.Tensor)]
-    return sum(map(_bytes, tensors))
+    given = (getattr(value, "base", value) for value in launch.arguments.values())
+    tensors = {id(value): value for value in given if isinstance(value, torch.Tensor)}
+    return sum(map(_bytes, tensors.values()))
 
 
 def shared_traffic(launch: Launch) -> int:

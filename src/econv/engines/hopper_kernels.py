@@ -1,7 +1,7 @@
 """The spectral engine's kernels for Hopper GPUs: what becomes of `econv.engines.hopper_source`.
 
-This room knows Gluon, which Triton calls experimental: where it is not as expected there are no
-such kernels, and the others run.
+This room knows Gluon, which Triton calls experimental: where one of the parts that are used here
+is not found there are no such kernels, and the others run.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ This room knows launches. The kernels are those of `econv.engines.hopper_kernels
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,26 +17,35 @@ from econv.engines.hopper_source import gram_features
 from econv.engines.hopper_turns import ROWS, pieces_of_a_chunk
 from econv.engines.triton_kernels import INTERPRETED
 from econv.engines.triton_scheme import FIELDS, Scheme
-from econv.engines.triton_tiles import INTERNAL, Cut, Launch, Like, Tiles, at_a_time, cut
+from econv.engines.triton_tiles import INTERNAL, Cut, Launch, Like, Tiles, at_a_time, divided
 
 __all__ = ["GramRoles", "Roles", "as_words"]
 
 _SHARED = 225 << 10  # bytes of shared memory that the stages of a program may take
 _ACCUMULATORS = 320  # output channels of a program: 160 registers of each thread that multiplies
 _MULTIPLIERS = 4  # warps
+_TARGETS = (4, 8)  # products that layers have for which this was measured to be faster
 
 
-def _possible(x: Like, chosen: Tiles) -> bool:
-    """Whether these images are somewhere where warps can have roles."""
-    if chosen.roles == 0 or INTERNAL[x.dtype] != torch.float16:
+def _possible(x: Like, layout: Scheme, chosen: Tiles) -> bool:
+    """Whether warps can have roles on these images, and were found to gain by them."""
+    if pieces_of_a_chunk(layout) is None or INTERNAL[x.dtype] != torch.float16:
         return False
-    if chosen.roles == 1:
-        return True
-    if INTERPRETED or not hopper_kernels.AVAILABLE:
+    if chosen.roles >= 0:
+        return bool(chosen.roles)
+    if INTERPRETED or not hopper_kernels.AVAILABLE or layout.batch not in _TARGETS:
         return False
     if x.device.type == "cuda":
         return torch.cuda.get_device_capability(x.device) == (9, 0)
     return x.device.type == "meta"  # which stands for an H200
+
+
+def _cuts(fields: int, layout: Scheme) -> Iterator[Cut]:
+    """Ways to cut output fields, those of fewest programs first, whose sums fit into registers."""
+    for programs in range(1, triton.cdiv(fields, FIELDS) + 1):
+        found = divided(fields, programs, 1, FIELDS)
+        if 2 * layout.batch * sum(found.parts) <= _ACCUMULATORS and 2 * max(found.parts) <= 256:
+            yield found
 
 
 def as_words(spectrum: Tensor) -> Tensor:
@@ -55,13 +65,15 @@ class Roles(NamedTuple):
     @staticmethod
     def of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> Roles | None:
         """Nothing where they have none, or there is no room for two stages."""
-        pieces = pieces_of_a_chunk(layout)
-        if pieces is None or not _possible(x, chosen):
+        if not _possible(x, layout, chosen):
             return None
-        found = cut(out_fields, layout, 1, _ACCUMULATORS, FIELDS)
-        rows = layout.batch * (ROWS + 2 * sum(found.parts))
-        stages = min(4, _SHARED // (rows * FIELDS * sum(pieces) * 2))
-        return Roles(layout, found, stages, chosen, x.device) if stages > 1 else None
+        length = layout.inner // layout.chunks
+        for found in _cuts(out_fields, layout):
+            rows = layout.batch * (ROWS + 2 * sum(found.parts))
+            stages = min(4, _SHARED // (rows * FIELDS * length * 2))
+            if stages > 1:
+                return Roles(layout, found, stages, chosen, x.device)
+        return None
 
     @property
     def running(self) -> int:
@@ -105,19 +117,17 @@ class GramRoles(NamedTuple):
     @staticmethod
     def of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> GramRoles | None:
         """Nothing where they have none, or there is no room for two stages."""
-        if pieces_of_a_chunk(layout) is None or not _possible(x, chosen):
+        if not _possible(x, layout, chosen) or gram_features(layout) > ROWS:
             return None
-        features = gram_features(layout)
-        if features > ROWS:
-            return None
-        found = cut(out_fields, layout, 1, _ACCUMULATORS, FIELDS)
-        fields = ROWS // features
+        fields = ROWS // gram_features(layout)
         pixels = 32 * chosen.producers // fields
         left = _SHARED - 2 * layout.batch * pixels * 2 * ROWS
-        ready = min(4, left // (layout.batch * 2 * sum(found.parts) * 2 * ROWS))
-        if ready < 2:
-            return None
-        return GramRoles(layout, found, pixels, fields, at_a_time(x.device, 8), ready, chosen)
+        for found in _cuts(out_fields, layout):
+            ready = min(4, left // (layout.batch * 2 * sum(found.parts) * 2 * ROWS))
+            if ready > 1 and pixels >= ROWS:
+                running = at_a_time(x.device, 8)
+                return GramRoles(layout, found, pixels, fields, running, ready, chosen)
+        return None
 
     def splits(self, programs: int, most: int) -> int:
         """How many programs share the pixels: in whole rounds, each takes a share of them."""

@@ -100,7 +100,11 @@ def early_taps(layout: Scheme) -> dict[str, str]:
     others find them there.
     """
     reach = layout.coefficients.shape[-1] // 2
-    return {f"e{dy % 9}_": _place(dy, 0) for dy in range(-reach, reach + 1)}
+    return {_early(dy): _place(dy, 0) for dy in range(-reach, reach + 1)}
+
+
+def _early(dy: int) -> str:
+    return f"early{'_' if dy < 0 else ''}{abs(dy)}_"
 
 
 def _derivatives(write: Writer, layout: Scheme, fields: int) -> None:
@@ -130,7 +134,7 @@ def _derivatives(write: Writer, layout: Scheme, fields: int) -> None:
                         names[above + beside] = _place(y, x)
                     else:
                         for word in range(words):
-                            write(f"{above}{beside}{word} = e{y % 9}_{word}")
+                            write(f"{above}{beside}{word} = {_early(y)}{word}")
             load_taps(write, fields, words, "centre", names)
             for word in range(words):
                 for sign, j in zip("+-", columns, strict=False):
@@ -244,7 +248,7 @@ def thread_layouts(write: Writer, layout: Scheme, fields: int) -> None:
 
 
 def tile_places(write: Writer, layout: Scheme, fields: int, tile: str, result: str) -> None:
-    """Where the centre taps of a tile lie; of the last one, if there are no more."""
+    """Where the centre taps of a tile lie; past the last pixel, those of the first."""
     words = layout.width // 2
     reach = layout.coefficients.shape[-1] // 2
     write(f"pixel = ({tile} * TEAMS + TEAM) * BP + gl.arange(0, BP, layout=PIXELS)")

@@ -25,6 +25,7 @@ __all__ = [
     "at_a_time",
     "chosen_tiles",
     "cut",
+    "divided",
     "overridden",
     "tiles",
 ]
@@ -178,7 +179,11 @@ def cut(fields: int, layout: Scheme, warps: int, accumulators: int, least: int) 
     """Programs for so many output fields, each of at most so many accumulators (or ``least``)."""
     copies = max(1, warps // layout.batch)
     most = max(least * copies, accumulators // (2 * layout.batch))
-    programs = triton.cdiv(fields, most)
+    return divided(fields, triton.cdiv(fields, most), copies, least)
+
+
+def divided(fields: int, programs: int, copies: int, least: int) -> Cut:
+    """Output fields for about so many programs: parts are rounded up to powers of two."""
     each = least * triton.cdiv(fields, least * copies * programs)
     parts: list[int] = []
     while each:  # 20 is 16 + 4; 28, which would take three parts, is 32

@@ -20,7 +20,10 @@ def tried(step: Callable[[], None], state: Sequence[Tensor], times: int = 1) -> 
 
 
 def captured(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], None]:
-    """The step as one CUDA graph; the state is afterwards what it was before."""
+    """The step as one CUDA graph; the state is afterwards what it was before.
+
+    The caller keeps what the step reads and writes: the graph knows only where it lies.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -30,9 +33,5 @@ def captured(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], 
     with torch.cuda.graph(graph):  # records, and changes nothing
         step()
     torch.cuda.synchronize()
-
-    def replay(kept: Callable[[], None] = step) -> None:
-        """What the step reads lives as long as its graph: its memory would be given away."""
-        graph.replay()
-
+    replay: Callable[[], None] = graph.replay
     return replay
