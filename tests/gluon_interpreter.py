@@ -451,7 +451,7 @@ class Machine:
         """Hand over to whoever is drawn; copies arrive in between."""
         try:
             chosen = self._drawn()
-        except RuntimeError as error:
+        except Exception as error:
             self._fail(error)
             if team is None or team.over:
                 return
@@ -828,6 +828,7 @@ class Kernel:
             if len(given) > len(self.names) or arguments.keys() & constants.keys():
                 raise TypeError(f"{self.function.__name__} takes {self.names}")
             arguments |= constants
+            self.gluon.launched = (grid, given, {"num_warps": num_warps, **constants})
             storages = {}
             seen = [
                 arguments[name] if constant else self._argument(name, arguments[name], storages)
@@ -861,6 +862,8 @@ class Gluon:
     def __init__(self, seed=0):
         self.schedule = Schedule(seed)
         self.launches = {}
+        self.launched = None
+        """The last launch: grid, arguments, options."""
         self.machine = None
         layouts = ("BlockedLayout", "SliceLayout", "NVMMASharedLayout", "NVMMADistributedLayout")
         self.gl = SimpleNamespace(
