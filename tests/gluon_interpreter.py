@@ -277,7 +277,9 @@ class Pointer:
 
     @staticmethod
     def to(tensor, storage):
-        extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+        extent = 1 + sum(
+            (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         flat = torch.as_strided(tensor, (extent if tensor.numel() else 0,), (1,))
         dtype = OF_TORCH[tensor.dtype]
         flat = (flat.view(torch.int16) if dtype is BFLOAT16 else flat).numpy()
@@ -413,7 +415,7 @@ class Machine:
         self.teams = [self.team(name, warps) for name, _, _, warps in parts]
         threads = [
             threading.Thread(target=self._run, args=(team, function, arguments), daemon=True)
-            for team, (_, function, arguments, _) in zip(self.teams, parts)
+            for team, (_, function, arguments, _) in zip(self.teams, parts, strict=True)
         ]
         for thread in threads:
             thread.start()
@@ -605,7 +607,9 @@ class Shared:
     def slice(self, start, length, dim):
         if not 0 <= start <= start + length <= self.where.shape[dim]:
             raise OutOfBounds(f"{length} from {start} on of {self.where.shape[dim]}")
-        return self._view(np.moveaxis(np.moveaxis(self.where, dim, 0)[start : start + length], 0, dim))
+        return self._view(
+            np.moveaxis(np.moveaxis(self.where, dim, 0)[start : start + length], 0, dim)
+        )
 
     def permute(self, order):
         return self._view(self.where.transpose(order))
@@ -817,22 +821,21 @@ class Kernel:
     def __call__(self, *arguments):
         if len(arguments) != len(self.names):
             raise TypeError(f"{self.function.__name__} takes {self.names}")
-        for name, constant, value in zip(self.names, self.constant, arguments):
+        for name, constant, value in zip(self.names, self.constant, arguments, strict=True):
             if constant and isinstance(value, Value):
                 raise TypeError(f"{name} of {self.function.__name__} has to be a constant")
         return self.function(*arguments)
 
     def __getitem__(self, grid):
         def launch(*given, num_warps, **constants):
-            arguments = dict(zip(self.names, given))
-            if len(given) > len(self.names) or arguments.keys() & constants.keys():
+            arguments = dict(zip(self.names, given, strict=False)) | constants
+            if len(given) + len(constants) != len(self.names) or len(arguments) != len(self.names):
                 raise TypeError(f"{self.function.__name__} takes {self.names}")
-            arguments |= constants
             self.gluon.launched = (grid, given, {"num_warps": num_warps, **constants})
             storages = {}
             seen = [
                 arguments[name] if constant else self._argument(name, arguments[name], storages)
-                for name, constant in zip(self.names, self.constant)
+                for name, constant in zip(self.names, self.constant, strict=True)
             ]
             for program in np.ndindex(*grid):
                 self.gluon.run(self, seen, program, grid, num_warps)
@@ -952,7 +955,7 @@ class Gluon:
         names = [f"{function.function.__name__} {n}" for n, (function, _) in enumerate(parts)]
         many = [self.machine.warps, *warps]
         self.machine.specialise(
-            [(name, *part, count) for name, part, count in zip(names, parts, many)]
+            [(name, *part, count) for name, part, count in zip(names, parts, many, strict=True)]
         )
 
     def _barrier(self, view):
