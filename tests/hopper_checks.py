@@ -133,28 +133,6 @@ def test_more_fields_than_one_program_holds(interpret, monkeypatch):
     err_little_more(found, layer, x, probe, 2.5)
 
 
-def test_results_do_not_depend_on_who_goes_first(interpret):
-    layer, x, probe = case("p4", (9, 2), (2, 6, 6), **LOW)
-    wanted = None
-    for seed in range(5):
-        interpret(seed)
-        found = with_roles(layer, x, probe)
-        for ours, theirs in zip(found, wanted or found, strict=True):
-            assert torch.equal(ours, theirs)
-        wanted = found
-
-
-def test_two_stages_are_enough(interpret, monkeypatch):
-    layer, x, probe = case("p8", (9, 2), (2, 6, 6), **LOW)
-    interpret()
-    wanted = with_roles(layer, x, probe)
-    stages = triton_launches._stages
-    monkeypatch.setattr(triton_launches, "_stages", lambda *given: min(2, stages(*given)))
-    interpret(1)
-    for ours, theirs in zip(with_roles(layer, x, probe), wanted, strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_images_of_any_magnitude_keep_their_digits(interpret):
     layer, x, _ = case("p4", (2, 3), (4, 6, 6), torch.bfloat16)
     scales = torch.tensor([1.0, 1e-20, 1e20, 0.0])[:, None, None, None]
@@ -224,12 +202,23 @@ def small():
     return found
 
 
-def launched(small, kernel, change, seed=0):
-    """Launch a kernel again, whose text is changed; what it writes is its last block of memory."""
+def launched(small, kernel, change=lambda source: source, seed=0, **constants):
+    """Launch a kernel again, with another text or other constants; what it writes."""
     (source, layout), (grid, given, options) = small[kernel]
     space = triton_kernels.read_source(change(source), layout, names(Gluon(seed)))
-    space[kernel][grid](*given, **options)
-    return given[3 if kernel == "forward" else 2].clone()
+    space[kernel][grid](*given, **{**options, **constants})
+    return given[space[kernel].names.index(WRITTEN[kernel])].clone()
+
+
+WRITTEN = {"forward": "y", "gram": "partial"}
+
+
+@pytest.mark.parametrize("kernel", WRITTEN)
+def test_results_depend_neither_on_who_goes_first_nor_on_the_number_of_stages(small, kernel):
+    wanted = launched(small, kernel)
+    for seed in range(1, 7):
+        stages = {"STAGES": 2 + seed % 2} | ({"READY": 2 + seed % 3} if kernel == "gram" else {})
+        assert torch.equal(launched(small, kernel, seed=seed, **stages), wanted)
 
 
 def changed(pattern, replacement):
@@ -337,6 +326,6 @@ SUMS = {
 
 @pytest.mark.parametrize(("kernel", "pattern", "other"), SUMS.values(), ids=SUMS.keys())
 def test_sums_that_are_wrong_are_seen(small, kernel, pattern, other):
-    wanted = launched(small, kernel, lambda source: source)
+    wanted = launched(small, kernel)
     found = launched(small, kernel, changed(pattern, other))
     assert error(found, wanted) > 1e-2
