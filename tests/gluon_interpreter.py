@@ -386,10 +386,11 @@ class Machine:
         self.program, self.grid, self.warps = program, grid, warps
         self.number = int(np.ravel_multi_index(program, grid))
         self.random = schedule.random
-        self.patience = schedule.patience
+        self.restless = schedule.restless
         self.agents = itertools.count()
         self.barriers, self.copies, self.teams = [], [], []
         self.failure = None
+        self.bytes = 0
         self.length = 64
         self.main = self.team("main", warps)
         self.current = self.main
@@ -501,7 +502,7 @@ class Machine:
     def pause(self):
         """Before an operation that others can see."""
         team = self.current
-        if self.teams and self.random.random() < self.patience:
+        if self.teams and self.random.random() < self.restless:
             self._next(team)
         return team
 
@@ -536,6 +537,8 @@ class Barrier:
     def __init__(self, name, machine, count):
         self.name, self.count, self.agent = name, count, machine.agent()
         self.phase, self.missing, self.bytes = 0, count, 0
+        self.fenced = False
+        """Whether copies know of it."""
         self.last = 0
         """The phase, counted from one, of the last copy."""
         self.done = np.zeros(machine.length, dtype=np.int64)
@@ -559,6 +562,10 @@ class Barrier:
     def complete(self, size):
         self.bytes -= size
         self._finish()
+
+
+SHARED_BYTES = 227 << 10
+"""What a program on an H200 can have."""
 
 
 class Buffer:
@@ -667,17 +674,18 @@ class Product:
     """A sum of products that is under way: nothing can be done with it but to add another."""
 
     def __init__(self, one, other, total, early):
-        self.operands, self.total, self.array = (one, other), total, None
+        self.operands, self.total, self.result = (one, other), total, None
         if early:
             self.finish()
 
     def finish(self):
-        if self.array is None:
-            if isinstance(self.total, Product):
-                self.total.finish()
+        """The sum, which reads its operands as they are now unless it was made before."""
+        if self.result is None:
+            start = self.total.finish() if isinstance(self.total, Product) else self.total.array
             one, other = (operand.now() for operand in self.operands)
             with np.errstate(all="ignore"):
-                self.array = self.total.array + one @ other
+                self.result = start + one @ other
+        return self.result
 
 
 # --- The language ----------------------------------------------------------------------------
@@ -797,11 +805,11 @@ def _range(*bounds):
 
 
 class Schedule:
-    """What chance decides, from a seed: how often teams take turns, and at whose cost."""
+    """What chance decides, from a seed; how often teams take turns, too."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
-        self.patience = self.random.choice([0.05, 0.5, 1.0])
+        self.restless = self.random.choice([0.05, 0.5, 1.0])
 
 
 class Kernel:
@@ -946,6 +954,9 @@ class Gluon:
         if dtype is INT64 and layout != "barriers":
             raise NotImplementedError("int64 in shared memory that is no barrier")
         size = math.prod(shape)
+        self.machine.bytes += size * dtype.size
+        if self.machine.bytes > SHARED_BYTES:
+            raise MemoryError(f"{self.machine.bytes} bytes of shared memory of {SHARED_BYTES}")
         buffer = Buffer(self.machine, dtype, shape)
         return Shared(buffer, dtype, np.arange(size).reshape(shape))
 
@@ -997,6 +1008,8 @@ class Gluon:
             raise TypeError(f"a copy of {rows.block_shape} to {into.dtype.name} {into.shape}")
         if not plain(pred):
             return
+        if not barrier.fenced:
+            raise Race(f"a copy may arrive at {barrier.name} before that is initialised")
         clock, time, machine = released(team), barrier.phase + 1, self.machine
         barrier.last = time
 
@@ -1009,6 +1022,8 @@ class Gluon:
     def _fence(self):
         team = self.machine.pause()
         team.fenced = team.stores
+        for barrier in self.machine.barriers:
+            barrier.fenced |= team is self.machine.main
 
     def _team_barrier(self):
         publish(self.machine.pause())
@@ -1016,7 +1031,14 @@ class Gluon:
     def _product(self, one, other, total, *, is_async):
         team = self.machine.pause()
         (rows, inner), (same, columns) = one.shape, other.shape
-        if rows != 64 or inner != same or inner % 16 or columns % 8 or not is_async:
+        if (
+            rows != 64
+            or inner != same
+            or inner % 16
+            or columns % 8
+            or columns > 256
+            or not is_async
+        ):
             raise NotImplementedError(f"a product of {one.shape} and {other.shape}")
         if isinstance(total, Value) and (total.dtype, total.shape) != (FLOAT32, (rows, columns)):
             raise TypeError(f"{total.dtype.name} {total.shape} plus a product")
@@ -1038,10 +1060,8 @@ class Gluon:
             raise NotImplementedError("only a wait for all products")
         if set(map(id, deps)) != set(map(id, team.products)):
             raise Race("a wait for other products than those under way")
-        for product in team.products:
-            product.finish()
         team.products = []
         team.clock[team.number + 2] = team.issued
         publish(team)
-        found = tuple(Value(product.array, FLOAT32) for product in deps)
+        found = tuple(Value(product.finish(), FLOAT32) for product in deps)
         return found if len(found) > 1 else found[0]

@@ -238,14 +238,20 @@ LINES = r"((?:\n.*)*?)\n +"
 LATE, STILL, NOBODY = "may not be written yet", "may still read it", "that nobody wrote"
 EARLY = f"{LATE}|{NOBODY}"
 WRONG = {
-    "full is said before the stores": (f"({FILL}){LINES}({SAY})", r"\1; \3\2", Race, LATE),
-    "no fence": (r"    fence_async_shared\(\)\n +team", "    team", Race, LATE),
+    "full is said before the stores": (f"({FILL}){LINES}({SAY})", r"\1; \3\2", Race, EARLY),
+    "no fence after stores": (r"\n {8,}fence_async_shared\(\)", "", Race, LATE),
+    "no fence after barriers": (
+        r"\n    fence_async_shared\(\)\n",
+        "\n",
+        Race,
+        "before that is initialised",
+    ),
     "threads of a team do not wait": (r"team_barrier\(\)\n( +mbarrier)", r"pass\n\1", Race, LATE),
     "stages are filled unasked": (
         FILL,
         "pass",
         (Race, Deadlock),
-        f"{STILL}|{LATE}|waits for",
+        f"{STILL}|{EARLY}|waits for",
     ),
     "stages are filled after a phase": (r"phase \^ 1", "phase", Deadlock, "waits for phase 0"),
     "features are read unasked": (r"mbarrier\.wait\(full.*", "pass", Race, EARLY),

@@ -162,3 +162,11 @@ def test_teams_wait_for_one_another_and_a_deadlock_is_told(seed):
     late = MEETING.replace("    mbarrier.arrive(mine.index(0), count=1)\n", "")
     with pytest.raises(Deadlock, match=r"team 0 waits.*; team 1 waits"):
         launch(late, (1,), out, COUNT=1, seed=seed)
+
+
+def test_shared_memory_has_an_end():
+    text = MEETING.replace("    mbarrier.init(one", "    {}\n    mbarrier.init(one", 1)
+    more = "gl.allocate_shared_memory(gl.float16, [64, SIZE], None)"
+    launch(text.format(more.replace("SIZE", "1800")), (1,), torch.zeros(2), COUNT=1)
+    with pytest.raises(MemoryError, match="256016 bytes of shared memory of 232448"):
+        launch(text.format(more.replace("SIZE", "2000")), (1,), torch.zeros(2), COUNT=1)
