@@ -54,19 +54,39 @@ HOPPER = pytest.mark.skipif(
 )
 
 
+WITH_ROLES = [
+    ("p8", torch.bfloat16, {}),
+    ("p8", torch.float16, {"stride": 2}),
+    ("p16", torch.bfloat16, {"dilation": 2}),
+    ("p8m", torch.bfloat16, {}),
+    ("p6", torch.bfloat16, {"padding": 0}),
+    ("p4m", torch.bfloat16, {"operators": "order<=2", "size": 3}),
+    ("p4", torch.float16, {}),
+    ("p2", torch.bfloat16, {}),
+    ("p1", torch.bfloat16, {}),
+]
+
+
 @HOPPER
-@pytest.mark.parametrize("group", ["p4", "p8", "p16", "p8m", "p6", "p4m", "p12"])
-def test_warps_with_roles_give_what_those_without_do(group):
-    """Fields that fill no program, and pixels that fill no tile."""
-    layer, x, probe = row(group, 11, 19, batch=5)
+@pytest.mark.parametrize(("group", "dtype", "options"), WITH_ROLES)
+def test_warps_with_roles_give_what_those_without_do(monkeypatch, group, dtype, options):
+    """Fields that fill no program, pixels that fill no tile, and memory full of NaN."""
+    layer = econv.GroupConv2d(11, 13, group, **{**BFLOAT16, "dtype": dtype}, **options)
+    x = torch.randn(5, layer.in_channels, 19, 21, device="cuda", dtype=dtype)
+    x = x.to(memory_format=torch.channels_last)
+    probe = torch.randn_like(layer(x))
     plan = spectral_plan(layer.basis, "regular", "regular")
-    weights = torch.randn(11, 11, plan.weights, device="cuda")
-    geometry = Geometry(1, 1, 1, layer.padding, 19, 19)
-    wanted, *several = (
-        run_with(chosen, x, probe, weights, plan, geometry)
-        for chosen in ({"roles": 0}, {}, {"teams": 1}, {"splits": 3}, {"bytes": 1 << 20})
+    weights = torch.randn(13, 11, plan.weights, device="cuda")
+    sizes = (19, 21, layer.stride, layer.padding, layer.dilation)
+    geometry = Geometry.of(plan.basis.size, *sizes)
+    wanted = run_with({"roles": 0}, x, probe, weights, plan, geometry)
+    monkeypatch.setattr(
+        triton_launches,
+        "_empty",
+        lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )
-    for found in several:
+    for chosen in ({}, {"teams": 1}, {"splits": 3}, {"bytes": 1 << 20}):
+        found = run_with({"roles": 1, **chosen}, x, probe, weights, plan, geometry)
         for a, b in zip(found, wanted, strict=True):
             assert error(a, b) <= 1e-3
 
@@ -84,7 +104,7 @@ def run_with(chosen, x, probe, weights, plan, geometry):
 
 @HOPPER
 def test_warps_have_roles_unless_they_cannot(monkeypatch):
-    """In float32, in other layouts and for many targets the other kernels run."""
+    """In float32, in other layouts and for few or many targets the other kernels run."""
     runs = []
     made = triton_launches.ConvolutionRun.__init__
     monkeypatch.setattr(
@@ -104,6 +124,7 @@ def test_warps_have_roles_unless_they_cannot(monkeypatch):
     assert not ran("p8", torch.Tensor.float)
     assert not ran("p8", torch.Tensor.contiguous)
     assert not ran("p32")
+    assert not ran("p4")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,0 +1,361 @@
+"""Checks of the kernels for Hopper GPUs, which `gluon_interpreter` runs: see `test_hopper`."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+
+import econv
+from econv import GroupConv2d, filter_basis
+from econv.engines import (
+    hopper_kernels,
+    hopper_launches,
+    triton_kernels,
+    triton_launches,
+    triton_ops,
+)
+from econv.engines.hopper_turns import early_taps
+from econv.engines.spectral import Geometry
+from econv.engines.triton_scheme import scheme
+from econv.plan import spectral_plan
+from gluon_interpreter import Deadlock, Gluon, OutOfBounds, Race
+from triton_checks import LOW, error, exact, forget, kernels_run, pytestmark, results
+
+__all__ = ["kernels_run", "pytestmark"]  # the former runs around every check, the latter marks them
+
+
+def forget_all():
+    forget()
+    hopper_kernels.forward.cache_clear()
+    hopper_kernels.gram.cache_clear()
+
+
+def names(gluon):
+    borrowed = {name: getattr(triton_kernels, name).fn for name in ("exponent", "two_to")}
+    return gluon.names(**borrowed)
+
+
+def interpreting(patch, seed=0, together=1):
+    """Kernels whose warps have roles are run by a new interpreter.
+
+    ``together`` of their programs run at a time, so that each has several tiles.
+    """
+    gluon = Gluon(seed)
+
+    def read(source, layout):
+        return triton_kernels.read_source(source, layout, names(gluon))
+
+    patch.setattr(hopper_kernels, "_read", read)
+    patch.setattr(hopper_launches, "at_a_time", lambda device, warps: together)
+    forget_all()
+    return gluon
+
+
+@pytest.fixture
+def interpret(monkeypatch):
+    """`interpreting`, as long as a check runs."""
+    yield partial(interpreting, monkeypatch)
+    forget_all()
+
+
+def case(group="p4", fields=(5, 6), shape=(2, 5, 7), dtype=torch.float16, **options):
+    """A layer, its input and its output's gradient."""
+    layer = GroupConv2d(*fields, group, engine="spectral", **options).to(dtype)
+    x = torch.randn(shape[0], layer.in_channels, *shape[1:]).to(dtype)
+    x = x.to(memory_format=torch.channels_last)
+    layer.engine = "dense"
+    probe = torch.randn_like(layer(x))
+    return layer, x, probe
+
+
+def with_roles(layer, x, probe, **chosen):
+    with triton_ops.tiles(roles=1, **chosen), econv.engine() as ran:
+        found = results(layer, x, probe, "spectral")
+    assert set(ran) == {"spectral/triton"}
+    return found
+
+
+def err_little_more(found, layer, x, probe, factor):
+    dense, truth = results(layer, x, probe, "dense"), exact(layer, x, probe)
+    for ours, theirs, exactly in zip(found, dense, truth, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert error(ours, exactly) <= factor * error(theirs, exactly)
+
+
+CASES = {
+    "p4": {},
+    "p8, stride 2": {"group": "p8", "stride": 2, "fields": (5, 3)},
+    "p16": {"group": "p16", "fields": (3, 2)},
+    "p8m": {"group": "p8m", "fields": (2, 3)},
+    "p6, bfloat16": {"group": "p6", "dtype": torch.bfloat16},
+    "p4m, dilation 2": {"group": "p4m", "dilation": 2, "shape": (1, 9, 9), "fields": (2, 3)},
+    "p8, 3×3": {"group": "p8", **LOW},
+    "p16, 3×3": {"group": "p16", "fields": (2, 5), **LOW},
+    "p8m, 3×3, stride 2": {"group": "p8m", "fields": (5, 3), "stride": 2, **LOW},
+    "p3, 7×7": {"group": "p3", "size": 7, "fields": (2, 2), "shape": (2, 7, 8)},
+    "p2, no padding": {"group": "p2", "padding": 0, "shape": (2, 9, 10)},
+    "order 0": {"operators": "order<=0", "bias": True},
+    "stride 3, dilation 2": {"stride": 3, "dilation": 2, "padding": 3, "shape": (2, 10, 12), **LOW},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+def test_outputs_and_gradients_err_little_more_than_the_dense_engine(interpret, options):
+    gluon = interpret()
+    layer, x, probe = case(**options)
+    found = with_roles(layer, x, probe)
+    assert gluon.launches.keys() == {"forward", "gram"}
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
+    err_little_more(found, layer, x, probe, 1.5 if x.dtype == torch.bfloat16 else 2.5)
+
+
+CUTS = [{"teams": 1}, {"teams": 4, "producers": 16}, {"splits": 3}, {"bytes": 1, "splits": 2}]
+
+
+def test_every_way_to_cut_gives_the_same(interpret):
+    layer, x, probe = case("p4", (5, 9), (9, 4, 4), **LOW)
+    interpret()
+    wanted = with_roles(layer, x, probe)
+    for chosen in CUTS:
+        gluon = interpret(1, together=2)
+        found = with_roles(layer, x, probe, **chosen)
+        for ours, theirs in zip(found[:2], wanted[:2], strict=True):
+            assert torch.equal(ours, theirs)
+        assert error(found[2], wanted[2]) <= 1e-3
+        assert sum(gluon.launches.values()) > 4
+
+
+def test_more_fields_than_one_program_holds(interpret, monkeypatch):
+    """As few as four at a time, and of the last four not all are there."""
+    layer, x, probe = case("p16", (5, 9), (1, 5, 6), **LOW)
+    monkeypatch.setattr(hopper_launches, "_ACCUMULATORS", 4 * 16)
+    gluon = interpret(2)
+    found = with_roles(layer, x, probe)
+    assert gluon.launches["forward"] == 3 + 2  # the layer and its adjoint
+    err_little_more(found, layer, x, probe, 2.5)
+
+
+def test_taps_that_are_loaded_early_have_names_of_their_own():
+    """Whatever the size; the farthest of a stencil are too small to be missed by other checks."""
+    basis = filter_basis("p4", "order<=2", "gaussian", 11)
+    layout = scheme(spectral_plan(basis, "regular", "regular"), 8)
+    found = early_taps(layout)
+    assert len(found) == len(set(found.values())) == 11
+
+
+@pytest.mark.parametrize("group", ["p1", "p2", "p3", "p4", "p6", "p8", "p16", "p8m"])
+def test_sums_of_every_cut_fit_into_registers_and_into_a_product(group):
+    layout = scheme(spectral_plan(filter_basis(group), "regular", "regular"), 8)
+    for fields in (1, 4, 20, 37, 73, 76, 140, 152, 400):
+        cuts = list(hopper_launches._cuts(fields, layout))
+        assert cuts
+        for found in cuts:
+            assert found.padded >= fields
+            assert found.padded - fields < found.copies * sum(found.parts)
+            assert 2 * max(found.parts) <= 256
+            assert 2 * layout.batch * sum(found.parts) <= 320
+
+
+def test_images_of_any_magnitude_keep_their_digits(interpret):
+    layer, x, _ = case("p4", (2, 3), (4, 6, 6), torch.bfloat16)
+    scales = torch.tensor([1.0, 1e-20, 1e20, 0.0])[:, None, None, None]
+    scaled = (x * scales).bfloat16()
+    interpret()
+    layer.engine = "spectral"
+    with triton_ops.tiles(roles=1):
+        found = layer(scaled).double()
+    layer.engine = "dense"
+    wanted = layer.double()(scaled.double())
+    for scale, ours, theirs in zip(scales.flatten().tolist()[:3], found, wanted, strict=False):
+        assert error(ours / scale, theirs / scale) <= 5e-3
+    assert not found[3].any()
+
+
+def test_buffers_are_filled_before_they_are_read(interpret, monkeypatch):
+    layer, x, probe = case("p6", (5, 3), (1, 5, 7), stride=2, **LOW)
+    interpret()
+    wanted = with_roles(layer, x, probe)
+    monkeypatch.setattr(
+        triton_launches,
+        "_empty",
+        lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
+    )
+    for ours, theirs in zip(with_roles(layer, x, probe), wanted, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_activated_input_gives_what_the_other_kernels_do(interpret):
+    plan = spectral_plan(filter_basis("p4", **LOW), "regular", "regular")
+    x = torch.randn(2, 3 * 4, 5, 6).half().to(memory_format=torch.channels_last)
+    weights, affine = torch.randn(2, 3, plan.weights), torch.randn(3, 3)
+    geometry = Geometry(1, 1, 1, 1, 5, 6)
+    made = []
+    for roles in (0, 1):
+        gluon = interpret()
+        given = [t.detach().requires_grad_() for t in (x, weights, affine)]
+        with triton_ops.tiles(roles=roles):
+            out = triton_ops.convolve(*given[:2], plan.name, False, *geometry, affine=given[2])
+            made.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
+        assert gluon.launches.keys() == ({"forward", "gram"} if roles else set())
+    for ours, theirs in zip(made[1], made[0], strict=True):
+        assert error(ours, theirs) <= 2e-3
+
+
+SMALL = spectral_plan(filter_basis("p4", **LOW), "regular", "regular")
+AROUND = Geometry(1, 1, 1, 1, 6, 6)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A layer and its gradient on a few stages: their text, and what they are launched with."""
+    generator = torch.Generator().manual_seed(3)
+    x, g = (torch.randn(20, 4 * n, 6, 6, generator=generator).half() for n in (9, 2))
+    x, g = (t.to(memory_format=torch.channels_last) for t in (x, g))
+    weights = torch.randn(2, 9, SMALL.weights, generator=generator)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch, triton_ops.tiles(roles=1, splits=2):
+        gluon, sources = interpreting(patch, together=1), []
+        read = hopper_kernels._read
+        patch.setattr(hopper_kernels, "_read", lambda *given: sources.append(given) or read(*given))
+        triton_ops.convolve(x[:6], weights, SMALL.name, False, *AROUND)
+        found["forward"] = (sources[-1], gluon.launched)
+        triton_ops.gram(x, g, SMALL.name, *AROUND[:4])
+        found["gram"] = (sources[-1], gluon.launched)
+    forget_all()
+    return found
+
+
+def launched(small, kernel, change=lambda source: source, seed=0, **constants):
+    """Launch a kernel again, with another text or other constants; what it writes."""
+    (source, layout), (grid, given, options) = small[kernel]
+    space = triton_kernels.read_source(change(source), layout, names(Gluon(seed)))
+    space[kernel][grid](*given, **{**options, **constants})
+    return given[space[kernel].names.index(WRITTEN[kernel])].clone()
+
+
+WRITTEN = {"forward": "y", "gram": "partial"}
+
+
+@pytest.mark.parametrize("kernel", WRITTEN)
+def test_results_depend_neither_on_who_goes_first_nor_on_the_number_of_stages(small, kernel):
+    wanted = launched(small, kernel)
+    for seed in range(1, 7):
+        stages = {"STAGES": 2 + seed % 2} | ({"READY": 2 + seed % 3} if kernel == "gram" else {})
+        assert torch.equal(launched(small, kernel, seed=seed, **stages), wanted)
+
+
+def changed(pattern, replacement):
+    """To the text of a kernel, which has to have what is replaced."""
+
+    def change(source):
+        found, count = re.subn(pattern, replacement, source)
+        assert count
+        return found
+
+    return change
+
+
+FILL, SAY = r"mbarrier\.wait\(empty\..*", r"mbarrier\.arrive\(full\..*"
+AWAIT, EMPTY = r"\w.* = warpgroup_mma_wait.*", r"mbarrier\.arrive\(empty\..*"
+LINES = r"((?:\n.*)*?)\n +"
+LATE, STILL, NOBODY = "may not be written yet", "may still read it", "that nobody wrote"
+EARLY = f"{LATE}|{NOBODY}"
+WRONG = {
+    "full is said before the stores": (f"({FILL}){LINES}({SAY})", r"\1; \3\2", Race, EARLY),
+    "no fence after stores": (r"\n {8,}fence_async_shared\(\)", "", Race, LATE),
+    "no fence after barriers": (
+        r"\n    fence_async_shared\(\)\n",
+        "\n",
+        Race,
+        "before that is initialised",
+    ),
+    "threads of a team do not wait": (r"team_barrier\(\)\n( +mbarrier)", r"pass\n\1", Race, LATE),
+    "stages are filled unasked": (
+        FILL,
+        "pass",
+        (Race, Deadlock),
+        f"{STILL}|{EARLY}|waits for",
+    ),
+    "stages are filled after a phase": (r"phase \^ 1", "phase", Deadlock, "waits for phase 0"),
+    "features are read unasked": (r"mbarrier\.wait\(full.*", "pass", Race, EARLY),
+    "features are read a phase early": (
+        r"(mbarrier\.wait\(full\.index\(stage\), .*)\)",
+        r"\1 ^ 1)",
+        (Race, Deadlock),
+        f"{EARLY}|waits for phase 1",
+    ),
+    "weights are read unasked": (r"mbarrier\.wait\(ready.*", "pass", Race, EARLY),
+    "empty is said while products read": (f"({AWAIT}){LINES}({EMPTY})", r"\3; \1\2", Race, STILL),
+    "weights are copied while products read": (
+        f"({AWAIT}){LINES}(later.*)\n +(issue.*)",
+        r"\3; \4; \1\2",
+        Race,
+        STILL,
+    ),
+    "sums are used before they are made": (
+        AWAIT,
+        "pass",
+        (Race, AttributeError, TypeError),
+        "may still read it|'Product'",
+    ),
+    "one team speaks for both": ("count=2", "count=1", (Race, Deadlock), f"{EARLY}|waits|arrive"),
+    "nobody empties": (EMPTY, "pass", Deadlock, "waits for phase"),
+    "too few bytes": (r"(expect\(.*), \d+,", r"\1, 64,", Deadlock, "-.* bytes to come"),
+    "weights that are not copied": (r" +tma.*\n(?! *tma)", "", Deadlock, "bytes to come"),
+    "weights that nobody waits for": (
+        r"later < (\w+)",
+        r"later < \1 + 1",
+        (Race, OutOfBounds),
+        "nobody waited for|from .* on of",
+    ),
+    "taps beyond the grid": ("place [+]=", "place += pitch * 99 +", OutOfBounds, "a load at"),
+    "pixels beyond the images": (r"p = gl\.where.*", "p = pixel * 9", OutOfBounds, "a load at"),
+    "an unknown instruction": (r"add\.f16x2", "max.f16x2", NotImplementedError, "unknown instr"),
+    "barriers too few": (
+        r"gl\.static_range\((\w+)\):\n +mbar",
+        r"range(1):\n        mbar",
+        RuntimeError,
+        "not init",
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", ["forward", "gram"])
+@pytest.mark.parametrize(("pattern", "other", "error", "why"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_with_barriers_and_addresses_is_found(
+    small, kernel, pattern, other, error, why
+):
+    """Whoever goes first: not by chance."""
+    for seed in range(3):
+        with pytest.raises(error, match=why):
+            launched(small, kernel, changed(pattern, other), seed)
+
+
+STORES = {
+    "pixels": ("forward", "inside = pixel < pixels", "inside = pixel > -1", "a store at"),
+    "fields": ("forward", r" & \(o < out_fields\)", " & (o < 9)", "a store at|at one address"),
+    "features": ("gram", "there = number < 12", "there = number < 14", "at one address|another"),
+    "splits": ("gram", r"into = partial .*", "into = partial", "another one of the launch"),
+}
+
+
+@pytest.mark.parametrize(("kernel", "pattern", "other", "why"), STORES.values(), ids=STORES.keys())
+def test_stores_that_are_not_a_programs_own_are_found(small, kernel, pattern, other, why):
+    with pytest.raises((Race, OutOfBounds), match=why):
+        launched(small, kernel, changed(pattern, other))
+
+
+SUMS = {
+    "a sign": ("forward", "0xbc003c00", "0x3c003c00"),
+    "a pair": ("gram", "0x5432", "0x7610"),
+    "a tap": ("forward", r"centre \+ -1 \* column", "centre + 1 * column"),
+    "a scale": ("gram", r"two_to\(power", "two_to(1 + power"),
+}
+
+
+@pytest.mark.parametrize(("kernel", "pattern", "other"), SUMS.values(), ids=SUMS.keys())
+def test_sums_that_are_wrong_are_seen(small, kernel, pattern, other):
+    wanted = launched(small, kernel)
+    found = launched(small, kernel, changed(pattern, other))
+    assert error(found, wanted) > 1e-2
