@@ -110,7 +110,6 @@ def _early(dy: int) -> str:
 def _derivatives(write: Writer, layout: Scheme, fields: int) -> None:
     """Every derivative of every word: ``d{stencil}_{word}``, from the taps around ``centre``."""
     coefficients = layout.coefficients
-    reach = coefficients.shape[-1] // 2
     words = layout.width // 2
     started: set[tuple[int, int]] = set()
 
@@ -121,34 +120,29 @@ def _derivatives(write: Writer, layout: Scheme, fields: int) -> None:
             started.add((stencil, word))
             write(f"d{stencil}_{word} = {_scaled(name, value, value, old)}")
 
-    for dy in range(reach + 1):
-        for dx in range(reach + 1):
-            rows = (dy, reach + dy) if dy else (0,)
-            columns = (dx, reach + dx) if dx else (0,)
-            if not coefficients[:, rows][:, :, columns].any():
-                continue
-            names = {}
-            for above, y in zip("pm", (dy, -dy)[: len(rows)], strict=False):
-                for beside, x in zip("pm", (dx, -dx)[: len(columns)], strict=False):
+    for dy, dx, rows, columns in layout.mirrored():
+        names = {}
+        for above, y in zip("pm", (dy, -dy)[: len(rows)], strict=False):
+            for beside, x in zip("pm", (dx, -dx)[: len(columns)], strict=False):
+                if dx:
+                    names[above + beside] = _place(y, x)
+                else:
+                    for word in range(words):
+                        write(f"{above}{beside}{word} = {_early(y)}{word}")
+        load_taps(write, fields, words, "centre", names)
+        for word in range(words):
+            for sign, j in zip("+-", columns, strict=False):
+                if not coefficients[:, rows, j].any():
+                    continue
+                for above in "pm"[: len(rows)]:
+                    one = f"{above}p{word}"
                     if dx:
-                        names[above + beside] = _place(y, x)
-                    else:
-                        for word in range(words):
-                            write(f"{above}{beside}{word} = {_early(y)}{word}")
-            load_taps(write, fields, words, "centre", names)
-            for word in range(words):
-                for sign, j in zip("+-", columns, strict=False):
-                    if not coefficients[:, rows, j].any():
-                        continue
-                    for above in "pm"[: len(rows)]:
-                        one = f"{above}p{word}"
-                        if dx:
-                            one = _sum(one, f"{above}m{word}", sign)
-                        write(f"at_{above} = {one}")
-                    for other, i in zip("+-", rows, strict=False):
-                        if coefficients[:, i, j].any():
-                            write(f"u = {_sum('at_p', 'at_m', other) if dy else 'at_p'}")
-                            add("u", word, i, j)
+                        one = _sum(one, f"{above}m{word}", sign)
+                    write(f"at_{above} = {one}")
+                for other, i in zip("+-", rows, strict=False):
+                    if coefficients[:, i, j].any():
+                        write(f"u = {_sum('at_p', 'at_m', other) if dy else 'at_p'}")
+                        add("u", word, i, j)
 
 
 class _Words:

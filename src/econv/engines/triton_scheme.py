@@ -6,6 +6,7 @@ This room knows plans and numbers. What the kernels do with them is the business
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -283,6 +284,19 @@ class Scheme:
             fold[reach + t, [reach - t, reach + t]] = -0.5, 0.5
         found = np.einsum("ay,syx,bx->sab", fold, stencils, fold)
         return np.where(np.abs(found) <= 1e-12 * np.abs(found).max(), 0.0, found)
+
+    def mirrored(self) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
+        """Taps that mirror each other, as far as any stencil reads them.
+
+        How far down and across from the centre they lie, and where in `coefficients` the sums (and
+        differences) stand that they make along each axis.
+        """
+        reach = self.coefficients.shape[-1] // 2
+        for dy, dx in itertools.product(range(reach + 1), repeat=2):
+            rows = (dy, reach + dy) if dy else (0,)
+            columns = (dx, reach + dx) if dx else (0,)
+            if self.coefficients[:, rows][:, :, columns].any():
+                yield dy, dx, rows, columns
 
 
 @lru_cache(maxsize=512)

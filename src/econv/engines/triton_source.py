@@ -112,7 +112,6 @@ def _differentiate(write: Writer, layout: Scheme) -> None:
     write("def differentiate(centre, row, column):")
     write.depth += 1
     coefficients = layout.coefficients
-    reach = coefficients.shape[-1] // 2
     started: set[int] = set()
 
     def add(name: str, i: int, j: int) -> None:
@@ -140,36 +139,31 @@ def _differentiate(write: Writer, layout: Scheme) -> None:
     write(f"beside = side[{mirrored(first, 4)}] * column")
     write(f"both = (side * row)[{mirrored(first, 5)}]")
     write(f"both_beside = (side * column)[{mirrored(second, 5)}]")
-    for dy in range(reach + 1):
-        for dx in range(reach + 1):
-            rows = (dy, reach + dy) if dy else (0,)
-            columns = (dx, reach + dx) if dx else (0,)
-            if not coefficients[:, rows][:, :, columns].any():
-                continue
-            if not dy and not dx:
-                write("u = tl.load(centre)")
-                add("u", 0, 0)
-            elif not (dy and dx):
-                # Rows run downwards, in the image as in a stencil.
-                where = f"{dy} * above" if dy else f"{dx} * beside"
-                write(f"t = tl.load(centre[{one}] + {where})")
-                write(f"p, m = {split('t', first, 4)}")
-                for sign, i, j in (("+", dy, dx), ("-", rows[-1], columns[-1])):
-                    write(f"u = {write.sum('p', 'm', sign)}")
-                    add("u", i, j)
-            else:
-                where = f"{dy} * both + {dx} * both_beside"
-                write(f"t = tl.load(centre[{two}] + ({where}))")
-                write(f"p, m = {split('t', second, 5)}")
-                for sign, j in zip("+-", columns, strict=True):
-                    if not coefficients[:, rows, j].any():
-                        continue
-                    write(f"q = {write.sum('p', 'm', sign)}")
-                    write(f"q, n = {split('q', first, 4)}")
-                    for other, i in zip("+-", rows, strict=True):
-                        if coefficients[:, i, j].any():
-                            write(f"u = {write.sum('q', 'n', other)}")
-                            add("u", i, j)
+    for dy, dx, rows, columns in layout.mirrored():
+        if not dy and not dx:
+            write("u = tl.load(centre)")
+            add("u", 0, 0)
+        elif not (dy and dx):
+            # Rows run downwards, in the image as in a stencil.
+            where = f"{dy} * above" if dy else f"{dx} * beside"
+            write(f"t = tl.load(centre[{one}] + {where})")
+            write(f"p, m = {split('t', first, 4)}")
+            for sign, i, j in (("+", dy, dx), ("-", rows[-1], columns[-1])):
+                write(f"u = {write.sum('p', 'm', sign)}")
+                add("u", i, j)
+        else:
+            where = f"{dy} * both + {dx} * both_beside"
+            write(f"t = tl.load(centre[{two}] + ({where}))")
+            write(f"p, m = {split('t', second, 5)}")
+            for sign, j in zip("+-", columns, strict=True):
+                if not coefficients[:, rows, j].any():
+                    continue
+                write(f"q = {write.sum('p', 'm', sign)}")
+                write(f"q, n = {split('q', first, 4)}")
+                for other, i in zip("+-", rows, strict=True):
+                    if coefficients[:, i, j].any():
+                        write(f"u = {write.sum('q', 'n', other)}")
+                        add("u", i, j)
     names = ", ".join(f"d{n}" for n in range(len(coefficients)))
     write(f"return {names},")
     write.depth -= 1
