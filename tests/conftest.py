@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("small_data")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that take minutes start before the others: at the end no process would be beside."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Tensors here are so small that threads would only wait for each other."""

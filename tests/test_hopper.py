@@ -19,6 +19,7 @@ from gluon_interpreter import (
 from interpreting import pass_interpreted
 
 
+@pytest.mark.first
 def test_interpreted():
     pytest.importorskip("triton", minversion="3.6", reason="no Triton 3.6 or later")
     pass_interpreted("hopper_checks.py")

@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 PARTS = {"1": "reference or dense_engine", "2": "not (reference or dense_engine)"}
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("chosen", PARTS.values(), ids=PARTS.keys())
 def test_interpreted(chosen):
     pass_interpreted("triton_checks.py", chosen)
