@@ -35,6 +35,8 @@ from triton.backends.compiler import GPUTarget
 from econv import filter_basis
 from econv.engines import hopper_kernels, triton_ops
 from econv.engines.spectral import Geometry
+from econv.engines.triton_launches import statistics_launch
+from econv.engines.triton_tiles import Like
 from econv.plan import SpectralPlan, spectral_plan
 
 SMS, CLOCK, MEMORY = 132, 1.7e9, 4.1e12  # of an H200: processors, cycles and bytes a second
@@ -150,6 +152,8 @@ def operators(
     weights = torch.empty(out_fields, in_fields, plan.weights, device="meta")
     affine = torch.empty(3, in_fields, device="meta") if activated else None
     with caught() as launches:
+        if affine is not None:
+            statistics(x, in_fields)
         x_scaled = (x, triton_ops.run_largest(x, affine))
         g_scaled, w_scaled = ((t, triton_ops.run_largest(t)) for t in (g, weights))
         for name in names:
@@ -166,6 +170,16 @@ def operators(
                     numbers = torch.empty(4, in_fields, device="meta")
                     triton_ops.statistics_backward(x, to_x, numbers, to_affine)
     return launches
+
+
+def statistics(x: torch.Tensor, fields: int) -> None:
+    """Launch what makes the numbers of a norm from the statistics of channels."""
+    float32 = torch.float32
+    kept = (float32, float32)
+    launch = statistics_launch(Like.of(x), fields, float32, float32, kept, 0.1, 1e-5)
+    of_channels, of_fields = (torch.empty(n, device="meta") for n in (x.shape[1], fields))
+    numbers = torch.empty(4, fields, device="meta")
+    launch(*[of_channels] * 2, *[of_fields] * 4, of_channels, numbers)
 
 
 class Code(NamedTuple):

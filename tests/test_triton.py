@@ -91,6 +91,7 @@ def test_compiled_with_norm_and_relu_at_the_load(tmp_path):
         assert kernels[name]["spills"] == 0
         loads = {kind for kind in kernels[name]["instructions"] if kind.startswith("LDG")}
         assert loads == {"LDG.128", "LDG.32"}  # images, and the numbers of fields
+    assert kernels["field_statistics"]["spills"] == 0
     # The adjoint's input is a gradient, which nothing is done to.
     assert {"analyse", "largest", "forward", "gram", "lay"} <= kernels.keys()
     # Where a field has more channels than a thread stores at once: all fields of a pixel.
