@@ -306,8 +306,6 @@ def hopper_gram_source(layout: Scheme, parts: tuple[int, ...], chunk: int, teams
         write(f"w0_{part} = gl.allocate_shared_memory(gl.float16, {shape}, HALVES)")
     barriers(write, teams, full="STAGES", empty="STAGES", ready="READY")
     both = ", ".join(f"{n}_in, {n}" for n in names)
-    for team in range(teams):
-        write(f"T{team}: gl.constexpr = {team}")
     write("gl.warp_specialize([")
     write(
         f"    (consume, (partial, x_largest, g_largest, full, empty, ready, z0, {both}, tiles,\n"
@@ -374,8 +372,6 @@ def hopper_source(layout: Scheme, parts: tuple[int, ...], teams: int) -> str:
         held.append(f"z{number}")
     barriers(write, teams, full="STAGES", empty="STAGES", ready="STAGES")
     both = ", ".join(f"{n}_in, {n}" for n in names)
-    for team in range(teams):
-        write(f"T{team}: gl.constexpr = {team}")
     write("gl.warp_specialize([")
     write(
         f"    (consume, (y, x_largest, w_largest, full, empty, ready, {', '.join(held)}, {both},\n"

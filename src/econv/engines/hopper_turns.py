@@ -339,7 +339,10 @@ def workers(write: Writer, teams: int) -> None:
 
 
 def barriers(write: Writer, teams: int, **lengths: str) -> None:
-    """What is full when all teams have said so, and empty or ready when one thread has."""
+    """What is full when all teams have said so, and empty or ready when one thread has.
+
+    And the numbers of the teams, ``T0 …``, as constants.
+    """
     write("BARRIER: gl.constexpr = mbarrier.MBarrierLayout()")
     for name, length in lengths.items():
         write(f"{name} = gl.allocate_shared_memory(gl.int64, [{length}, 1], BARRIER)")
@@ -347,3 +350,5 @@ def barriers(write: Writer, teams: int, **lengths: str) -> None:
         write(f"    mbarrier.init({name}.index(stage), count={teams if name == 'full' else 1})")
     write("fence_async_shared()")
     write("team_barrier()")
+    for team in range(teams):
+        write(f"T{team}: gl.constexpr = {team}")
