@@ -99,17 +99,36 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
     write("phase = turn // STAGES & 1")
     write("mbarrier.wait(ready.index(stage), phase)")
     write("mbarrier.wait(full.index(stage), phase)")
-    for number in range(len(pieces)):
-        for target in range(layout.batch):
-            for part in range(len(parts)):
-                name = f"a{target}_{part}"
-                rows = 2 * parts[part]
-                write(
-                    f"{name} = warpgroup_mma("
-                    f"z{number}.index(stage).slice({target} * BP, BP, dim=0),"
-                    f" w{number}_{part}.index(stage).slice({target * rows}, {rows}, dim=0)"
-                    f".permute((1, 0)), {name}, is_async=True)"
+    jobs = [(n, t) for n in range(len(pieces)) for t in range(layout.batch)]
+
+    def fetch(number: int, target: int) -> None:
+        write(
+            f"f{number}_{target} = z{number}.index(stage).slice({target} * BP, BP, dim=0)"
+            ".load(gl.DotOperandLayout(0, SUMS0, 2))"
+        )
+
+    fetch(*jobs[0])
+    for place, (number, target) in enumerate(jobs):
+        if place + 1 < len(jobs):
+            fetch(*jobs[place + 1])
+        for part in range(len(parts)):
+            name = f"a{target}_{part}"
+            rows = 2 * parts[part]
+            given = f"f{number}_{target}"
+            if part:
+                given = (
+                    f"gl.convert_layout({given}, gl.DotOperandLayout(0, SUMS{part}, 2),"
+                    " assert_trivial=True)"
                 )
+            write(
+                f"{name} = warpgroup_mma({given},"
+                f" w{number}_{part}.index(stage).slice({target * rows}, {rows}, dim=0)"
+                f".permute((1, 0)), {name}, is_async=True)"
+            )
+        if place:
+            before = jobs[place - 1]
+            names = ", ".join(f"a{before[1]}_{part}" for part in range(len(parts)))
+            write(f"{names} = warpgroup_mma_wait({len(parts)}, deps=[{names}])")
     awaited(write, layout, parts)
     write("mbarrier.arrive(empty.index(stage), count=1)")
     write("later = turn + STAGES")
@@ -208,16 +227,33 @@ def _gram_consume(
     write.depth += 1
     write("place = block % READY")
     write("mbarrier.wait(ready.index(place), block // READY & 1)")
+    def fetch(target: int) -> None:
+        write(
+            f"f{target} = z0.index(stage).slice({target} * BP + sub * {ROWS}, {ROWS}, dim=0)"
+            ".permute((1, 0)).load(gl.DotOperandLayout(0, SUMS0, 2))"
+        )
+
+    fetch(0)
     for target in range(layout.batch):
+        if target + 1 < layout.batch:
+            fetch(target + 1)
         for part, size in enumerate(parts):
             name = f"a{target}_{part}"
             rows = 2 * size
+            given = f"f{target}"
+            if part:
+                given = (
+                    f"gl.convert_layout({given}, gl.DotOperandLayout(0, SUMS{part}, 2),"
+                    " assert_trivial=True)"
+                )
             write(
-                f"{name} = warpgroup_mma("
-                f"z0.index(stage).slice({target} * BP + sub * {ROWS}, {ROWS}, dim=0)"
-                f".permute((1, 0)), w0_{part}.index(place).slice({target * rows}, {rows}, dim=0)"
+                f"{name} = warpgroup_mma({given},"
+                f" w0_{part}.index(place).slice({target * rows}, {rows}, dim=0)"
                 f".permute((1, 0)), {name}, is_async=True)"
             )
+        if target:
+            names = ", ".join(f"a{target - 1}_{part}" for part in range(len(parts)))
+            write(f"{names} = warpgroup_mma_wait({len(parts)}, deps=[{names}])")
     awaited(write, layout, parts)
     write("later = block + READY")
     issue("place", "later")
