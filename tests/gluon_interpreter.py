@@ -645,6 +645,13 @@ class Shared:
         self.buffer.write(places, clock, team.number, team.stores)
         self.buffer.numbers[places] = np.ascontiguousarray(value.array).view(np.float16).ravel()
 
+    def load(self, layout):
+        """Into registers; whoever writes here next has to know of a wait after this."""
+        team = self.buffer.machine.pause()
+        team.issued += 1
+        self.read_by_product(team)
+        return Value(self.buffer.numbers[self.where].copy(), self.dtype)
+
     def filled(self, array, clock, agent, time):
         """By a copy."""
         places = self._places()
@@ -682,7 +689,10 @@ class Product:
         """The sum, which reads its operands as they are now unless it was made before."""
         if self.result is None:
             start = self.total.finish() if isinstance(self.total, Product) else self.total.array
-            one, other = (operand.now() for operand in self.operands)
+            one, other = (
+                operand.now() if isinstance(operand, Shared) else operand.array.astype(np.float32)
+                for operand in self.operands
+            )
             with np.errstate(all="ignore"):
                 self.result = start + one @ other
         return self.result
@@ -876,7 +886,13 @@ class Gluon:
         self.launched = None
         """The last launch: grid, arguments, options."""
         self.machine = None
-        layouts = ("BlockedLayout", "SliceLayout", "NVMMASharedLayout", "NVMMADistributedLayout")
+        layouts = (
+            "BlockedLayout",
+            "SliceLayout",
+            "NVMMASharedLayout",
+            "NVMMADistributedLayout",
+            "DotOperandLayout",
+        )
         self.gl = SimpleNamespace(
             constexpr=object(),
             int32=INT32,
@@ -1045,8 +1061,9 @@ class Gluon:
         if isinstance(total, Product) and total not in team.products:
             raise Race("a product is added to one that was waited for")
         team.issued += 1
-        one.read_by_product(team)
-        other.read_by_product(team)
+        for operand in (one, other):
+            if isinstance(operand, Shared):
+                operand.read_by_product(team)
         found = Product(one, other, total, self.schedule.random.random() < 0.5)
         if isinstance(total, Product):
             # Products of a team are made in the order in which they are asked for.
@@ -1056,12 +1073,14 @@ class Gluon:
 
     def _product_wait(self, outstanding, deps):
         team = self.machine.pause()
-        if outstanding != 0:
-            raise NotImplementedError("only a wait for all products")
-        if set(map(id, deps)) != set(map(id, team.products)):
+        over = team.products[: len(team.products) - outstanding]
+        if {id(dep) for dep in deps if isinstance(dep, Product)} != set(map(id, over)):
             raise Race("a wait for other products than those under way")
-        team.products = []
-        team.clock[team.number + 2] = team.issued
+        team.products = team.products[len(over) :]
+        if not team.products:
+            team.clock[team.number + 2] = team.issued
         publish(team)
-        found = tuple(Value(product.finish(), FLOAT32) for product in deps)
+        found = tuple(
+            Value(dep.finish(), FLOAT32) if isinstance(dep, Product) else dep for dep in deps
+        )
         return found if len(found) > 1 else found[0]

@@ -125,8 +125,8 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
                 f" w{number}_{part}.index(stage).slice({target * rows}, {rows}, dim=0)"
                 f".permute((1, 0)), {name}, is_async=True)"
             )
-        if place:
-            before = jobs[place - 1]
+        before = jobs[place - 1]
+        if place and before[1] != target:
             names = ", ".join(f"a{before[1]}_{part}" for part in range(len(parts)))
             write(f"{names} = warpgroup_mma_wait({len(parts)}, deps=[{names}])")
     awaited(write, layout, parts)
