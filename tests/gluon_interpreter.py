@@ -10,7 +10,7 @@ number in shared memory knows who wrote and read it last: an access that no barr
 them is a `Race`, whatever the seed. Stores reach products and copies only through
 ``fence_async_shared``, and other teams only after ``team_barrier``, since one thread of a team
 arrives for all. After ``warpgroup_mma_wait`` Triton lets the threads of a team wait for one
-another by itself.
+another by itself; what a team reads counts as read when it waited for all of its products.
 
 Whatever the sources do not use raises; so do addresses outside of a tensor, int32 that overflows,
 and programs of one launch that meet in global memory.
@@ -580,7 +580,7 @@ class Buffer:
         self.stored = np.zeros(size, dtype=np.int64)
         """When: the writer's own time."""
         self.readers = {}
-        """For each agent that makes products, the last one that reads each number."""
+        """For each agent that makes products, the last access that reads each number."""
 
     def write(self, places, clock, agent, time):
         known = clock[np.maximum(self.writer[places], 0)] >= self.stored[places]
@@ -588,7 +588,7 @@ class Buffer:
             raise Race("shared memory is written before what was there was ordered")
         for reader, last in self.readers.items():
             if (last[places] > clock[reader]).any():
-                raise Race("shared memory is written while a product may still read it")
+                raise Race("shared memory is written while somebody may still read it")
         self.writer[places], self.stored[places] = agent, time
 
 
@@ -646,10 +646,12 @@ class Shared:
         self.buffer.numbers[places] = np.ascontiguousarray(value.array).view(np.float16).ravel()
 
     def load(self, layout):
-        """Into registers; whoever writes here next has to know of a wait after this."""
+        """Into registers, for a product."""
+        if layout[0] != "DotOperandLayout":
+            raise NotImplementedError(f"a load from shared memory as {layout[0]}")
         team = self.buffer.machine.pause()
         team.issued += 1
-        self.read_by_product(team)
+        self.read(team)
         return Value(self.buffer.numbers[self.where].copy(), self.dtype)
 
     def filled(self, array, clock, agent, time):
@@ -658,18 +660,18 @@ class Shared:
         self.buffer.write(places, clock, agent, time)
         self.buffer.numbers[places] = array.ravel()
 
-    def read_by_product(self, team):
-        """That products may read it now, and until they are waited for."""
+    def read(self, team):
+        """That it may be read, by a product or a load, until all products are waited for."""
         if self.dtype is not FLOAT16:
             raise NotImplementedError(f"a product of {self.dtype.name}")
         places, buffer = self._places(), self.buffer
         writer = buffer.writer[places]
         if (writer < 0).any():
-            raise Race("a product reads shared memory that nobody wrote")
+            raise Race("shared memory is read that nobody wrote")
         # What a team stored counts when it was fenced, which is the agent after its own.
         teams = np.isin(writer, [t.number for t in (buffer.machine.main, *buffer.machine.teams)])
         if (team.clock[writer + teams] < buffer.stored[places]).any():
-            raise Race("a product reads shared memory that may not be written yet")
+            raise Race("shared memory is read that may not be written yet")
         last = buffer.readers.setdefault(team.number + 2, np.zeros(buffer.numbers.size, np.int64))
         last[places] = team.issued
 
@@ -1054,6 +1056,8 @@ class Gluon:
             or columns % 8
             or columns > 256
             or not is_async
+            or not isinstance(other, Shared)
+            or one.dtype is not FLOAT16
         ):
             raise NotImplementedError(f"a product of {one.shape} and {other.shape}")
         if isinstance(total, Value) and (total.dtype, total.shape) != (FLOAT32, (rows, columns)):
@@ -1063,7 +1067,7 @@ class Gluon:
         team.issued += 1
         for operand in (one, other):
             if isinstance(operand, Shared):
-                operand.read_by_product(team)
+                operand.read(team)
         found = Product(one, other, total, self.schedule.random.random() < 0.5)
         if isinstance(total, Product):
             # Products of a team are made in the order in which they are asked for.

@@ -258,6 +258,7 @@ def changed(pattern, replacement):
 
 FILL, SAY = r"mbarrier\.wait\(empty\..*", r"mbarrier\.arrive\(full\..*"
 AWAIT, EMPTY = r"\w.* = warpgroup_mma_wait.*", r"mbarrier\.arrive\(empty\..*"
+LAST = r"\w.* = warpgroup_mma_wait\(0.*"
 LINES = r"((?:\n.*)*?)\n +"
 LATE, STILL, NOBODY = "may not be written yet", "may still read it", "that nobody wrote"
 EARLY = f"{LATE}|{NOBODY}"
@@ -286,12 +287,18 @@ WRONG = {
         f"{EARLY}|waits for phase 1",
     ),
     "weights are read unasked": (r"mbarrier\.wait\(ready.*", "pass", Race, EARLY),
-    "empty is said while products read": (f"({AWAIT}){LINES}({EMPTY})", r"\3; \1\2", Race, STILL),
+    "empty is said while products read": (f"({LAST}){LINES}({EMPTY})", r"\3; \1\2", Race, STILL),
     "weights are copied while products read": (
-        f"({AWAIT}){LINES}(later.*)\n +(issue.*)",
+        f"({LAST}){LINES}(later.*)\n +(issue.*)",
         r"\3; \4; \1\2",
         Race,
         STILL,
+    ),
+    "the last products are not waited for": (
+        r"mma_wait\(0,",
+        "mma_wait(1,",
+        Race,
+        "a wait for other products",
     ),
     "sums are used before they are made": (
         AWAIT,

@@ -1,9 +1,10 @@
 """Kernels for Hopper GPUs, as source in Gluon, the part of Triton in which warps have roles.
 
 Some warps differentiate and others multiply, at the same time: the former hand features to the
-latter through shared memory, in stages that they fill and empty in turns. A program stays on its
-processor and takes one tile of pixels after the other; while the channels of one are written, the
-features of the next are made.
+latter through shared memory, in stages that they fill and empty in turns, and these fetch them into
+registers, once for all columns that they are multiplied to. A program stays on its processor and
+takes one tile of pixels after the other; while the channels of one are written, the features of the
+next are made.
 
 How features follow from taps is said by `econv.engines.triton_scheme`, as for
 `econv.engines.triton_source`, whose kernels run where these do not.
@@ -21,6 +22,7 @@ from econv.engines.hopper_turns import (
     issue_function,
     load_taps,
     pieces_of_a_chunk,
+    products,
     sum_layouts,
     thread_layouts,
     tile_places,
@@ -99,36 +101,16 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
     write("phase = turn // STAGES & 1")
     write("mbarrier.wait(ready.index(stage), phase)")
     write("mbarrier.wait(full.index(stage), phase)")
-    jobs = [(n, t) for n in range(len(pieces)) for t in range(layout.batch)]
-
-    def fetch(number: int, target: int) -> None:
-        write(
-            f"f{number}_{target} = z{number}.index(stage).slice({target} * BP, BP, dim=0)"
-            ".load(gl.DotOperandLayout(0, SUMS0, 2))"
-        )
-
-    fetch(*jobs[0])
-    for place, (number, target) in enumerate(jobs):
-        if place + 1 < len(jobs):
-            fetch(*jobs[place + 1])
-        for part in range(len(parts)):
-            name = f"a{target}_{part}"
-            rows = 2 * parts[part]
-            given = f"f{number}_{target}"
-            if part:
-                given = (
-                    f"gl.convert_layout({given}, gl.DotOperandLayout(0, SUMS{part}, 2),"
-                    " assert_trivial=True)"
-                )
-            write(
-                f"{name} = warpgroup_mma({given},"
-                f" w{number}_{part}.index(stage).slice({target * rows}, {rows}, dim=0)"
-                f".permute((1, 0)), {name}, is_async=True)"
-            )
-        before = jobs[place - 1]
-        if place and before[1] != target:
-            names = ", ".join(f"a{before[1]}_{part}" for part in range(len(parts)))
-            write(f"{names} = warpgroup_mma_wait({len(parts)}, deps=[{names}])")
+    products(
+        write,
+        parts,
+        "stage",
+        [
+            (number, target, f"z{number}.index(stage).slice({target} * BP, BP, dim=0)")
+            for number in range(len(pieces))
+            for target in range(layout.batch)
+        ],
+    )
     awaited(write, layout, parts)
     write("mbarrier.arrive(empty.index(stage), count=1)")
     write("later = turn + STAGES")
@@ -227,33 +209,13 @@ def _gram_consume(
     write.depth += 1
     write("place = block % READY")
     write("mbarrier.wait(ready.index(place), block // READY & 1)")
-    def fetch(target: int) -> None:
-        write(
-            f"f{target} = z0.index(stage).slice({target} * BP + sub * {ROWS}, {ROWS}, dim=0)"
-            ".permute((1, 0)).load(gl.DotOperandLayout(0, SUMS0, 2))"
-        )
-
-    fetch(0)
-    for target in range(layout.batch):
-        if target + 1 < layout.batch:
-            fetch(target + 1)
-        for part, size in enumerate(parts):
-            name = f"a{target}_{part}"
-            rows = 2 * size
-            given = f"f{target}"
-            if part:
-                given = (
-                    f"gl.convert_layout({given}, gl.DotOperandLayout(0, SUMS{part}, 2),"
-                    " assert_trivial=True)"
-                )
-            write(
-                f"{name} = warpgroup_mma({given},"
-                f" w0_{part}.index(place).slice({target * rows}, {rows}, dim=0)"
-                f".permute((1, 0)), {name}, is_async=True)"
-            )
-        if target:
-            names = ", ".join(f"a{target - 1}_{part}" for part in range(len(parts)))
-            write(f"{names} = warpgroup_mma_wait({len(parts)}, deps=[{names}])")
+    tile = f"slice({{}} * BP + sub * {ROWS}, {ROWS}, dim=0).permute((1, 0))"
+    products(
+        write,
+        parts,
+        "place",
+        [(0, target, f"z0.index(stage).{tile.format(target)}") for target in range(layout.batch)],
+    )
     awaited(write, layout, parts)
     write("later = block + READY")
     issue("place", "later")

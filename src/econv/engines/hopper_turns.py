@@ -22,6 +22,7 @@ __all__ = [
     "issue_function",
     "load_taps",
     "pieces_of_a_chunk",
+    "products",
     "rows_of_a_copy",
     "sum_layouts",
     "thread_layouts",
@@ -324,6 +325,41 @@ def zeros(write: Writer, layout: Scheme, parts: Sequence[int], rows: str) -> Non
         for part, size in enumerate(parts):
             shape = f"[{rows}, {2 * size}]"
             write(f"a{target}_{part} = gl.zeros({shape}, gl.float32, layout=SUMS{part})")
+
+
+def products(
+    write: Writer, parts: Sequence[int], stage: str, factors: Sequence[tuple[int, int, str]]
+) -> None:
+    """Products are added to the sums, each of features and of what was copied to a stage.
+
+    Features are fetched into registers, once for all columns, while the products before run;
+    products themselves would read shared memory again for every part. ``factors``: the numbers of a
+    piece and of a target, and where their features lie.
+    """
+
+    def fetch(place: int) -> None:
+        write(f"f{place} = {factors[place][2]}.load(gl.DotOperandLayout(0, SUMS0, 2))")
+
+    fetch(0)
+    for place, (number, target, _) in enumerate(factors):
+        if place + 1 < len(factors):
+            fetch(place + 1)
+        for part, size in enumerate(parts):
+            name, rows = f"a{target}_{part}", 2 * size
+            given = f"f{place}"
+            if part:
+                laid = f"gl.DotOperandLayout(0, SUMS{part}, 2)"
+                given = f"gl.convert_layout({given}, {laid}, assert_trivial=True)"
+            write(
+                f"{name} = warpgroup_mma({given},"
+                f" w{number}_{part}.index({stage}).slice({target * rows}, {rows}, dim=0)"
+                f".permute((1, 0)), {name}, is_async=True)"
+            )
+        before = factors[place - 1][1]
+        if place and before != target:
+            # Not the last products, but those before them: their registers are free.
+            names = ", ".join(f"a{before}_{part}" for part in range(len(parts)))
+            write(f"{names} = warpgroup_mma_wait({len(parts)}, deps=[{names}])")
 
 
 def awaited(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
