@@ -57,8 +57,8 @@ def test_compiled_for_a_gpu_that_is_not_there(tmp_path):
 
 
 def test_compiled_for_a_gpu_whose_warps_have_roles(tmp_path):
-    """Those that differentiate keep their numbers in registers; products read shared memory."""
-    record = compiled("p8,16,64,16", tmp_path)
+    """All keep their numbers in registers, and products do not wait for one another."""
+    record = compiled("p8,40,64,16", tmp_path)
     assert record["compile_seconds"] < 20
     kernels = {row["kernel"]: row for row in record["launches"]}
     names = {"largest", "arrange_rows", "analyse", "forward", "lay", "gram", "spread"}
@@ -70,6 +70,9 @@ def test_compiled_for_a_gpu_whose_warps_have_roles(tmp_path):
         assert row["programs_at_a_time"] == 1
         assert found["HGMMA"] > 0
         assert "HMMA" not in found
+        # Where registers are short a product has two of these, before and after it.
+        assert found["WARPGROUP"] < found["HGMMA"]
+        assert found["LDSM.4"] == pytest.approx(found["HGMMA"] / 2, abs=1)  # 40 columns: 32 and 8
         assert found["UTMALDG"] > 0  # weights, and the output's gradient, are copied
         assert found["LDG.128"] >= 25  # taps
         assert found["STS.128"] > 0  # features

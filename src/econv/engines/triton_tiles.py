@@ -68,7 +68,7 @@ class Tiles(NamedTuple):
     teams: int = 2
     """That these are divided into, each of which goes its own pace."""
     registers: int = 128
-    """Of each of their threads. With 144 the others have too few for the features that they fetch,
+    """Of each of their threads. With more the others have too few for the features that they fetch,
     and wait for every product."""
     bytes: int = 0
     """The most that is made of the images of one launch; 0: as much as the dense engine takes."""
