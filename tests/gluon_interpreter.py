@@ -1077,7 +1077,7 @@ class Gluon:
 
     def _product_wait(self, outstanding, deps):
         team = self.machine.pause()
-        over = team.products[: len(team.products) - outstanding]
+        over = team.products[: max(0, len(team.products) - outstanding)]
         if {id(dep) for dep in deps if isinstance(dep, Product)} != set(map(id, over)):
             raise Race("a wait for other products than those under way")
         team.products = team.products[len(over) :]
