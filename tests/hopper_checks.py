@@ -110,6 +110,26 @@ def test_outputs_and_gradients_err_little_more_than_the_dense_engine(interpret, 
     err_little_more(found, layer, x, probe, 1.5 if x.dtype == torch.bfloat16 else 2.5)
 
 
+HALVES = {
+    "p8": {"group": "p8", "fields": (5, 3)},
+    "p16, bfloat16": {"group": "p16", "fields": (3, 2), "dtype": torch.bfloat16},
+    "p32": {"group": "p32", "fields": (2, 2), "shape": (1, 5, 6)},
+    "p8m, stride 2": {"group": "p8m", "fields": (2, 3), "stride": 2},
+    "p4m, 3×3": {"group": "p4m", "fields": (2, 5), **LOW},
+    "p12": {"group": "p12", "fields": (2, 2), "shape": (1, 5, 5)},
+}
+
+
+@pytest.mark.parametrize("options", HALVES.values(), ids=HALVES.keys())
+def test_two_launches_make_a_layer_by_halves(interpret, options):
+    """The second one finds what the first one left in the output."""
+    gluon = interpret()
+    layer, x, probe = case(**options)
+    found = with_roles(layer, x, probe, halves=1)
+    assert gluon.launches["forward"] == 4  # two for the layer, two for its adjoint
+    err_little_more(found, layer, x, probe, 1.5 if x.dtype == torch.bfloat16 else 2.5)
+
+
 CUTS = [{"teams": 1}, {"teams": 4, "producers": 16}, {"splits": 3}, {"bytes": 1, "splits": 2}]
 
 

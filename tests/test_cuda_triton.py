@@ -110,7 +110,7 @@ def test_warps_have_roles_unless_they_cannot(monkeypatch):
     monkeypatch.setattr(
         triton_launches.ConvolutionRun,
         "__init__",
-        lambda self, *args: (made(self, *args), runs.append(self.roles is not None))[0],
+        lambda self, *args: (made(self, *args), runs.append(bool(self.roles)))[0],
     )
 
     def ran(group, convert=lambda x: x):

@@ -63,9 +63,9 @@ def differences(ours, case, runs):
         cut = ours.cut(bool(adjoint))
         same("fields", cut, (run.cut.copies * sum(run.cut.parts), run.cut.programs))
         tile, warps = ours.tile
-        options = run.groups[0].forward.options
+        options = run.groups[0].forward[0].options
         same("tile", (tile, warps), (options["BP"], options["num_warps"]))
-        tiles = sum(group.forward.grid[0] for group in run.groups)
+        tiles = sum(group.forward[0].grid[0] for group in run.groups)
         most = kernel_counts.parts(case.batch * pixels, tile) + len(run.groups)
         same("tiles", tiles <= most, True)
     launches = [launch for group in gram.groups for launch in group.grams]

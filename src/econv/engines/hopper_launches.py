@@ -16,7 +16,7 @@ from econv.engines import hopper_kernels
 from econv.engines.hopper_source import gram_features
 from econv.engines.hopper_turns import ROWS, pieces_of_a_chunk
 from econv.engines.triton_kernels import INTERPRETED
-from econv.engines.triton_scheme import FIELDS, Scheme
+from econv.engines.triton_scheme import FIELDS, Scheme, halves
 from econv.engines.triton_tiles import INTERNAL, Cut, Launch, Like, Tiles, at_a_time, divided
 
 __all__ = ["GramRoles", "Roles", "as_words"]
@@ -25,19 +25,36 @@ _SHARED = 225 << 10  # bytes of shared memory that the stages of a program may t
 _ACCUMULATORS = 320  # output channels of a program: 160 registers of each thread that multiplies
 _MULTIPLIERS = 4  # warps
 _TARGETS = (4, 8)  # products that layers have for which this was measured to be faster
+_MOST = 16  # the same where they are taken by halves
 
 
 def _possible(x: Like, layout: Scheme, chosen: Tiles) -> bool:
     """Whether warps can have roles on these images, and were found to gain by them."""
-    if pieces_of_a_chunk(layout) is None or INTERNAL[x.dtype] != torch.float16:
+    if INTERNAL[x.dtype] != torch.float16:
         return False
     if chosen.roles >= 0:
         return bool(chosen.roles)
-    if INTERPRETED or not hopper_kernels.AVAILABLE or layout.batch not in _TARGETS:
+    if INTERPRETED or not hopper_kernels.AVAILABLE or layout.batch not in (*_TARGETS, _MOST):
         return False
     if x.device.type == "cuda":
         return torch.cuda.get_device_capability(x.device) == (9, 0)
     return x.device.type == "meta"  # which stands for an H200
+
+
+def _divisions(layout: Scheme, fields: int, chosen: Tiles) -> Iterator[tuple[Scheme, ...]]:
+    """Ways to divide a layer with so many output fields into launches, the best first.
+
+    Programs that hold only a part of the output fields would all make the same features. With half
+    of the targets, which read half of the derivatives, a program holds twice as many fields.
+    """
+    both = halves(layout) if chosen.halves else None
+    alone = sum(next(_cuts(fields, layout)).parts) >= fields and layout.batch < _MOST
+    ways: list[tuple[Scheme, ...]] = [(layout,)] if layout.batch < _MOST or chosen.roles > 0 else []
+    if both is not None:
+        ways.insert(len(ways) if alone and chosen.halves < 0 else 0, both)
+    for way in ways:
+        if all(pieces_of_a_chunk(each) is not None for each in way):
+            yield way
 
 
 def _cuts(fields: int, layout: Scheme) -> Iterator[Cut]:
@@ -63,10 +80,19 @@ class Roles(NamedTuple):
     device: torch.device
 
     @staticmethod
-    def of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> Roles | None:
-        """Nothing where they have none, or there is no room for two stages."""
+    def of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> list[Roles]:
+        """One, or two of half a layer each, or none: they have none, or no room for two stages."""
         if not _possible(x, layout, chosen):
-            return None
+            return []
+        for way in _divisions(layout, out_fields, chosen):
+            found = [Roles._of(x, each, chosen, out_fields) for each in way]
+            known = [roles for roles in found if roles is not None]
+            if len(known) == len(found):
+                return known
+        return []
+
+    @staticmethod
+    def _of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> Roles | None:
         length = layout.inner // layout.chunks
         for found in _cuts(out_fields, layout):
             rows = layout.batch * (ROWS + 2 * sum(found.parts))
@@ -115,9 +141,20 @@ class GramRoles(NamedTuple):
     chosen: Tiles
 
     @staticmethod
-    def of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> GramRoles | None:
-        """Nothing where they have none, or there is no room for two stages."""
-        if not _possible(x, layout, chosen) or gram_features(layout) > ROWS:
+    def of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> list[GramRoles]:
+        """One, or two of half a layer each, or none: they have none, or no room for two stages."""
+        if not _possible(x, layout, chosen):
+            return []
+        for way in _divisions(layout, out_fields, chosen):
+            found = [GramRoles._of(x, each, chosen, out_fields) for each in way]
+            known = [roles for roles in found if roles is not None]
+            if len(known) == len(found):
+                return known
+        return []
+
+    @staticmethod
+    def _of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> GramRoles | None:
+        if gram_features(layout) > ROWS:
             return None
         fields = ROWS // gram_features(layout)
         pixels = 32 * chosen.producers // fields

@@ -32,7 +32,7 @@ from econv.engines.hopper_turns import (
     zeros,
 )
 from econv.engines.triton_scheme import FIELDS, Scheme, power_of_two
-from econv.engines.triton_source import HEADROOM, Writer, joined, times_rows
+from econv.engines.triton_source import HEADROOM, Writer, joined, split_evenly, times_rows, twos
 from econv.fourier import butterflies
 
 __all__ = ["gram_features", "hopper_gram_source", "hopper_source"]
@@ -75,7 +75,6 @@ def _produce(write: Writer, layout: Scheme, pieces: Sequence[int]) -> None:
 
 
 def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequence[int]) -> None:
-    plan = layout.plan
     features = ", ".join(f"z{n}" for n in range(len(pieces)))
     weights = ", ".join(f"{n}_in, {n}" for n in weight_names(parts, pieces))
     write("@gluon.jit")
@@ -117,50 +116,103 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
     write(f"issue({weights}, ready, stage, later % turns, later < all_turns, programs)")
     write("turn += 1")
     write.depth -= 1
-    pairs, rest = butterflies(plan.synthesis.T)
+    _outputs(write, layout, parts)
+    write.depth -= 2
+    write()
+
+
+_KEPT = 0.25
+"""What slots are multiplied by that wait in the output: they are larger than its channels."""
+
+
+def _outputs(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
+    """The channels of a tile to the output; of the first half of a layer, its slots.
+
+    Those wait where the channels of the same pixels and fields will be, for the second half.
+    """
+    plan = layout.plan
     channels = plan.synthesis.shape[0]
-    padded = power_of_two(channels)
-    vector = min(padded, layout.vector)
-    slots = [slot for target in layout.targets for slot in target.slots]
+    pairs, rest = butterflies(plan.synthesis.T)
     done = 0
     for part, size in enumerate(parts):
         # A thread holds both columns of a field, of every target.
         for target in range(layout.batch):
-            one, two = (*slots[2 * target : 2 * target + 2], -1, -1)[:2]
+            one, two = layout.slots[2 * target : 2 * target + 2]
             write(f"s, o = gl.split(gl.reshape(a{target}_{part}, [BP, {size}, 2]))")
             for name, slot in (("s", one), ("o", two)):
                 if slot >= 0:
                     write(f"s{slot} = {name}")
-        times_rows(write, rest.T, "s", "y")
-        for a, b in reversed(pairs):
-            write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
-        for start in range(0, channels, vector):
-            outputs = [f"y{c if c < channels else 0}" for c in range(start, start + vector)]
-            write(f"found = gl.reshape({joined(outputs, 'gl')}, [BP, {size}, {vector}])")
-            if not start:
-                write(f"LAID{part}: gl.constexpr = found.type.layout")
-                pixel, field, element = (
-                    f"gl.SliceLayout({one}, gl.SliceLayout({two}, LAID{part}))"
-                    for one, two in ((1, 2), (0, 2), (0, 1))
-                )
-                write(f"pixel = tile * BP + gl.arange(0, BP, layout={pixel})")
-                write("inside = pixel < pixels")
-                write("owner = gl.minimum(pixel, pixels - 1) // (height * width)")
-                write("power = exponent(gl.load(x_largest + owner)) + exponent(gl.load(w_largest))")
-                write(f"scale = two_to(power - {2 * HEADROOM})")
-                write(f"o = gl.program_id(1) * {sum(parts)} + {done}")
-                write(f"o += gl.arange(0, {size}, layout={field})")
-                write(f"element = gl.arange(0, {vector}, layout={element})")
-                write("base = pixel.to(gl.int64) * y_dot")
-            write("found = (found * scale[:, None, None]).to(y.dtype.element_ty)")
-            write(f"channel = o[None, :, None] * {channels} + {start} + element[None, None, :]")
-            write("known = inside[:, None, None] & (o < out_fields)[None, :, None]")
+        if layout.before:
+            write(f"HELD{part}: gl.constexpr = s.type.layout")
+            vector = min(len(layout.before), layout.vector)
+            _places(write, f"WAITING{part}", ["s"] * vector, size, channels, sum(parts), done)
+            write(f"factor = two_to({2 * HEADROOM} - power) * {1 / _KEPT}")
+            for start in range(0, len(layout.before), vector):
+                write(f"r = gl.load(into + {start}, mask=known, other=0.0).to(gl.float32)")
+                write("r = r * factor[:, None, None]")
+                write(f"r = gl.reshape(r, [BP, {size}, {twos(vector)}])")
+                slots = layout.before[start : start + vector]
+                names = [f"s{slot}" if slot >= 0 else None for slot in slots]
+                split_evenly(write, "r", names, "gl")
+                for name in filter(None, names):
+                    write(f"{name} = gl.convert_layout({name}, HELD{part}, assert_trivial=True)")
+        factor = ""
+        if layout.complete:
+            times_rows(write, rest.T, "s", "y")
+            for a, b in reversed(pairs):
+                write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
+            outputs = [f"y{c}" for c in range(channels)]
+        else:
+            outputs = [f"s{slot if slot >= 0 else layout.slots[0]}" for slot in layout.slots]
+            factor = f" * {_KEPT}"
+        vector = min(power_of_two(len(outputs)), layout.vector)
+        outputs += outputs[:1] * (-len(outputs) % vector)
+        _places(write, f"LAID{part}", outputs[:vector], size, channels, sum(parts), done)
+        write(f"scale = two_to(power - {2 * HEADROOM}){factor}")
+        for start in range(0, len(outputs), vector):
+            found = _side_by_side(outputs[start : start + vector], size)
+            write(f"found = ({found} * scale[:, None, None]).to(y.dtype.element_ty)")
+            known = "known"
             if start + vector > channels:
-                write(f"known = known & (element < {channels - start})[None, None, :]")
-            write("gl.store(y + (base[:, None, None] + channel), found, mask=known)")
+                known += f" & (element < {channels - start})[None, None, :]"
+            write(f"gl.store(into + {start}, found, mask={known})")
         done += size
-    write.depth -= 2
-    write()
+
+
+def _places(
+    write: Writer,
+    layout: str,
+    names: Sequence[str],
+    size: int,
+    channels: int,
+    fields: int,
+    done: int,
+) -> None:
+    """Where in the output threads find what they hold, for each pixel and field of a part.
+
+    ``layout`` is what it is called how numbers lie that stand side by side there, as names do.
+    """
+    write(f"found = {_side_by_side(names, size)}")
+    write(f"{layout}: gl.constexpr = found.type.layout")
+    pixel, field, element = (
+        f"gl.SliceLayout({one}, gl.SliceLayout({two}, {layout}))"
+        for one, two in ((1, 2), (0, 2), (0, 1))
+    )
+    write(f"pixel = tile * BP + gl.arange(0, BP, layout={pixel})")
+    write("inside = pixel < pixels")
+    write("owner = gl.minimum(pixel, pixels - 1) // (height * width)")
+    write("power = exponent(gl.load(x_largest + owner)) + exponent(gl.load(w_largest))")
+    write(f"o = gl.program_id(1) * {fields} + {done}")
+    write(f"o += gl.arange(0, {size}, layout={field})")
+    write(f"element = gl.arange(0, {len(names)}, layout={element})")
+    write("known = inside[:, None, None] & (o < out_fields)[None, :, None]")
+    write(f"channel = o[None, :, None] * {channels} + element[None, None, :]")
+    write("into = y + (pixel.to(gl.int64)[:, None, None] * y_dot + channel)")
+
+
+def _side_by_side(names: Sequence[str], size: int) -> str:
+    """Numbers of every pixel and output field, along a last axis."""
+    return f"gl.reshape({joined(names, 'gl')}, [BP, {size}, {len(names)}])"
 
 
 def gram_features(layout: Scheme) -> int:

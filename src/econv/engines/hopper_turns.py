@@ -108,15 +108,18 @@ def _early(dy: int) -> str:
     return f"early{'_' if dy < 0 else ''}{abs(dy)}_"
 
 
-def _derivatives(write: Writer, layout: Scheme, fields: int) -> None:
-    """Every derivative of every word: ``d{stencil}_{word}``, from the taps around ``centre``."""
-    coefficients = layout.coefficients
+def _derivatives(write: Writer, layout: Scheme, chunk: int, fields: int) -> None:
+    """The derivatives ``d{stencil}_{word}`` of a chunk, from the taps around ``centre``."""
     words = layout.width // 2
+    read = layout.derivatives(chunk)
+    of_word = [sorted(s for s, w in read if w == word) for word in range(words)]
     started: set[tuple[int, int]] = set()
 
     def add(name: str, word: int, i: int, j: int) -> None:
-        for stencil in np.flatnonzero(coefficients[:, i, j]).tolist():
-            value = float(coefficients[stencil, i, j])
+        for stencil in of_word[word]:
+            value = float(layout.coefficients[stencil, i, j])
+            if not value:
+                continue
             old = f"d{stencil}_{word}" if (stencil, word) in started else None
             started.add((stencil, word))
             write(f"d{stencil}_{word} = {_scaled(name, value, value, old)}")
@@ -132,6 +135,7 @@ def _derivatives(write: Writer, layout: Scheme, fields: int) -> None:
                         write(f"{above}{beside}{word} = {_early(y)}{word}")
         load_taps(write, fields, words, "centre", names)
         for word in range(words):
+            coefficients = layout.coefficients[of_word[word]]
             for sign, j in zip("+-", columns, strict=False):
                 if not coefficients[:, rows, j].any():
                     continue
@@ -267,7 +271,7 @@ def turn(
     write("stage = turn % STAGES")
     write("phase = turn // STAGES & 1")
     write("centre = source + here")
-    _derivatives(write, layout, fields)
+    _derivatives(write, layout, chunk, fields)
     write(f"centre = {upcoming}")
     load_taps(write, fields, layout.width // 2, "centre", early_taps(layout))
     _stored(write, layout, chunk, pieces, fields)

@@ -533,13 +533,14 @@ def spread(
 ):
     """Sum the partial gradients in a fixed order: each spectral weight has its own.
 
-    A program reads ``SPLITS`` of them at once.
+    A program reads ``SPLITS`` of them at once. What another launch sums is left alone.
     """
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = n < weights * in_fields * out_fields
     o = n % out_fields
     i = n // out_fields % in_fields
     number = n // (out_fields * in_fields)
+    kept = kept & (tl.load(owners + number * MOST, mask=kept, other=-2) > -2)
     each = in_padded * count * out_padded * 2
     total = tl.zeros([SPLITS, BLOCK], tl.float32)
     for t in tl.static_range(MOST):

@@ -32,6 +32,7 @@ import torch
 import triton
 from torch import Tensor
 
+from econv.engines.hopper_kernels import Copies
 from econv.engines.hopper_launches import GramRoles, Roles, as_words
 from econv.engines.hopper_turns import ROWS
 from econv.engines.spectral import Geometry
@@ -238,6 +239,17 @@ def _numbers(pixels: int, geometry: Geometry, grid: _Grid) -> tuple[int, ...]:
     return (*shape, geometry.down, geometry.dilation, *steps)
 
 
+class _Order(NamedTuple):
+    """The order in which a launch reads weights."""
+
+    arrange: Launch
+    constants: tuple[Tensor, ...]
+    """That say where they come from."""
+    shape: tuple[int, ...]
+    copies: Copies | None
+    """How they are copied, where warps have roles."""
+
+
 class _Group(NamedTuple):
     """Images that are convolved together."""
 
@@ -246,7 +258,8 @@ class _Group(NamedTuple):
     place: int
     """Where in the output the spectrum lies; −1: in memory of its own."""
     analysis: _Analysis
-    forward: Launch
+    forward: list[Launch]
+    """Several, where each makes a part of the layer."""
 
 
 class ConvolutionRun:
@@ -274,14 +287,14 @@ class ConvolutionRun:
         if not math.prod(self.shape):
             return
         chosen = chosen or chosen_tiles(layout)
-        self.roles = Roles.of(x, layout, chosen, out_fields) if channels_last else None
-        if self.roles is None:
+        self.roles = Roles.of(x, layout, chosen, out_fields) if channels_last else []
+        if not self.roles:
             self.cut = cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
             running = at_a_time(x.device, chosen.warps) // self.cut.programs
             at_once = running * chosen.pixels
         else:
-            self.cut = self.roles.cut
-            at_once = self.roles.running * ROWS
+            self.cut = self.roles[0].cut
+            at_once = self.roles[0].running * ROWS
         self._arrange(layout, in_fields, out_fields, adjoint)
         sizes = self._sizes(layout, geometry, chosen.bytes, at_once, adjoint)
         kernels = convolution(
@@ -290,16 +303,16 @@ class ConvolutionRun:
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
         total, first = math.prod(self.shape), 0
         self.own = 0  # numbers of the memory that is no part of the output
-        made: dict[int, tuple[_Analysis, Launch]] = {}
+        made: dict[int, tuple[_Analysis, list[Launch]]] = {}
         for images in sizes:
             if images not in made:
                 like = x._replace(shape=(images, *x.shape[1:]))
                 analysis = _Analysis(kernels.analyse, like, layout, geometry, 1, activated)
                 pixels = images * geometry.height * geometry.width
                 numbers = _numbers(pixels, geometry, analysis.grid)
-                if self.roles is not None:
+                if self.roles:
                     last = (analysis.shape[0], out_fields, strides[3])
-                    made[images] = (analysis, self.roles.launch(numbers, *last))
+                    made[images] = (analysis, [one.launch(numbers, *last) for one in self.roles])
                 else:
                     launch = Launch(
                         kernels.forward,
@@ -310,7 +323,7 @@ class ConvolutionRun:
                         num_warps=chosen.warps,
                         num_stages=chosen.stages,
                     )
-                    made[images] = (analysis, launch)
+                    made[images] = (analysis, [launch])
             written = (first + images) * total // batch
             place = (total - made[images][0].numbers) // 64 * 64
             if place < written:
@@ -320,23 +333,35 @@ class ConvolutionRun:
             first += images
 
     def _arrange(self, layout: Scheme, in_fields: int, out_fields: int, adjoint: bool) -> None:
+        """How weights come into the order in which each launch reads them."""
+        if self.roles:
+            self.orders = [
+                self._order(one.layout, one, in_fields, out_fields, adjoint) for one in self.roles
+            ]
+        else:
+            self.orders = [self._order(layout, None, in_fields, out_fields, adjoint)]
+
+    def _order(
+        self, layout: Scheme, roles: Roles | None, in_fields: int, out_fields: int, adjoint: bool
+    ) -> _Order:
         found, constants = self.cut, _constants(layout, self.x.device)
-        self.constants = (constants.entries, constants.signs, constants.pieces)
+        order = (constants.entries, constants.signs, constants.pieces)
         strides = (in_fields * layout.plan.weights, layout.plan.weights)
         if adjoint:
-            self.constants = (*constants[2:4], constants.pieces)
+            order = (*constants[2:4], constants.pieces)
             strides = (layout.plan.weights, out_fields * layout.plan.weights)
         in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
-        self.arranged = (in_padded, layout.batch * layout.inner, found.padded, 2)
-        total = math.prod(self.arranged)
+        arranged = (in_padded, layout.batch * layout.inner, found.padded, 2)
+        total = math.prod(arranged)
         sizes: tuple[int, ...] = (layout.batch, layout.inner)
-        if self.roles is None:
+        copies = None
+        if roles is None:
             kernel, sizes = arrange, (found.padded, *sizes, found.copies)
         else:
             length = layout.inner // layout.chunks
             kernel, sizes = arrange_rows, (found.programs, *sizes, length, in_padded // FIELDS)
-            self.copies = self.roles.copies(self.arranged)
-        self.arrange = Launch(
+            copies = roles.copies(arranged)
+        launch = Launch(
             kernel,
             (triton.cdiv(total, 1024),),
             (out_fields, in_fields, *strides, *sizes, sum(found.parts), found.parts[0], total),
@@ -345,6 +370,7 @@ class ConvolutionRun:
             HEADROOM=HEADROOM,
             num_warps=8,
         )
+        return _Order(launch, order, arranged, copies)
 
     def _sizes(
         self, layout: Scheme, geometry: Geometry, most: int, at_once: int, adjoint: bool
@@ -375,18 +401,28 @@ class ConvolutionRun:
         y = torch.empty(self.shape, dtype=x.dtype, device=device, memory_format=self.format)
         if not self.groups:
             return y
-        arranged = _empty(self.arranged, self.internal, device)
-        self.arrange(weights, *self.constants, w_largest, arranged)
+        factors = []
+        for order in self.orders:
+            arranged = _empty(order.shape, self.internal, device)
+            order.arrange(weights, *order.constants, w_largest, arranged)
+            factors.append([arranged] if order.copies is None else order.copies(arranged))
         own = _empty((self.own,), self.internal, device)
         flat = y.as_strided((y.numel(),), (1,)).view(self.internal)
-        factors = [arranged] if self.roles is None else self.copies(arranged)
-        for first, images, place, analysis, forward in self.groups:
+        for first, images, place, analysis, launches in self.groups:
             spectrum = analysis.within(own if place < 0 else flat[place:])
             scales = x_largest[OVERALL + first :]
             analysis.run(_images(x, first, images), *affine, scales, spectrum)
-            spectrum = spectrum if self.roles is None else as_words(spectrum)
-            forward(spectrum, *factors, _images(y, first, images), scales, w_largest)
+            spectrum = as_words(spectrum) if self.roles else spectrum
+            for launch, of_launch in zip(launches, factors, strict=True):
+                launch(spectrum, *of_launch, _images(y, first, images), scales, w_largest)
         return y
+
+
+class _Share(NamedTuple):
+    """What is made of the images of a group by the launches of one layout."""
+
+    lay: Launch
+    grams: list[Launch]
 
 
 class _GramGroup(NamedTuple):
@@ -395,8 +431,19 @@ class _GramGroup(NamedTuple):
     first: int
     images: int
     analysis: _Analysis
-    lay: Launch
-    grams: list[Launch]
+    shares: list[_Share]
+
+
+class _Sums(NamedTuple):
+    """Where the gradients to the weights of one layout are added up."""
+
+    partial: tuple[int, ...]
+    laid: tuple[int, ...]
+    """The shape of the output's gradient where it was laid out."""
+    copies: Copies | None
+    """How that is copied, where warps have roles."""
+    owners: tuple[Tensor, ...]
+    spread: Launch
 
 
 class GramRun:
@@ -420,7 +467,10 @@ class GramRun:
         if not math.prod(x.shape) * math.prod(g.shape):
             return
         chosen = chosen or chosen_tiles(layout)
-        self.roles = roles = GramRoles.of(x, layout, chosen, out_fields)
+        self.roles = GramRoles.of(x, layout, chosen, out_fields)
+        # Those of one launch after the other: of equal shapes.
+        layouts = [roles.layout for roles in self.roles] or [layout]
+        roles = self.roles[0] if self.roles else None
         if roles is None:
             found = cut(out_fields, layout, chosen.gram_warps, chosen.gram_accumulators, RUN)
             at_once, fields, block = chosen.gram_pixels, chosen.gram_fields, RUN
@@ -429,28 +479,33 @@ class GramRun:
         batch, pixels = x.shape[0], geometry.height * geometry.width
         in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
         programs = in_padded // fields * found.programs
-        count = layout.batch * layout.inner
+        count = layouts[0].batch * layouts[0].inner
         one = (in_padded, count, found.padded, 2)
         free = batch * x.image_bytes + _spare_bytes(x, layout, g.shape[1])
-        most = max(1, free // 4 // (4 * math.prod(one)))
+        running = at_a_time(x.device, chosen.gram_warps) if roles is None else roles.running
+        sums = 4 * math.prod(one) * len(layouts)
+        most = max(1, free // 4 // sums)
+        if roles is not None and programs * most < running:  # half of the memory that is free
+            most = max(1, free // 2 // sums)
         if roles is None:
             # All programs run at the same time: a few more would take as long again.
-            splits = max(1, min(at_a_time(x.device, chosen.gram_warps) // programs, most))
+            splits = max(1, min(running // programs, most))
         else:
             splits = roles.splits(programs, most)
         splits = min(chosen.splits or splits, triton.cdiv(batch * pixels, at_once))
-        self.partial = (splits, *one)
-        free = min(chosen.bytes or free - 4 * math.prod(self.partial), _addressed(x))
-        laid = found.padded * 2 * layout.batch  # numbers for each pixel
+        partial = (splits, *one)
+        free = min(chosen.bytes or free - 4 * math.prod(partial) * len(layouts), _addressed(x))
+        laid = found.padded * 2 * layouts[0].batch  # numbers for each pixel
         each = _spectrum_bytes(x, layout, geometry) + laid * pixels * x.dtype.itemsize
         several = triton.cdiv(batch, _multiple(free // each))
         most = 4 * triton.cdiv(batch, 4 * several)
         if roles is None:
             kernels = gradient(layout, found.parts, found.copies, at_once, _packed(self.internal))
-            analyse, lay_kernel, side_by_side = kernels.analyse, kernels.lay, FIELDS
+            analyse, lay_kernels, side_by_side = kernels.analyse, [kernels.lay], FIELDS
             tile = {"TILE": at_once}
         else:
-            analyse, lay_kernel = row_kernels(layout, found.parts, fields)
+            made = [row_kernels(each, found.parts, fields) for each in layouts]
+            analyse, lay_kernels = made[0][0], [lay for _, lay in made]
             tile, side_by_side = {}, fields
         for first in range(0, batch, most):
             images = min(most, batch - first)
@@ -459,44 +514,50 @@ class GramRun:
             tiles_ = triton.cdiv(images * pixels, at_once)
             run = min(ROWS, at_once)
             shape = (geometry.height, geometry.width)
-            lay = Launch(
-                lay_kernel,
-                (tiles_ * (at_once // run), found.padded // block),
-                (images * pixels, out_fields, *shape, found.programs, *g.strides),
-                **tile,
-                BP=run,
+            numbers = _numbers(images * pixels, geometry, analysis.grid)
+            shares = []
+            for number, lay_kernel in enumerate(lay_kernels):
+                lay = Launch(
+                    lay_kernel,
+                    (tiles_ * (at_once // run), found.padded // block),
+                    (images * pixels, out_fields, *shape, found.programs, *g.strides),
+                    **tile,
+                    BP=run,
+                    num_warps=4,
+                )
+                if roles is not None:
+                    again = len(self.groups)
+                    grams = self.roles[number].launches(numbers, in_padded, splits, again)
+                else:
+                    gram = Launch(
+                        kernels.gram,
+                        (in_padded // fields, found.programs, splits),
+                        (*numbers, tiles_, in_padded, found.padded, len(self.groups)),
+                        BF=fields,
+                        PRECISION=precision,
+                        num_warps=chosen.gram_warps,
+                    )
+                    grams = [gram]
+                shares.append(_Share(lay, grams))
+            self.groups.append(_GramGroup(first, images, analysis, shares))
+        tiles_ = triton.cdiv(self.groups[0].images * pixels, at_once)
+        fragments = (tiles_, laid * at_once)
+        self.sums: list[_Sums] = []
+        block = 64
+        for number, each_layout in enumerate(layouts):
+            constants = _constants(each_layout, x.device)
+            launch = Launch(
+                spread,
+                (triton.cdiv(math.prod(self.shape), block),),
+                (out_fields, in_fields, weights, in_padded, found.padded, count, splits),
+                MOST=constants.owners.shape[1],
+                SPLITS=min(16, triton.next_power_of_2(splits)),
+                BLOCK=block,
                 num_warps=4,
             )
-            numbers = _numbers(images * pixels, geometry, analysis.grid)
-            if roles is not None:
-                grams = roles.launches(numbers, in_padded, splits, len(self.groups))
-            else:
-                gram = Launch(
-                    kernels.gram,
-                    (in_padded // fields, found.programs, splits),
-                    (*numbers, tiles_, in_padded, found.padded, len(self.groups)),
-                    BF=fields,
-                    PRECISION=precision,
-                    num_warps=chosen.gram_warps,
-                )
-                grams = [gram]
-            self.groups.append(_GramGroup(first, images, analysis, lay, grams))
-        tiles_ = triton.cdiv(self.groups[0].images * pixels, at_once)
-        self.fragments = (tiles_, laid * at_once)
-        if roles is not None:
-            self.copies = roles.copies(self.fragments)
-        constants = _constants(layout, x.device)
-        self.owners = (constants.owners, constants.owner_signs)
-        block = 64
-        self.spread = Launch(
-            spread,
-            (triton.cdiv(math.prod(self.shape), block),),
-            (out_fields, in_fields, weights, in_padded, found.padded, count, splits),
-            MOST=constants.owners.shape[1],
-            SPLITS=min(16, triton.next_power_of_2(splits)),
-            BLOCK=block,
-            num_warps=4,
-        )
+            copies = self.roles[number].copies(fragments) if self.roles else None
+            owners = (constants.owners, constants.owner_signs)
+            self.sums.append(_Sums(partial, fragments, copies, owners, launch))
 
     def __call__(
         self, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor, *affine: Tensor
@@ -505,19 +566,23 @@ class GramRun:
         if not self.groups:
             return torch.zeros(self.shape, dtype=torch.float32, device=device)
         # Images add up: they are scaled alike, by the largest number of all.
-        partial = _empty(self.partial, torch.float32, device)
+        partials = [_empty(sums.partial, torch.float32, device) for sums in self.sums]
         memory = _empty((self.groups[0].analysis.numbers,), self.internal, device)
-        fragments = _empty(self.fragments, self.internal, device)
-        factors = [fragments] if self.roles is None else self.copies(fragments)
-        for first, images, analysis, lay, grams in self.groups:
+        fragments = _empty(self.sums[0].laid, self.internal, device)
+        factors = [
+            [fragments] if sums.copies is None else sums.copies(fragments) for sums in self.sums
+        ]
+        for first, images, analysis, shares in self.groups:
             spectrum = analysis.within(memory)
             analysis.run(_images(x, first, images), *affine, x_largest, spectrum)
-            lay(_images(g, first, images), g_largest, fragments)
-            spectrum = spectrum if self.roles is None else as_words(spectrum)
-            for gram in grams:
-                gram(spectrum, *factors, partial, x_largest, g_largest)
+            spectrum = as_words(spectrum) if self.roles else spectrum
+            for share, of_share, partial in zip(shares, factors, partials, strict=True):
+                share.lay(_images(g, first, images), g_largest, fragments)
+                for gram in share.grams:
+                    gram(spectrum, *of_share, partial, x_largest, g_largest)
         result = _empty(self.shape, torch.float32, device)
-        self.spread(partial, *self.owners, result)
+        for sums, partial in zip(self.sums, partials, strict=True):
+            sums.spread(partial, *sums.owners, result)
         return result
 
 

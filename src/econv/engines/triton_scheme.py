@@ -16,7 +16,7 @@ import numpy as np
 
 from econv.plan import SpectralPlan
 
-__all__ = ["FIELDS", "Scheme", "Target", "power_of_two", "scheme"]
+__all__ = ["FIELDS", "Half", "Scheme", "Target", "halves", "power_of_two", "scheme"]
 
 FIELDS = 4
 """Fields of one tile: with four features each they fill the shortest product, 16."""
@@ -153,6 +153,36 @@ class Scheme:
             lengths.append(most + -most % 4)
         return lengths
 
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Those of the output's spectrum that the products give, two for each; −1: none."""
+        found = [slot for target in self.targets for slot in target.slots]
+        return (*found, *[-1] * (2 * self.batch - len(found)))
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """Slots that another launch gave before this one."""
+        return ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all slots are there, these and those before."""
+        return True
+
+    @cached_property
+    def output_analysis(self) -> np.ndarray:
+        """Channels to `slots`, ``[channels, 2 * batch]``."""
+        found = np.zeros((self.plan.analysis.shape[1], 2 * self.batch))
+        for place, slot in enumerate(self.slots):
+            if slot >= 0:
+                found[:, place] = self.plan.analysis[slot]
+        return found
+
+    def derivatives(self, chunk: int) -> set[tuple[int, int]]:
+        """What the features of a slot chunk read: (stencil, pair of slots)."""
+        features = (feature for row in self.lists[chunk] for feature in row if feature >= 0)
+        return {key for feature in features for key in self.terms(feature)}
+
     @cached_property
     def analysis(self) -> np.ndarray:
         """Channels to slots where they lie, ``[channels, chunks * width]``."""
@@ -254,15 +284,24 @@ class Scheme:
         factor = np.where(entries >= 0, matrix[source[entries], entries], 0.0)
         return turned, (signs * factor).astype(np.float32)
 
+    def owned(self, weight: int) -> bool:
+        """Whether a spectral weight is one of this layout's."""
+        return True
+
     @cached_property
     def owners(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each spectral weight where it stands (−1: nowhere) and with which sign."""
+        """For each spectral weight where it stands and with which sign.
+
+        −1: nowhere; −2 where it is none of this layout's.
+        """
         entries, signs = self.entries
         lists = [np.flatnonzero(entries == n) for n in range(self.plan.weights)]
         most = max(map(len, lists))
         where = np.full((len(lists), most), -1, dtype=np.int32)
         factors = np.zeros((len(lists), most), dtype=np.float32)
         for number, found in enumerate(lists):
+            if not self.owned(number):
+                where[number] = -2
             where[number, : len(found)] = found
             factors[number, : len(found)] = signs[found]
         return where, factors
@@ -297,6 +336,81 @@ class Scheme:
             columns = (dx, reach + dx) if dx else (0,)
             if self.coefficients[:, rows][:, :, columns].any():
                 yield dy, dx, rows, columns
+
+
+@dataclass(frozen=True, eq=False)
+class Half(Scheme):
+    """Some targets of a scheme, which read derivatives that no other target does.
+
+    Turning by a half circle changes the sign of derivatives of odd frequency, and of slots of odd
+    irreps. Targets of even irreps read even derivatives of even slots and odd ones of odd slots;
+    those of odd irreps read the rest. So each half of the targets takes half of the derivatives.
+    """
+
+    whole: Scheme
+    numbers: tuple[int, ...]
+    """Of its targets."""
+    first: Half | None
+    """The half that comes before this one."""
+
+    @cached_property
+    def targets(self) -> tuple[Target, ...]:
+        return tuple(self.whole.targets[number] for number in self.numbers)
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        return () if self.first is None else self.first.slots
+
+    @property
+    def complete(self) -> bool:
+        return self.first is not None
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        return self.whole.positions
+
+    @property
+    def width(self) -> int:
+        return self.whole.width
+
+    @property
+    def chunks(self) -> int:
+        return self.whole.chunks
+
+    def owned(self, weight: int) -> bool:
+        """Whatever the other half does not have is the first one's."""
+        if self.first is None:
+            _, other = halves(self.whole) or (None, self)
+            return not (other.entries[0] == weight).any()
+        return bool((self.entries[0] == weight).any())
+
+    def _chunk_of(self, targets: Sequence[Target]) -> np.ndarray | None:
+        return self.whole._chunk_of(self.whole.targets)
+
+    def _lengths(self, targets: Sequence[Target]) -> list[int]:
+        """As many in every chunk."""
+        found = super()._lengths(targets)
+        return [max(found)] * len(found)
+
+
+@lru_cache(maxsize=512)
+def halves(layout: Scheme) -> tuple[Half, Half] | None:
+    """Both halves of a scheme; nothing where its targets have derivatives in common."""
+    plan = layout.plan
+    owner = list(range(len(layout.targets)))
+    readers: dict[tuple[int, int], int] = {}
+    for number, target in enumerate(layout.targets):
+        for feature in target.features:
+            for t in np.flatnonzero(plan.feature_factors[feature]):
+                pair = int(layout.positions[plan.feature_slots[feature, t]]) // 2
+                key = int(plan.feature_stencils[feature, t]), pair
+                other = owner[readers.setdefault(key, number)]
+                owner = [owner[number] if o == other else o for o in owner]
+    groups = [tuple(n for n, o in enumerate(owner) if o == one) for one in dict.fromkeys(owner)]
+    if len(groups) != 2 or len(groups[0]) != len(groups[1]):
+        return None
+    one = Half(plan, layout.vector, layout, groups[0], None)
+    return one, Half(plan, layout.vector, layout, groups[1], one)
 
 
 @lru_cache(maxsize=512)

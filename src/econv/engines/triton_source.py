@@ -351,7 +351,7 @@ def _analyse(write: Writer, layout: Scheme, activated: bool, fields: int = FIELD
             write(f"{number} = tl.load({place}, mask=there, other=0.0)")
         write("factor = tl.where(inside, factor, 0.0)")
     write(f"factor = factor[{_PIXEL}, None]")
-    _transformed(write, layout, activated)
+    _transformed(write, layout, layout.analysis, activated)
     write(f"where = place[{_PIXEL}, None] * BF + tl.arange(0, BF)[{_FIELD}, None]")
     write("where = where * SC + tl.arange(0, SC)[None, None, :]")
     write(f"kept = (place < places)[{_PIXEL}, None]")
@@ -366,7 +366,9 @@ def _analyse(write: Writer, layout: Scheme, activated: bool, fields: int = FIELD
     write()
 
 
-def _transformed(write: Writer, layout: Scheme, activated: bool = False) -> None:
+def _transformed(
+    write: Writer, layout: Scheme, analysis: np.ndarray, activated: bool = False
+) -> None:
     """The spectrum ``t0 …`` of the channels that lie at ``base``, times a factor."""
     channels = layout.plan.analysis.shape[1]
     padded = power_of_two(channels)
@@ -387,7 +389,7 @@ def _transformed(write: Writer, layout: Scheme, activated: bool = False) -> None
         split_evenly(
             write, "c", [f"c{n}" if n < channels else None for n in range(first, first + vector)]
         )
-    pairs, rest = butterflies(layout.analysis.T)
+    pairs, rest = butterflies(analysis.T)
     for a, b in pairs:
         write(f"c{a}, c{b} = c{a} + c{b}, c{a} - c{b}")
     times_rows(write, rest, "c", "t")
@@ -492,7 +494,7 @@ def _gradient_spectrum(write: Writer, layout: Scheme, fields: int) -> None:
     write("line = row - image * height")
     write("base = image.to(tl.int64) * x_image + line * x_line + dot * x_dot")
     write(f"factor = two_to({HEADROOM} - exponent(tl.load(largest)))")
-    _transformed(write, layout)
+    _transformed(write, layout, layout.output_analysis)
 
 
 def _jit(*names: str) -> str:

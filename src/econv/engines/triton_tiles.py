@@ -70,6 +70,9 @@ class Tiles(NamedTuple):
     registers: int = 128
     """Of each of their threads. With more the others have too few for the features that they fetch,
     and wait for every product."""
+    halves: int = -1
+    """Whether these take half of a layer's targets at a time: 0 never, 1 wherever there are halves,
+    −1 where a program cannot hold all of them for all output fields."""
     bytes: int = 0
     """The most that is made of the images of one launch; 0: as much as the dense engine takes."""
 
