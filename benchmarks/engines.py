@@ -536,8 +536,8 @@ def main(arguments: list[str] | None = None) -> None:
     if within is None and args.grid and args.device == "cuda":
         within = WITHIN
     stop = time.perf_counter() + (math.inf if within is None else within)
-    if args.grid and args.device == "cuda":
-        late = compile_beforehand(families(cases), COMPILING * within)
+    if args.device == "cuda":
+        late = compile_beforehand(families(cases), COMPILING * (within or math.inf))
         cases.sort(key=lambda case: case in late)
         kept = kernels_kept()
     run = Run(args, head(args), [], [])

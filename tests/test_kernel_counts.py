@@ -68,14 +68,14 @@ def differences(ours, case, runs):
         tiles = sum(group.forward[0].grid[0] for group in run.groups)
         most = kernel_counts.parts(case.batch * pixels, tile) + len(run.groups)
         same("tiles", tiles <= most, True)
-    launches = [launch for group in gram.groups for launch in group.grams]
+    launches = [launch for group in gram.groups for launch in group.shares[0].grams]
     fields, warps = ours.gram_tile
     options = launches[0].options
     same("gradient's tile", (fields, warps), (options["BF"], options["num_warps"]))
     rows = kernel_counts.rounded(case.in_fields, 4) // fields
     same("gradient's programs", (rows, ours.gram_cut.programs, splits), launches[0].grid)
-    same("sums", splits * ours.weights, torch.Size(gram.partial).numel())
-    same("laid out", ours.laid * 64, gram.fragments[1])
+    same("sums", splits * ours.weights, torch.Size(gram.sums[0].partial).numel())
+    same("laid out", ours.laid * 64, gram.sums[0].laid[1])
     return found
 
 

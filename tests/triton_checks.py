@@ -311,8 +311,9 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
                 assert group_.place + group_.analysis.numbers <= numbers
         assert done == batch
     gram = triton_launches.GramRun(x, x, plan.name, geometry, triton_ops.Tiles(), "tf32")
-    spectrum = gram.groups[0].analysis.numbers + math.prod(gram.fragments)
-    assert 4 * math.prod(gram.partial) + 2 * spectrum <= 2 * numbers + filters
+    spectrum = gram.groups[0].analysis.numbers + math.prod(gram.sums[0].laid)
+    partial = sum(4 * math.prod(sums.partial) for sums in gram.sums)
+    assert partial + 2 * spectrum <= 2 * numbers + filters
     assert sum(group_.images for group_ in gram.groups) == batch
 
 

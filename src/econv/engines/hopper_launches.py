@@ -14,7 +14,7 @@ from torch import Tensor
 
 from econv.engines import hopper_kernels
 from econv.engines.hopper_source import gram_features
-from econv.engines.hopper_turns import ROWS, pieces_of_a_chunk
+from econv.engines.hopper_turns import ROWS, fetched, pieces_of_a_chunk
 from econv.engines.triton_kernels import INTERPRETED
 from econv.engines.triton_scheme import FIELDS, Scheme, halves
 from econv.engines.triton_tiles import INTERNAL, Cut, Launch, Like, Tiles, at_a_time, divided
@@ -24,8 +24,9 @@ __all__ = ["GramRoles", "Roles", "as_words"]
 _SHARED = 225 << 10  # bytes of shared memory that the stages of a program may take
 _ACCUMULATORS = 320  # output channels of a program: 160 registers of each thread that multiplies
 _MULTIPLIERS = 4  # warps
+_FEW, _MANY = 128, 152  # registers of threads that differentiate
 _TARGETS = (4, 8)  # products that layers have for which this was measured to be faster
-_MOST = 16  # the same where they are taken by halves
+_MOST = 16  # those that are made by halves
 
 
 def _possible(x: Like, layout: Scheme, chosen: Tiles) -> bool:
@@ -41,17 +42,18 @@ def _possible(x: Like, layout: Scheme, chosen: Tiles) -> bool:
     return x.device.type == "meta"  # which stands for an H200
 
 
-def _divisions(layout: Scheme, fields: int, chosen: Tiles) -> Iterator[tuple[Scheme, ...]]:
-    """Ways to divide a layer with so many output fields into launches, the best first.
+def _divisions(layout: Scheme, chosen: Tiles) -> Iterator[tuple[Scheme, ...]]:
+    """Ways to divide a layer into launches, the best first.
 
-    Programs that hold only a part of the output fields would all make the same features. With half
-    of the targets, which read half of the derivatives, a program holds twice as many fields.
+    All targets at a time, unless there are so many that a program would hold few output fields, and
+    others make the same features again: half of the targets read half of the derivatives.
     """
     both = halves(layout) if chosen.halves else None
-    alone = sum(next(_cuts(fields, layout)).parts) >= fields and layout.batch < _MOST
-    ways: list[tuple[Scheme, ...]] = [(layout,)] if layout.batch < _MOST or chosen.roles > 0 else []
-    if both is not None:
-        ways.insert(len(ways) if alone and chosen.halves < 0 else 0, both)
+    ways: list[tuple[Scheme, ...]] = []
+    if both is not None and (chosen.halves > 0 or layout.batch >= _MOST):
+        ways.append(both)
+    if layout.batch < _MOST or chosen.roles > 0:
+        ways.append((layout,))
     for way in ways:
         if all(pieces_of_a_chunk(each) is not None for each in way):
             yield way
@@ -84,7 +86,7 @@ class Roles(NamedTuple):
         """One, or two of half a layer each, or none: they have none, or no room for two stages."""
         if not _possible(x, layout, chosen):
             return []
-        for way in _divisions(layout, out_fields, chosen):
+        for way in _divisions(layout, chosen):
             found = [Roles._of(x, each, chosen, out_fields) for each in way]
             known = [roles for roles in found if roles is not None]
             if len(known) == len(found):
@@ -113,13 +115,17 @@ class Roles(NamedTuple):
     def launch(self, numbers: tuple[int, ...], chunks: int, out_fields: int, y_dot: int) -> Launch:
         """It takes the spectrum in words, the copies, the output, and both largest numbers."""
         tiles = triton.cdiv(numbers[0], ROWS)
+        pieces = pieces_of_a_chunk(self.layout)
+        assert pieces is not None
+        # The other warps need the rest for features that they fetch, or for slots of both halves.
+        few = fetched(pieces) or bool(self.layout.before) or not self.layout.complete
         return Launch(
             hopper_kernels.forward(self.layout, self.cut.parts, self.chosen.teams),
             (min(tiles, self.running), self.cut.programs),
             (*numbers, chunks, tiles, self.cut.programs, out_fields, y_dot),
             BP=ROWS,
             PRODUCERS=self.chosen.producers,
-            REGISTERS=self.chosen.registers,
+            REGISTERS=self.chosen.registers or (_FEW if few else _MANY),
             STAGES=self.stages,
             num_warps=_MULTIPLIERS,
         )
@@ -145,7 +151,7 @@ class GramRoles(NamedTuple):
         """One, or two of half a layer each, or none: they have none, or no room for two stages."""
         if not _possible(x, layout, chosen):
             return []
-        for way in _divisions(layout, out_fields, chosen):
+        for way in _divisions(layout, chosen):
             found = [GramRoles._of(x, each, chosen, out_fields) for each in way]
             known = [roles for roles in found if roles is not None]
             if len(known) == len(found):
@@ -193,7 +199,7 @@ class GramRoles(NamedTuple):
                 (*numbers, *more),
                 BP=self.pixels,
                 PRODUCERS=self.chosen.producers,
-                REGISTERS=self.chosen.registers,
+                REGISTERS=self.chosen.registers or _FEW,
                 STAGES=2,
                 READY=self.ready,
                 num_warps=_MULTIPLIERS,

@@ -19,6 +19,7 @@ from econv.engines.hopper_turns import (
     awaited,
     barriers,
     early_taps,
+    fetched,
     issue_function,
     load_taps,
     pieces_of_a_chunk,
@@ -109,6 +110,7 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
             for number in range(len(pieces))
             for target in range(layout.batch)
         ],
+        fetching=fetched(pieces),
     )
     awaited(write, layout, parts)
     write("mbarrier.arrive(empty.index(stage), count=1)")
@@ -267,6 +269,7 @@ def _gram_consume(
         parts,
         "place",
         [(0, target, f"z0.index(stage).{tile.format(target)}") for target in range(layout.batch)],
+        fetching=True,
     )
     awaited(write, layout, parts)
     write("later = block + READY")

@@ -19,6 +19,7 @@ __all__ = [
     "awaited",
     "barriers",
     "early_taps",
+    "fetched",
     "issue_function",
     "load_taps",
     "pieces_of_a_chunk",
@@ -331,34 +332,55 @@ def zeros(write: Writer, layout: Scheme, parts: Sequence[int], rows: str) -> Non
             write(f"a{target}_{part} = gl.zeros({shape}, gl.float32, layout=SUMS{part})")
 
 
+def fetched(pieces: Sequence[int]) -> bool:
+    """Whether features go into registers before they are multiplied.
+
+    Where products are short, fetching costs more than what it spares.
+    """
+    return max(pieces) >= 16
+
+
 def products(
-    write: Writer, parts: Sequence[int], stage: str, factors: Sequence[tuple[int, int, str]]
+    write: Writer,
+    parts: Sequence[int],
+    stage: str,
+    factors: Sequence[tuple[int, int, str]],
+    fetching: bool,
 ) -> None:
     """Products are added to the sums, each of features and of what was copied to a stage.
 
-    Features are fetched into registers, once for all columns, while the products before run;
-    products themselves would read shared memory again for every part. ``factors``: the numbers of a
+    ``fetching``: features go into registers, once for all columns, while the products before run.
+    Otherwise products read them where they lie, again for every part. ``factors``: the numbers of a
     piece and of a target, and where their features lie.
     """
 
+    def product(given: str, number: int, target: int, part: int) -> None:
+        name, rows = f"a{target}_{part}", 2 * parts[part]
+        write(
+            f"{name} = warpgroup_mma({given},"
+            f" w{number}_{part}.index({stage}).slice({target * rows}, {rows}, dim=0)"
+            f".permute((1, 0)), {name}, is_async=True)"
+        )
+
     def fetch(place: int) -> None:
         write(f"f{place} = {factors[place][2]}.load(gl.DotOperandLayout(0, SUMS0, 2))")
+
+    if not fetching:
+        for number, target, where in factors:
+            for part in range(len(parts)):
+                product(where, number, target, part)
+        return
 
     fetch(0)
     for place, (number, target, _) in enumerate(factors):
         if place + 1 < len(factors):
             fetch(place + 1)
-        for part, size in enumerate(parts):
-            name, rows = f"a{target}_{part}", 2 * size
+        for part in range(len(parts)):
             given = f"f{place}"
             if part:
                 laid = f"gl.DotOperandLayout(0, SUMS{part}, 2)"
                 given = f"gl.convert_layout({given}, {laid}, assert_trivial=True)"
-            write(
-                f"{name} = warpgroup_mma({given},"
-                f" w{number}_{part}.index({stage}).slice({target * rows}, {rows}, dim=0)"
-                f".permute((1, 0)), {name}, is_async=True)"
-            )
+            product(given, number, target, part)
         before = factors[place - 1][1]
         if place and before != target:
             # Not the last products, but those before them: their registers are free.

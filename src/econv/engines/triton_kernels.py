@@ -529,29 +529,31 @@ def spread(
     splits,
     MOST: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BN: tl.constexpr,
+    BO: tl.constexpr,
 ):
     """Sum the partial gradients in a fixed order: each spectral weight has its own.
 
-    A program reads ``SPLITS`` of them at once. What another launch sums is left alone.
+    A program reads ``SPLITS`` of them at once. What another launch sums is left alone. Outputs lie
+    side by side where it reads, and weights where it writes.
     """
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    kept = n < weights * in_fields * out_fields
-    o = n % out_fields
-    i = n // out_fields % in_fields
-    number = n // (out_fields * in_fields)
-    kept = kept & (tl.load(owners + number * MOST, mask=kept, other=-2) > -2)
+    number = tl.program_id(0) * BN + tl.arange(0, BN)
+    i = tl.program_id(1) % in_fields
+    o = tl.program_id(1) // in_fields * BO + tl.arange(0, BO)
+    owned = tl.load(owners + number * MOST, mask=number < weights, other=-2) > -2
     each = in_padded * count * out_padded * 2
-    total = tl.zeros([SPLITS, BLOCK], tl.float32)
+    total = tl.zeros([SPLITS, BN, BO], tl.float32)
     for t in tl.static_range(MOST):
-        place = tl.load(owners + number * MOST + t, mask=kept, other=-1)
-        sign = tl.load(signs + number * MOST + t, mask=kept, other=0.0)
-        where = ((i * count + place // 2) * out_padded + o) * 2 + place % 2
-        source = partial + where[None, :]
+        place = tl.load(owners + number * MOST + t, mask=owned, other=-1)
+        sign = tl.load(signs + number * MOST + t, mask=owned, other=0.0)
+        where = (i * count + place // 2) * out_padded * 2 + place % 2
+        source = partial + (where[:, None] + o[None, :] * 2)[None, :, :]
+        known = (place >= 0)[:, None] & (o < out_fields)[None, :]
         for first in tl.range(0, splits, SPLITS):
-            split = first + tl.arange(0, SPLITS)[:, None]
-            there = (split < splits) & (place >= 0)[None, :]
+            split = (first + tl.arange(0, SPLITS))[:, None, None]
+            there = (split < splits) & known[None, :, :]
             value = tl.load(source + split.to(tl.int64) * each, mask=there, other=0.0)
-            total += value * sign[None, :]
+            total += value * sign[None, :, None]
     total = tl.sum(total, axis=0)
-    tl.store(out + (o * in_fields + i) * weights + number, total, mask=kept)
+    into = out + number[:, None] + (o * in_fields + i)[None, :] * weights
+    tl.store(into, total, mask=owned[:, None] & (o < out_fields)[None, :])

@@ -543,16 +543,19 @@ class GramRun:
         tiles_ = triton.cdiv(self.groups[0].images * pixels, at_once)
         fragments = (tiles_, laid * at_once)
         self.sums: list[_Sums] = []
-        block = 64
+        outs = min(16, triton.next_power_of_2(out_fields))
+        at_once = min(16, triton.next_power_of_2(splits))
+        block = max(16, 2048 // (outs * at_once))
         for number, each_layout in enumerate(layouts):
             constants = _constants(each_layout, x.device)
             launch = Launch(
                 spread,
-                (triton.cdiv(math.prod(self.shape), block),),
+                (triton.cdiv(weights, block), in_fields * triton.cdiv(out_fields, outs)),
                 (out_fields, in_fields, weights, in_padded, found.padded, count, splits),
                 MOST=constants.owners.shape[1],
-                SPLITS=min(16, triton.next_power_of_2(splits)),
-                BLOCK=block,
+                SPLITS=at_once,
+                BN=block,
+                BO=outs,
                 num_warps=4,
             )
             copies = self.roles[number].copies(fragments) if self.roles else None

@@ -67,12 +67,12 @@ class Tiles(NamedTuple):
     """Warps that differentiate; four multiply."""
     teams: int = 2
     """That these are divided into, each of which goes its own pace."""
-    registers: int = 128
-    """Of each of their threads. With more the others have too few for the features that they fetch,
-    and wait for every product."""
+    registers: int = 0
+    """Of each of their threads; 0: what was fastest. With more than 128 the others have too few for
+    the features that they fetch, and wait for every product."""
     halves: int = -1
     """Whether these take half of a layer's targets at a time: 0 never, 1 wherever there are halves,
-    −1 where a program cannot hold all of them for all output fields."""
+    −1 where there are many targets."""
     bytes: int = 0
     """The most that is made of the images of one launch; 0: as much as the dense engine takes."""
 
