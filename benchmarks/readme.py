@@ -345,10 +345,10 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
     "docs/engines.md": {
         "cpu layers": ("engines_cpu_rows.json", cpu_layers),
         "training on a cpu": ("training_cpu.json", training_speed),
-        "gpu roles": ("engines_cuda_roles.json", gpu_layers),
-        "gpu roles kernels": ("engines_cuda_roles.json", gpu_kernels),
         "gpu layers": ("engines_cuda.json", gpu_layers),
         "gpu kernels": ("engines_cuda.json", gpu_kernels),
+        "gpu layers without roles": ("engines_cuda_without_roles.json", gpu_layers),
+        "gpu kernels without roles": ("engines_cuda_without_roles.json", gpu_kernels),
         "training on a gpu": ("training_cuda.json", training_speed),
         "gpu fused": ("engines_cuda.json", gpu_fused),
     },
