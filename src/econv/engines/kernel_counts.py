@@ -1,8 +1,8 @@
 """What the spectral kernels for GPUs do, counted without them, for `econv.engines.auto`.
 
-Launches are cut as `econv.engines.triton_launches` cuts them for an H200, and where warps have roles
-as `econv.engines.hopper_launches` does. Those rooms need Triton, and make kernels; the cost model
-needs neither. A test holds them together. One thing is left out: images that are taken in several
+Launches are cut as `econv.engines.triton_launches` cuts them for an H200; those with roles of warps as
+`econv.engines.hopper_launches` does. Those rooms need Triton, and make kernels; the cost model
+needs neither. Tests hold them together. One thing is left out: images that are taken in several
 groups for want of memory count as one.
 """
 
