@@ -1,6 +1,6 @@
 """What the spectral kernels for GPUs do, counted without them, for `econv.engines.auto`.
 
-Launches are cut as `econv.engines.triton_launches` cuts them for an H200; those with roles of warps as
+Launches are cut as `econv.engines.triton_launches` cuts them for an H200, those with roles as
 `econv.engines.hopper_launches` does. Those rooms need Triton, and make kernels; the cost model
 needs neither. Tests hold them together. One thing is left out: images that are taken in several
 groups for want of memory count as one.
