@@ -44,13 +44,19 @@ def together(files: Sequence[Path]) -> dict[str, Any]:
     return {**records[0], "layers": [layer for record in records for layer in record["layers"]]}
 
 
+def had_roles(record: dict[str, Any]) -> bool:
+    """Whether warps had roles where they could; older records tell by the kernels that ran."""
+    ran = (layer.get("kernels", {}).get("spectral", {}) for layer in record["layers"])
+    return bool(record.get("roles", any("arrange_rows" in names for names in ran)))
+
+
 def measured(record: dict[str, Any]) -> list[Measured]:
     """A whole record, for each set of coefficients what it is for."""
-    kind = record.get("kind", "cpu")
+    kind, roles = record.get("kind", "cpu"), had_roles(record)
     passes: dict[str, list[tuple[dict[str, Any], Case, str]]] = {}
     for layer in record["layers"]:
         case = Case(**layer["case"])
-        passes.setdefault(auto.where(kind, DTYPES[case.dtype]), []).extend(
+        passes.setdefault(auto.where(kind, DTYPES[case.dtype], roles), []).extend(
             (layer, case, name) for name in PASSES
         )
     found = []
@@ -248,15 +254,17 @@ def _coefficients(found: Measured, engine: str) -> np.ndarray:
     counts, times, here = found.counts[engine], found.times[engine], found.fitted
     if not found.queued:
         return robust(counts[here], times[here])
-    device = found.queued[engine]
-    queued = robust(counts[here, : -auto.HOST], device[here])
+    device, last = found.queued[engine], auto.host(found.device)
+    queued = robust(counts[here, :-last], device[here])
     # Where a pass takes clearly longer than what it queues, it is Python that takes the time.
     waiting = here & (times > 1.2 * device)
-    backward = counts[:, -1] > 0
-    host: list[float] = []
-    for chosen in (waiting & ~backward, waiting & backward):
-        host.append(float(np.median(times[chosen])) if chosen.any() else 0.0)
-    return np.array([*queued, host[0], max(0.0, host[1] - host[0])])
+    python: list[float] = []
+    for first in range(-last, 0, 2):  # of kernels of one kind
+        forward, backward = counts[:, first] > 0, counts[:, first + 1] > 0
+        told = [waiting & forward & ~backward, waiting & forward & backward]
+        spent = [float(np.median(times[those])) if those.any() else 0.0 for those in told]
+        python += [spent[0], max(0.0, spent[1] - spent[0])]
+    return np.array([*queued, *python])
 
 
 def robust(counts: np.ndarray, times: np.ndarray) -> np.ndarray:

@@ -667,6 +667,7 @@ def head(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "kind": args.device,
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),
+        "roles": cuda and auto.has_roles(torch.device("cuda")),
         "threads": torch.get_num_threads(),
         "clock": args.clock,
         "native": native.reason() or "available",

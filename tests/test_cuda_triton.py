@@ -269,17 +269,28 @@ def test_norm_and_relu_at_the_load_save_a_map(group, fields, size):
     assert peaks[True] <= peaks[False], peaks
 
 
+def with_coefficients(monkeypatch, x, dense, spectral):
+    """Coefficients of launches, and of Python's share, where ``x`` is; the name of their set."""
+    name = auto.where("cuda", x.dtype, auto.has_roles(x.device))
+    known, last = auto.COEFFICIENTS[name], auto.host(name)
+    table = {
+        engine: (launches,) * (len(known[engine]) - last) + (python,) * last
+        for engine, (launches, python) in (("dense", dense), ("spectral", spectral))
+    }
+    monkeypatch.setitem(auto.COEFFICIENTS, name, table)
+    auto.faster.cache_clear()
+    return name
+
+
 def test_auto_takes_the_kernels_where_its_cost_model_says_so(monkeypatch):
     layer, x, _ = row("p8", 8, 16)
     layer.engine = "auto"
     for cost, engine in ((0.0, "spectral/triton"), (1e9, "dense")):
-        table = {"dense": (1.0,) * 10, "spectral": (cost,) * 11}
-        monkeypatch.setitem(auto.COEFFICIENTS, "cuda, 16-bit", table)
-        auto.faster.cache_clear()
+        name = with_coefficients(monkeypatch, x, (1.0, 1.0), (cost, cost))
         with econv.engine() as ran:
             layer(x)
         assert ran == [engine]
-    monkeypatch.delitem(auto.COEFFICIENTS, "cuda, 16-bit")
+    monkeypatch.delitem(auto.COEFFICIENTS, name)
     with econv.engine() as ran:
         layer(x)
     assert ran == ["dense"]
@@ -288,10 +299,8 @@ def test_auto_takes_the_kernels_where_its_cost_model_says_so(monkeypatch):
 
 def test_a_step_that_auto_chose_for_is_captured(monkeypatch):
     """Python's share makes the kernels too slow, but not in a graph."""
-    slow = {"dense": (1e-9,) * 8 + (0.0,) * 2, "spectral": (0.0,) * 9 + (1e9,) * 2}
-    monkeypatch.setitem(auto.COEFFICIENTS, "cuda, 16-bit", slow)
-    auto.faster.cache_clear()
     layer, x, probe = row("p8", 8, 16)
+    with_coefficients(monkeypatch, x, (1e-9, 0.0), (0.0, 1e9))
     layer.engine = "auto"
     found = torch.zeros_like(probe)
 

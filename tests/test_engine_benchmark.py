@@ -18,15 +18,20 @@ TRUTH = {
     "dense": (2e-15, 3e-15, 6e-16, 3e-9, 7e-12, 1e-12, 2e-5, 3e-5, 7e-5, 1.5e-4),
     "spectral": (6e-15, 5e-15, 4e-13, 5e-13, 9e-13, 4e-12, 2e-11, 2e-5, 3e-5, 2e-4, 4e-4),
 }
+OF_ROLES = (3e-15, 3e-15, 2e-13, 8e-13)
+TRUTH_WITH_ROLES = {
+    "dense": (*TRUTH["dense"], 0, 0),
+    "spectral": (*TRUTH["spectral"][:4], *OF_ROLES, *TRUTH["spectral"][4:], 3e-4, 6e-4),
+}
 
 
-def layer_record(case, truth, kernels=True, noise=1.0):
+def layer_record(case, truth, kernels=True, noise=1.0, roles=False):
     """What a GPU would tell of a layer if the cost model were right."""
     found = {"case": case._asdict(), "spectral": "spectral/triton" if kernels else "spectral/torch"}
     found["ran"] = dict.fromkeys(cases.PASSES, "dense")
     for name in cases.PASSES:
         work = choices.workload(case, name)
-        device = auto.where("cuda", cases.DTYPES[case.dtype])
+        device = auto.where("cuda", cases.DTYPES[case.dtype], roles)
         counts = auto.terms(work, device)
         times, graph = (
             {e: noise * float(auto.seconds(counts[e], truth[e], device, r)) for e in ENGINES}
@@ -76,6 +81,29 @@ def test_the_fit_finds_the_coefficients_that_made_a_record(record, capsys):
     printed = capsys.readouterr().out
     table = "\n".join(line for line in printed.splitlines() if not line.startswith("#"))
     assert eval("{" + table + "}") == found  # ready to be copied
+
+
+def test_the_fit_tells_launches_with_roles_from_those_without():
+    few = [case for case in cases.cuda_grid() if case.dtype != "float32" and case.kind == "group"]
+    layers = [layer_record(case, TRUTH_WITH_ROLES, roles=True) for case in few]
+    (found,) = choices.measured({"kind": "cuda", "roles": True, "layers": layers})
+    assert found.device == "hopper, 16-bit"
+    fitted = choices.fitted(found)
+    for replayed in (False, True):
+        assert choices.losses(found, fitted, replayed).max() <= 0.01
+    for engine in ENGINES:
+        error = auto.seconds(found.counts[engine], fitted[engine], found.device)
+        assert np.abs(error / found.times[engine] - 1).max() <= 0.02
+    assert fitted["spectral"][-4:] == pytest.approx((2e-4, 4e-4, 3e-4, 6e-4), rel=0.05)
+
+
+def test_records_tell_whether_warps_had_roles():
+    layers = [{"kernels": {"spectral": {"forward": 1.0, "arrange": 1.0}}}, {}]
+    assert not choices.had_roles({"layers": layers})
+    layers.append({"kernels": {"spectral": {"forward": 1.0, "arrange_rows": 1.0}}})
+    assert choices.had_roles({"layers": layers})
+    assert not choices.had_roles({"layers": layers, "roles": False})
+    assert choices.had_roles({"layers": [], "roles": True})
 
 
 def test_the_fit_moves_on_where_times_are_not_those_of_the_model():
@@ -155,6 +183,7 @@ def grid(monkeypatch):
     monkeypatch.setattr(engines, "compile_beforehand", lambda jobs, seconds: {few[0]})
     monkeypatch.setattr(engines, "kernels_kept", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    monkeypatch.setattr(auto, "has_roles", lambda device: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return few
 

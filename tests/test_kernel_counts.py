@@ -5,7 +5,7 @@ import torch
 
 import econv
 from econv.engines import kernel_counts
-from econv.engines.kernel_counts import Kernels
+from econv.engines.kernel_counts import Kernels, KernelsWithRoles
 from econv.engines.spectral import Geometry
 from econv.engines.triton_scheme import scheme
 from econv.plan import spectral_plan
@@ -13,12 +13,26 @@ from econv.plan import spectral_plan
 cases = pytest.importorskip("engine_cases", reason="no benchmarks beside the tests")
 GRID = [*cases.cuda_grid(), *cases.TARGETS["cuda"], *cases.GROWTH]
 SHAPES = sorted({case._replace(stride=1) for case in GRID if case.kind == "group"})
+NARROW = [case for case in SHAPES if case.dtype != "float32"]
+OTHERS = [
+    cases.Case(group, fields, 2 * fields, 8, 16, operators=operators, dtype="bfloat16")
+    for group, fields, operators in [
+        ("p3", 20, "paper"),
+        ("p5", 12, "paper"),
+        ("p8", 12, "order<=2"),
+        ("p16", 28, "paper"),
+        ("p32", 6, "paper"),
+        ("p24", 6, "paper"),
+        ("p16m", 6, "paper"),
+        ("p64", 3, "paper"),
+    ]
+]
 
 
-def launched(case):
+def launched(case, roles=False):
     """The launches of a layer, of its adjoint and of the gradient to its weights.
 
-    Without roles of warps: the coefficients are those of the kernels that have none.
+    With roles of warps where an H200 has them for images whose channels lie last; or without.
     """
     pytest.importorskip("triton", minversion="3.6", reason="no Triton 3.6 or later")
     from econv.engines.triton_launches import ConvolutionRun, GramRun
@@ -33,8 +47,9 @@ def launched(case):
         for channels in (layer.in_channels, layer.out_channels)
     )
     dtype = cases.DTYPES[case.dtype]
-    x, y = (like._replace(dtype=dtype, device=torch.device("cpu")) for like in (x, y))
-    rest = (False, None, "tf32")
+    device = torch.device("meta" if roles else "cpu")  # which stands for an H200, or for no GPU
+    x, y = (like._replace(dtype=dtype, device=device) for like in (x, y))
+    rest = (roles, None, "tf32")
     return (
         ConvolutionRun(x, plan.name, False, geometry, case.out_fields, *rest),
         ConvolutionRun(y, plan.name, True, back, case.in_fields, *rest),
@@ -42,11 +57,11 @@ def launched(case):
     )
 
 
-def counted(case):
+def counted(case, kind=Kernels):
     layer = case.layer("meta")
     itemsize = cases.DTYPES[case.dtype].itemsize
     layout = scheme(spectral_plan(layer.basis, "regular", "regular"), 16 // itemsize)
-    return Kernels(layout, case.in_fields, case.out_fields, itemsize)
+    return kind(layout, case.in_fields, case.out_fields, itemsize)
 
 
 def differences(ours, case, runs):
@@ -77,6 +92,99 @@ def differences(ours, case, runs):
     same("sums", splits * ours.weights, torch.Size(gram.sums[0].partial).numel())
     same("laid out", ours.laid * 64, gram.sums[0].laid[1])
     return found
+
+
+def differences_with_roles(ours, case, runs):
+    """Where what is counted of warps with roles is not what would be launched."""
+    pixels, found = case.size**2, []
+
+    def same(name, one, other):
+        if one != other:
+            found.append(f"{name}: {one}, not {other}")
+
+    *convolutions, gram = runs
+    for adjoint, run in enumerate(convolutions):
+        same("has roles", ours.convolves(bool(adjoint)), bool(run.roles))
+        if not (run.roles and ours.convolves(bool(adjoint))):
+            continue
+        same("launches", len(ours.shares), len(run.roles))
+        cut = ours.cut(bool(adjoint))
+        for share, launch in zip(run.roles, run.groups[0].forward, strict=True):
+            same("fields", cut, (sum(share.cut.parts), share.cut.programs))
+            same("targets", ours.shares[0].batch, share.layout.batch)
+            same("features", ours.shares[0].inner, share.layout.inner)
+            same("tile", ours.tile, (launch.options["BP"], launch.options["num_warps"]))
+        for group in run.groups:
+            tiles = kernel_counts.parts(group.images * pixels, ours.tile[0])
+            running = min(tiles, kernel_counts.PROCESSORS // cut.programs)
+            same("programs", (running, cut.programs, 1), group.forward[0].grid)
+    same("gradient has roles", ours.sums, bool(gram.roles))
+    if not (gram.roles and ours.sums):
+        return found
+    splits = ours.splits(case.batch, pixels, pixels)
+    rows = kernel_counts.rounded(case.in_fields, 4) // ours.gram_tile[0]
+    for group in gram.groups:
+        same("shares", len(ours.shares), len(group.shares))
+        for share in group.shares:
+            same("chunks", ours.shares[0].chunks, len(share.grams))
+            for launch in share.grams:
+                wanted = (rows, ours.gram_cut.programs, splits)
+                same("gradient's programs", wanted, launch.grid)
+                same("gradient's warps", ours.gram_tile[1], launch.options["num_warps"])
+                same("gradient's pixels", ours.gram_pixels, launch.options["BP"])
+    same("sums", splits * ours.weights, sum(torch.Size(s.partial).numel() for s in gram.sums))
+    same("laid out", ours.laid * ours.gram_pixels, sum(each.laid[1] for each in gram.sums))
+    return found
+
+
+@pytest.mark.parametrize("case", [*NARROW, *OTHERS], ids=str)
+def test_what_is_counted_is_what_is_launched_with_roles(case):
+    runs = launched(case, roles=True)
+    assert differences_with_roles(counted(case, KernelsWithRoles), case, runs) == []
+
+
+def test_some_layers_have_roles_and_some_do_not():
+    known = {}
+    for case in [*NARROW, *OTHERS]:
+        ours = counted(case, KernelsWithRoles)
+        known.setdefault(case.group, set()).add((ours.convolves(False), ours.sums))
+    for group in ("p1", "p2", "p3", "p4", "p12"):
+        assert known[group] == {(False, False)}
+    for group in ("p5", "p6", "p8", "p16", "p32", "p4m", "p8m"):
+        assert known[group] == {(True, True)}
+
+
+def test_a_count_with_roles_that_is_wrong_is_found():
+    for group in ("p8", "p32"):
+        case = cases.Case(group, 20, 20, 64, 16, dtype="bfloat16")
+        runs, ours = launched(case, roles=True), counted(case, KernelsWithRoles)
+        assert differences_with_roles(ours, case, runs) == []
+        assert differences_with_roles(ours, case, launched(case))
+        assert differences_with_roles(ours._replace(out_fields=60), case, runs)
+        assert differences_with_roles(ours._replace(in_fields=60), case, runs)
+        for name in ("p16", "p12"):
+            other = scheme(spectral_plan(econv.filter_basis(name), "regular", "regular"), 8)
+            assert differences_with_roles(ours._replace(layout=other), case, runs)
+
+
+def test_whole_rounds_of_programs_that_stay_are_counted():
+    ours = counted(cases.Case("p8", 80, 80, 1, 16, dtype="bfloat16"), KernelsWithRoles)
+    assert ours.cut(False) == (40, 2)
+    one, same, two = (ours.convolution(64 * tiles, adjoint=False) for tiles in (1, 66, 67))
+    assert (one == same).all()
+    assert (two == 2 * same).all()
+    products, features, taps = same
+    assert features == 132 * 64 * 80 * 4 * 24
+    assert (products, taps) == (features * 2 * 40, 132 * 64 * 80 * 25)
+
+
+def test_halves_are_counted_twice():
+    """Each has half of the targets, which find their features among half of the derivatives."""
+    ours = counted(cases.Case("p32", 20, 20, 1, 16, dtype="bfloat16"), KernelsWithRoles)
+    assert [share.batch for share in ours.shares] == [8, 8]
+    _, features, taps = ours.convolution(64, adjoint=False)
+    assert features == 132 * 64 * 20 * 2 * 8 * ours.shares[0].inner
+    assert taps == 132 * 64 * 20 * 2 * 4 * 25
 
 
 @pytest.mark.parametrize("case", [*SHAPES[::2], cases.GROWTH[1]], ids=str)

@@ -5,7 +5,8 @@ measurements (`benchmarks/engines.py --fit`). Only ratios matter: a faster proce
 both. Where there are no coefficients, or the compiled kernel cannot be had, it is dense.
 
 On a CPU the counts add up. A GPU works while Python queues what comes next: there a call takes the
-longer of the two.
+longer of the two. Hopper GPUs run other kernels in 16 bits, whose warps have roles, for layers that
+they fit: they have coefficients of their own.
 """
 
 from __future__ import annotations
@@ -19,14 +20,27 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from econv.engines import native, without_python
-from econv.engines.kernel_counts import PROCESSORS, Kernels, parts, rounded
+from econv.engines.dense import memory_format
+from econv.engines.kernel_counts import PROCESSORS, Kernels, KernelsWithRoles, parts, rounded
 from econv.engines.spectral import Geometry, kernel_name, kernels, result_dtype
 from econv.engines.triton_scheme import FIELDS, scheme
 from econv.fourier import butterflies
 from econv.groups import FloatArray
 from econv.plan import ParityError, SpectralPlan
 
-__all__ = ["Part", "Workload", "choose", "costs", "faster", "seconds", "terms", "where"]
+__all__ = [
+    "Part",
+    "Workload",
+    "choose",
+    "costs",
+    "faster",
+    "has_roles",
+    "host",
+    "on_kernels",
+    "seconds",
+    "terms",
+    "where",
+]
 
 # Seconds for each count of `terms`, on one core or one GPU. A `where` that is not here runs dense.
 COEFFICIENTS: dict[str, dict[str, tuple[float, ...]]] = {
@@ -44,23 +58,32 @@ COEFFICIENTS: dict[str, dict[str, tuple[float, ...]]] = {
             *(2.463e-05, 2.696e-05, 0.000605, 0.001812),
         ),
     },
-    "cuda, 32-bit": {
+    "hopper, 16-bit": {
         "dense": (
-            *(5.764e-15, 1.075e-14, 1.564e-15, 0, 1.925e-11, 0),
-            *(3.086e-05, 4.42e-05, 0.0002195, 0.0008261),
+            *(2.124e-15, 3.135e-15, 7.011e-16, 1.781e-09, 6.754e-12, 9.455e-13),
+            *(1.875e-05, 2.941e-05, 0.0001592, 0.0006545, 0, 0),
         ),
         "spectral": (
-            *(2.545e-14, 1.004e-14, 7.042e-13, 1.02e-12, 7.009e-13, 7.002e-12, 4.235e-11),
-            *(1.992e-05, 1.792e-05, 0.0007499, 0.001816),
+            *(1.148e-14, 9.461e-15, 2.693e-13, 3.623e-13, 1.785e-15, 0, 2.619e-13, 1.385e-12),
+            *(5.151e-13, 4.573e-12, 1.216e-11, 2.484e-05, 2.83e-05),
+            *(0.0004679, 0.001556, 0.0007, 0.001875),
+        ),
+    },
+    "cuda, 32-bit": {
+        "dense": (
+            *(6.573e-15, 1.261e-14, 1.188e-15, 0, 2.056e-11, 0),
+            *(2.707e-05, 3.855e-05, 0.0001406, 0.0006119),
+        ),
+        "spectral": (
+            *(2.729e-14, 1.114e-14, 7.322e-13, 9.096e-13, 4.509e-13, 7.294e-12, 2.923e-11),
+            *(2.019e-05, 2.095e-05, 0.0004272, 0.001592),
         ),
     },
 }
 
-HOST = 2
-"""The last of the counts: what Python does for a call, forwards and backwards."""
-
 _VECTOR = 16  # channels
 _CAPABILITY = (8, 0)  # of the oldest GPU whose tensor cores the kernels know
+_HOPPER = (9, 0)
 
 
 class Part(NamedTuple):
@@ -96,13 +119,27 @@ class Workload(NamedTuple):
         return self.geometry.height * self.geometry.width
 
 
-def where(device: str, dtype: torch.dtype) -> str:
+def where(device: str, dtype: torch.dtype, roles: bool = False) -> str:
     """The name of the coefficients for a type of device and a dtype.
+
+    ``roles``: whether warps of a GPU may have roles, as `has_roles` says.
 
     >>> where("cpu", torch.float64), where("cuda", torch.bfloat16)
     ('cpu', 'cuda, 16-bit')
+    >>> where("cuda", torch.bfloat16, roles=True), where("cuda", torch.float32, roles=True)
+    ('hopper, 16-bit', 'cuda, 32-bit')
     """
-    return f"{device}, {8 * dtype.itemsize}-bit" if device == "cuda" else device
+    if device != "cuda":
+        return device
+    return f"{'hopper' if roles and dtype.itemsize == 2 else device}, {8 * dtype.itemsize}-bit"
+
+
+def host(device: str) -> int:
+    """How many of the counts, the last ones, are what Python does; ``device`` as `where` says it.
+
+    Calls forwards and backwards; on Hopper GPUs then those of kernels whose warps have roles.
+    """
+    return 4 if device.startswith("hopper") else 2
 
 
 class _Counts(NamedTuple):
@@ -143,10 +180,13 @@ def terms(work: Workload, device: str = "cpu") -> dict[str, tuple[float, ...]]:
     those of the gradient to the weights, features, taps, elements of the maps and spectra, elements
     of the gradient as it is laid out, sums of the gradient to the weights, and the same launches
     and calls.
+
+    Hopper GPU, dense: the same, and twice nothing. spectral: the first four of launches whose warps
+    have no roles, the same four of those that have, and so on; calls are of either kind.
     """
-    if not device.startswith("cuda"):
+    if device == "cpu":
         return _on_a_cpu(work)
-    return _on_a_gpu(work, 4 if device.endswith("32-bit") else 2)
+    return _on_a_gpu(work, 4 if device.endswith("32-bit") else 2, device.startswith("hopper"))
 
 
 def _on_a_cpu(work: Workload) -> dict[str, tuple[float, ...]]:
@@ -211,15 +251,22 @@ def _whole_tiles(rows: int, columns: int) -> float:
     return min(padded(height, width) / speed for height, width, speed in _CONVOLUTION_TILES)
 
 
-def _on_a_gpu(work: Workload, itemsize: int) -> dict[str, tuple[float, ...]]:
+def _on_a_gpu(work: Workload, itemsize: int, roles: bool) -> dict[str, tuple[float, ...]]:
     dense = np.zeros(10)
-    spectral = np.zeros(11)
+    spectral = np.zeros(17)
     for part in work.parts:
         dense += work.groups * _dense_on_a_gpu(work, part, itemsize)
-        spectral += work.groups * _spectral_on_a_gpu(work, part, itemsize)
+        spectral += work.groups * _spectral_on_a_gpu(work, part, itemsize, roles)
     back_too = float(work.backward)
     dense[-4:] = 1, back_too, 1, back_too
+    if roles:
+        dense = np.append(dense, [0, 0])
+    else:
+        spectral = np.delete(spectral, _OF_ROLES)
     return {"dense": tuple(dense.tolist()), "spectral": tuple(spectral.tolist())}
+
+
+_OF_ROLES = (4, 5, 6, 7, 15, 16)  # counts of launches whose warps have roles
 
 
 # Bytes of the channels of a pixel: a convolution reads so many together, and runs other kernels
@@ -251,43 +298,52 @@ def _dense_on_a_gpu(work: Workload, part: Part, itemsize: int) -> FloatArray:
     return np.array([*counts, 0, 0, 0, 0], dtype=np.float64)
 
 
-def _spectral_on_a_gpu(work: Workload, part: Part, itemsize: int) -> FloatArray:
+def _spectral_on_a_gpu(work: Workload, part: Part, itemsize: int, roles: bool) -> FloatArray:
     plan, in_fields, out_fields = part
     inputs = in_fields * plan.analysis.shape[0]
     outputs = out_fields * plan.synthesis.shape[0]
     out, back = work.batch * work.out_pixels, work.batch * work.height * work.width
+    products, calls = np.zeros((2, 4)), np.zeros((2, 2))  # without roles and with
     if not kernel_name(plan):  # torch's operations, which write every feature
         passes, there = (3 if work.backward else 1), _counts(plan)
-        products = passes * out * in_fields * out_fields * there.products
+        products[0, 0] = passes * out * in_fields * out_fields * there.products
         maps = 2 * passes * (out * in_fields * there.features + back * inputs + out * outputs)
-        calls = (1, passes // 3)
-        return np.array([products, 0, 0, 0, maps, 0, 0, *calls, *calls], dtype=np.float64)
-    cut = Kernels(scheme(plan, 16 // itemsize), in_fields, out_fields, itemsize)
-    spectrum = work.batch * work.in_pixels * 2 * cut.layout.batch
+        calls[0] = 1, passes // 3
+        return np.array([*products.flat, maps, 0, 0, *calls[0], *calls.flat], dtype=np.float64)
+    plain = Kernels(scheme(plan, 16 // itemsize), in_fields, out_fields, itemsize)
+    able = KernelsWithRoles(*plain)
+    spectrum = work.batch * work.in_pixels * 2 * plain.layout.batch
     some, many = rounded(in_fields, FIELDS), rounded(out_fields, FIELDS)
-    products, features, taps = cut.convolution(out, adjoint=False)
+    forwards = roles and able.convolves(adjoint=False)
+    found = (able if forwards else plain).convolution(out, adjoint=False)
+    products[int(forwards), [0, 2, 3]] += found
+    calls[int(forwards), 0] = 1
     maps = 2 * back * inputs + out * outputs + spectrum * some
-    counts = [products, 0, features, taps, maps, 0, 0, 1, 0, 1, 0]
+    laid = sums = 0
     if work.backward:  # to the input at its resolution, to the weights at that of the output
-        products, features, taps = cut.convolution(back, adjoint=True)
+        backwards = roles and able.convolves(adjoint=True)
+        found = (able if backwards else plain).convolution(back, adjoint=True)
+        products[int(backwards), [0, 2, 3]] += found
+        summing = roles and able.sums
+        cut = able if summing else plain
         splits = cut.splits(work.batch, work.height * work.width, work.out_pixels)
-        gram, more_features, more_taps = cut.gram(out, splits)
-        maps = 2 * back * inputs + 3 * out * outputs + spectrum * (some + many)
-        more = [products, gram, features + more_features, taps + more_taps, maps]
-        more += [out * cut.laid, splits * cut.weights, 0, 1, 0, 1]
-        counts = [one + other for one, other in zip(counts, more, strict=True)]
-    return np.array(counts, dtype=np.float64)
+        products[int(summing), 1:] += cut.gram(out, splits)
+        calls[int(summing), 1] = 1
+        maps += 2 * back * inputs + 3 * out * outputs + spectrum * (some + many)
+        laid, sums = out * cut.laid, splits * cut.weights
+    launches = calls.sum(axis=0)
+    return np.array([*products.flat, maps, laid, sums, *launches, *calls.flat], dtype=np.float64)
 
 
 def seconds(
     counts: ArrayLike, coefficients: ArrayLike, device: str, replayed: bool = False
 ) -> FloatArray:
     """The time that some counts are expected to take, or many: over their last axis."""
-    each = np.multiply(counts, coefficients)
-    host, queued = each[..., -HOST:].sum(axis=-1), each[..., :-HOST].sum(axis=-1)
-    if not device.startswith("cuda"):
-        return host + queued
-    return queued if replayed else np.maximum(host, queued)
+    each, last = np.multiply(counts, coefficients), host(device)
+    python, queued = each[..., -last:].sum(axis=-1), each[..., :-last].sum(axis=-1)
+    if device == "cpu":
+        return python + queued
+    return queued if replayed else np.maximum(python, queued)
 
 
 def costs(work: Workload, device: str = "cpu", replayed: bool = False) -> dict[str, float]:
@@ -314,7 +370,7 @@ def faster(work: Workload, device: str, replayed: bool = False) -> str:
 def choose(x: Tensor, work: Workload) -> str:
     """The engine for one call: ``"dense"`` or ``"spectral"``."""
     dtype = result_dtype(x)
-    device = where(x.device.type, dtype)
+    device = where(x.device.type, dtype, _channels_last(x) and has_roles(x.device))
     if device not in COEFFICIENTS or faster(work, device, without_python()) == "dense":
         return "dense"
     if x.device.type == "cuda":
@@ -335,3 +391,19 @@ def on_kernels(x: Tensor, work: Workload) -> bool:
 @lru_cache
 def _recent(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= _CAPABILITY
+
+
+def _channels_last(x: Tensor) -> bool:
+    return x.device.type == "cuda" and memory_format(x) is torch.channels_last
+
+
+@lru_cache
+def has_roles(device: torch.device) -> bool:
+    """Whether warps of a GPU may have roles, where channels lie last."""
+    if torch.cuda.get_device_capability(device) != _HOPPER:
+        return False
+    try:
+        from econv.engines import hopper_kernels  # which needs Triton
+    except ImportError:
+        return False
+    return hopper_kernels.AVAILABLE
