@@ -5,8 +5,8 @@ This room knows launches. The kernels are those of `econv.engines.hopper_kernels
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -20,6 +20,8 @@ from econv.engines.triton_scheme import FIELDS, Scheme, halves
 from econv.engines.triton_tiles import INTERNAL, Cut, Launch, Like, Tiles, at_a_time, divided
 
 __all__ = ["GramRoles", "Roles", "as_words"]
+
+_Made = TypeVar("_Made")
 
 _SHARED = 225 << 10  # bytes of shared memory that the stages of a program may take
 _ACCUMULATORS = 320  # output channels of a program: 160 registers of each thread that multiplies
@@ -59,6 +61,23 @@ def _divisions(layout: Scheme, chosen: Tiles) -> Iterator[tuple[Scheme, ...]]:
             yield way
 
 
+def _of_a_division(
+    make: Callable[[Like, Scheme, Tiles, int], _Made | None],
+    x: Like,
+    layout: Scheme,
+    chosen: Tiles,
+    out_fields: int,
+) -> list[_Made]:
+    """What is made of each part of a division, the first of which all can be made."""
+    if _possible(x, layout, chosen):
+        for way in _divisions(layout, chosen):
+            found = [make(x, each, chosen, out_fields) for each in way]
+            known = [one for one in found if one is not None]
+            if len(known) == len(found):
+                return known
+    return []
+
+
 def _cuts(fields: int, layout: Scheme) -> Iterator[Cut]:
     """Ways to cut output fields, those of fewest programs first, whose sums fit into registers."""
     for programs in range(1, triton.cdiv(fields, FIELDS) + 1):
@@ -84,14 +103,7 @@ class Roles(NamedTuple):
     @staticmethod
     def of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> list[Roles]:
         """One, or two of half a layer each, or none: they have none, or no room for two stages."""
-        if not _possible(x, layout, chosen):
-            return []
-        for way in _divisions(layout, chosen):
-            found = [Roles._of(x, each, chosen, out_fields) for each in way]
-            known = [roles for roles in found if roles is not None]
-            if len(known) == len(found):
-                return known
-        return []
+        return _of_a_division(Roles._of, x, layout, chosen, out_fields)
 
     @staticmethod
     def _of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> Roles | None:
@@ -149,14 +161,7 @@ class GramRoles(NamedTuple):
     @staticmethod
     def of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> list[GramRoles]:
         """One, or two of half a layer each, or none: they have none, or no room for two stages."""
-        if not _possible(x, layout, chosen):
-            return []
-        for way in _divisions(layout, chosen):
-            found = [GramRoles._of(x, each, chosen, out_fields) for each in way]
-            known = [roles for roles in found if roles is not None]
-            if len(known) == len(found):
-                return known
-        return []
+        return _of_a_division(GramRoles._of, x, layout, chosen, out_fields)
 
     @staticmethod
     def _of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> GramRoles | None:
