@@ -537,7 +537,9 @@ def main(arguments: list[str] | None = None) -> None:
         within = WITHIN
     stop = time.perf_counter() + (math.inf if within is None else within)
     if args.device == "cuda":
-        late = compile_beforehand(families(cases), COMPILING * (within or math.inf))
+        late = compile_beforehand(
+            families(cases), COMPILING * (math.inf if within is None else within)
+        )
         cases.sort(key=lambda case: case in late)
         kept = kernels_kept()
     run = Run(args, head(args), [], [])

@@ -17,7 +17,7 @@ from econv.engines import (
 )
 from econv.engines.hopper_turns import early_taps
 from econv.engines.spectral import Geometry
-from econv.engines.triton_scheme import scheme
+from econv.engines.triton_scheme import halves, scheme
 from econv.plan import spectral_plan
 from gluon_interpreter import Deadlock, Gluon, OutOfBounds, Race
 from triton_checks import LOW, error, exact, forget, kernels_run, pytestmark, results
@@ -117,6 +117,9 @@ HALVES = {
     "p8m, stride 2": {"group": "p8m", "fields": (2, 3), "stride": 2},
     "p4m, 3×3": {"group": "p4m", "fields": (2, 5), **LOW},
     "p12": {"group": "p12", "fields": (2, 2), "shape": (1, 5, 5)},
+    "p28": {"group": "p28", "fields": (2, 1), "shape": (1, 5, 5)},
+    "p32, 3×3": {"group": "p32", "fields": (1, 2), "shape": (1, 5, 5), **LOW},
+    "p16m, 3×3": {"group": "p16m", "fields": (1, 2), "shape": (1, 5, 5), **LOW},
 }
 
 
@@ -128,6 +131,60 @@ def test_two_launches_make_a_layer_by_halves(interpret, options):
     found = with_roles(layer, x, probe, halves=1)
     assert gluon.launches["forward"] == 4  # two for the layer, two for its adjoint
     err_little_more(found, layer, x, probe, 1.5 if x.dtype == torch.bfloat16 else 2.5)
+
+
+@pytest.mark.parametrize("group", ["p8", "p12", "p16", "p24", "p28", "p32", "p4m", "p8m", "p16m"])
+@pytest.mark.parametrize("options", [{}, LOW], ids=["5×5", "3×3"])
+def test_halves_are_alike_and_have_everything_once(group, options):
+    """Launches of both are cut as those of the first."""
+    plan = spectral_plan(filter_basis(group, **options), "regular", "regular")
+    both = halves(scheme(plan, 8))
+    one, two = both
+    assert (one.batch, one.inner, one.pieces) == (two.batch, two.inner, two.pieces)
+    slots = [slot for half in both for slot in half.slots if slot >= 0]
+    assert sorted(slots) == list(range(plan.analysis.shape[0]))
+    owned = [[half.owned(weight) for half in both] for weight in range(plan.weights)]
+    assert all(sum(each) == 1 for each in owned)
+    for chunk in range(len(one.lists)):  # p24 fills three of four
+        assert not one.derivatives(chunk) & two.derivatives(chunk)
+
+
+def test_slots_wait_in_outputs_of_any_magnitude(interpret):
+    """Images and weights that are tiny or zero, and float16 near its largest number."""
+    layer, x, _ = case("p8", (2, 3), (2, 6, 6), torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.mul_(1e-3)
+    x = x.clone()
+    x[1] = 0
+    large, ones, _ = case("p32", (2, 2), (1, 5, 5), operators="order<=0")
+    with torch.no_grad():
+        large.weight.fill_(1.0)
+    ones = torch.ones_like(ones)
+    ones = ones * (60_000 / large(ones).max())
+    interpret()
+    layer.engine = large.engine = "spectral"
+    with triton_ops.tiles(roles=1, halves=1):
+        found, filled = layer(x), large(ones)
+    assert found[0].any()
+    assert not found[1].any()
+    assert error(filled, torch.full_like(filled, 60_000)) <= 5e-3
+
+
+def test_halves_in_groups_of_images_find_what_is_theirs(interpret, monkeypatch):
+    layer, x, probe = case("p8", (5, 9), (9, 6, 6), torch.bfloat16)
+    interpret()
+    wanted = with_roles(layer, x, probe, halves=1)
+    monkeypatch.setattr(
+        triton_launches,
+        "_empty",
+        lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
+    )
+    for chosen in ({"bytes": 1, "splits": 2}, {"teams": 1}):
+        interpret(1, together=2)
+        found = with_roles(layer, x, probe, halves=1, **chosen)
+        for ours, theirs in zip(found[:2], wanted[:2], strict=True):
+            assert torch.equal(ours, theirs)
+        assert error(found[2], wanted[2]) <= 1e-3
 
 
 CUTS = [{"teams": 1}, {"teams": 4, "producers": 16}, {"splits": 3}, {"bytes": 1, "splits": 2}]

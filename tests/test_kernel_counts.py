@@ -89,8 +89,8 @@ def differences(ours, case, runs):
     same("gradient's tile", (fields, warps), (options["BF"], options["num_warps"]))
     rows = kernel_counts.rounded(case.in_fields, 4) // fields
     same("gradient's programs", (rows, ours.gram_cut.programs, splits), launches[0].grid)
-    same("sums", splits * ours.weights, torch.Size(gram.sums[0].partial).numel())
-    same("laid out", ours.laid * 64, gram.sums[0].laid[1])
+    same("sums", splits * ours.weights, torch.Size(gram.partial).numel())
+    same("laid out", ours.laid * 64, gram.laid[1])
     return found
 
 
@@ -132,8 +132,8 @@ def differences_with_roles(ours, case, runs):
                 same("gradient's programs", wanted, launch.grid)
                 same("gradient's warps", ours.gram_tile[1], launch.options["num_warps"])
                 same("gradient's pixels", ours.gram_pixels, launch.options["BP"])
-    same("sums", splits * ours.weights, sum(torch.Size(s.partial).numel() for s in gram.sums))
-    same("laid out", ours.laid * ours.gram_pixels, sum(each.laid[1] for each in gram.sums))
+    same("sums", splits * ours.weights, torch.Size(gram.partial).numel() * len(gram.sums))
+    same("laid out", ours.laid * ours.gram_pixels, gram.laid[1] * len(gram.sums))
     return found
 
 

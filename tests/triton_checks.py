@@ -10,7 +10,14 @@ import torch
 
 import econv
 from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
-from econv.engines import spectral, triton_kernels, triton_launches, triton_ops, triton_tiles
+from econv.engines import (
+    hopper_launches,
+    spectral,
+    triton_kernels,
+    triton_launches,
+    triton_ops,
+    triton_tiles,
+)
 from econv.engines.spectral import Geometry
 from econv.engines.triton_kernels import INTERPRETED, OVERALL
 from econv.layers import norm_relu_conv
@@ -310,11 +317,44 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
                 assert group_.place >= done * numbers // batch
                 assert group_.place + group_.analysis.numbers <= numbers
         assert done == batch
+    takes_no_more_for_the_weights(x, plan, geometry, 2 * numbers + filters)
+
+
+def takes_no_more_for_the_weights(x, plan, geometry, most):
     gram = triton_launches.GramRun(x, x, plan.name, geometry, triton_ops.Tiles(), "tf32")
-    spectrum = gram.groups[0].analysis.numbers + math.prod(gram.sums[0].laid)
-    partial = sum(4 * math.prod(sums.partial) for sums in gram.sums)
-    assert partial + 2 * spectrum <= 2 * numbers + filters
-    assert sum(group_.images for group_ in gram.groups) == batch
+    spectrum = gram.groups[0].analysis.numbers + math.prod(gram.laid)
+    partial = 4 * math.prod(gram.partial) * len(gram.sums)
+    assert partial + 2 * spectrum <= most
+    assert sum(group.images for group in gram.groups) == x.shape[0]
+    return gram
+
+
+@pytest.mark.parametrize(
+    ("group", "fields", "batch", "size", "launches"),
+    [("p8", 80, 512, 8, 1), ("p16", 20, 256, 32, 1), ("p32", 20, 64, 32, 2)],
+)
+def test_sums_of_warps_with_roles_take_no_more_either(group, fields, batch, size, launches):
+    plan = spectral_plan(filter_basis(group), "regular", "regular")
+    channels = fields * plan.basis.group.order
+    strides = (channels * size**2, 1, channels * size, channels)
+    meta = torch.device("meta")
+    x = triton_tiles.Like((batch, channels, size, size), strides, torch.bfloat16, meta)
+    geometry = Geometry(1, 1, 1, 2, size, size)
+    most = 2 * batch * channels * size**2 + max(4 * channels**2 * 25, 9 << 19)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_launches, "INTERPRETED", False)
+        gram = takes_no_more_for_the_weights(x, plan, geometry, most)
+    assert len(gram.sums) == launches
+    for share in gram.groups[0].shares:
+        assert math.prod(share.grams[0].grid) >= 0.9 * 132  # nearly all processors have work
+
+
+def test_layers_of_many_fields_have_no_more_programs_than_a_launch_may():
+    plan = spectral_plan(filter_basis("p1"), "regular", "regular")
+    x = triton_tiles.Like((4, 2048, 8, 8), (131072, 1, 16384, 2048), torch.bfloat16, CPU)
+    run = triton_launches.GramRun(x, x, plan.name, Geometry(1, 1, 1, 2, 8, 8), None, "tf32")
+    for launch in (run.sums[0].spread, *run.groups[0].shares[0].grams):
+        assert max(launch.grid[1:]) <= 65_535
 
 
 @pytest.mark.parametrize("batch", [250, 255, 5, 3])

@@ -12,7 +12,10 @@ How features follow from taps is said by `econv.engines.triton_scheme`, as for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+import numpy as np
 
 from econv.engines.hopper_turns import (
     ROWS,
@@ -123,8 +126,12 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
     write()
 
 
-_KEPT = 0.25
-"""What slots are multiplied by that wait in the output: they are larger than its channels."""
+def _larger(layout: Scheme) -> int:
+    """By how many powers of two slots may be larger than the channels that they belong to.
+
+    Those that wait in the output are divided by as much.
+    """
+    return math.ceil(math.log2(np.abs(layout.plan.analysis).sum(axis=1).max()))
 
 
 def _outputs(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
@@ -148,7 +155,7 @@ def _outputs(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
             write(f"HELD{part}: gl.constexpr = s.type.layout")
             vector = min(len(layout.before), layout.vector)
             _places(write, f"WAITING{part}", ["s"] * vector, size, channels, sum(parts), done)
-            write(f"factor = two_to({2 * HEADROOM} - power) * {1 / _KEPT}")
+            write(f"factor = two_to({2 * HEADROOM + _larger(layout)} - power)")
             for start in range(0, len(layout.before), vector):
                 write(f"r = gl.load(into + {start}, mask=known, other=0.0).to(gl.float32)")
                 write("r = r * factor[:, None, None]")
@@ -158,7 +165,7 @@ def _outputs(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
                 split_evenly(write, "r", names, "gl")
                 for name in filter(None, names):
                     write(f"{name} = gl.convert_layout({name}, HELD{part}, assert_trivial=True)")
-        factor = ""
+        divided = 2 * HEADROOM
         if layout.complete:
             times_rows(write, rest.T, "s", "y")
             for a, b in reversed(pairs):
@@ -166,11 +173,11 @@ def _outputs(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
             outputs = [f"y{c}" for c in range(channels)]
         else:
             outputs = [f"s{slot if slot >= 0 else layout.slots[0]}" for slot in layout.slots]
-            factor = f" * {_KEPT}"
+            divided += _larger(layout)
         vector = min(power_of_two(len(outputs)), layout.vector)
         outputs += outputs[:1] * (-len(outputs) % vector)
         _places(write, f"LAID{part}", outputs[:vector], size, channels, sum(parts), done)
-        write(f"scale = two_to(power - {2 * HEADROOM}){factor}")
+        write(f"scale = two_to(power - {divided})")
         for start in range(0, len(outputs), vector):
             found = _side_by_side(outputs[start : start + vector], size)
             write(f"found = ({found} * scale[:, None, None]).to(y.dtype.element_ty)")

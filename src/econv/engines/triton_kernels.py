@@ -537,9 +537,9 @@ def spread(
     A program reads ``SPLITS`` of them at once. What another launch sums is left alone. Outputs lie
     side by side where it reads, and weights where it writes.
     """
-    number = tl.program_id(0) * BN + tl.arange(0, BN)
-    i = tl.program_id(1) % in_fields
-    o = tl.program_id(1) // in_fields * BO + tl.arange(0, BO)
+    number = tl.program_id(1) * BN + tl.arange(0, BN)
+    i = tl.program_id(0) % in_fields
+    o = tl.program_id(0) // in_fields * BO + tl.arange(0, BO)
     owned = tl.load(owners + number * MOST, mask=number < weights, other=-2) > -2
     each = in_padded * count * out_padded * 2
     total = tl.zeros([SPLITS, BN, BO], tl.float32)

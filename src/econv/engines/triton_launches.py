@@ -435,13 +435,10 @@ class _GramGroup(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Where the gradients to the weights of one layout are added up."""
+    """How the gradients to the weights of one layout are added up."""
 
-    partial: tuple[int, ...]
-    laid: tuple[int, ...]
-    """The shape of the output's gradient where it was laid out."""
     copies: Copies | None
-    """How that is copied, where warps have roles."""
+    """How the output's gradient is copied that was laid out, where warps have roles."""
     owners: tuple[Tensor, ...]
     spread: Launch
 
@@ -493,8 +490,8 @@ class GramRun:
         else:
             splits = roles.splits(programs, most)
         splits = min(chosen.splits or splits, triton.cdiv(batch * pixels, at_once))
-        partial = (splits, *one)
-        free = min(chosen.bytes or free - 4 * math.prod(partial) * len(layouts), _addressed(x))
+        self.partial = (splits, *one)  # the shape of the sums of each
+        free = min(chosen.bytes or free - 4 * math.prod(self.partial) * len(layouts), _addressed(x))
         laid = found.padded * 2 * layouts[0].batch  # numbers for each pixel
         each = _spectrum_bytes(x, layout, geometry) + laid * pixels * x.dtype.itemsize
         several = triton.cdiv(batch, _multiple(free // each))
@@ -504,7 +501,7 @@ class GramRun:
             analyse, lay_kernels, side_by_side = kernels.analyse, [kernels.lay], FIELDS
             tile = {"TILE": at_once}
         else:
-            made = [row_kernels(each, found.parts, fields) for each in layouts]
+            made = [row_kernels(half, found.parts, fields) for half in layouts]
             analyse, lay_kernels = made[0][0], [lay for _, lay in made]
             tile, side_by_side = {}, fields
         for first in range(0, batch, most):
@@ -541,26 +538,27 @@ class GramRun:
                 shares.append(_Share(lay, grams))
             self.groups.append(_GramGroup(first, images, analysis, shares))
         tiles_ = triton.cdiv(self.groups[0].images * pixels, at_once)
-        fragments = (tiles_, laid * at_once)
+        self.laid = (tiles_, laid * at_once)
         self.sums: list[_Sums] = []
         outs = min(16, triton.next_power_of_2(out_fields))
-        at_once = min(16, triton.next_power_of_2(splits))
-        block = max(16, 2048 // (outs * at_once))
+        together = min(16, triton.next_power_of_2(splits))
+        several = max(16, 2048 // (outs * together))
         for number, each_layout in enumerate(layouts):
             constants = _constants(each_layout, x.device)
             launch = Launch(
                 spread,
-                (triton.cdiv(weights, block), in_fields * triton.cdiv(out_fields, outs)),
+                # The second has a limit of 65,535.
+                (in_fields * triton.cdiv(out_fields, outs), triton.cdiv(weights, several)),
                 (out_fields, in_fields, weights, in_padded, found.padded, count, splits),
                 MOST=constants.owners.shape[1],
-                SPLITS=at_once,
-                BN=block,
+                SPLITS=together,
+                BN=several,
                 BO=outs,
                 num_warps=4,
             )
-            copies = self.roles[number].copies(fragments) if self.roles else None
+            copies = self.roles[number].copies(self.laid) if self.roles else None
             owners = (constants.owners, constants.owner_signs)
-            self.sums.append(_Sums(partial, fragments, copies, owners, launch))
+            self.sums.append(_Sums(copies, owners, launch))
 
     def __call__(
         self, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor, *affine: Tensor
@@ -569,9 +567,9 @@ class GramRun:
         if not self.groups:
             return torch.zeros(self.shape, dtype=torch.float32, device=device)
         # Images add up: they are scaled alike, by the largest number of all.
-        partials = [_empty(sums.partial, torch.float32, device) for sums in self.sums]
+        partials = [_empty(self.partial, torch.float32, device) for _ in self.sums]
         memory = _empty((self.groups[0].analysis.numbers,), self.internal, device)
-        fragments = _empty(self.sums[0].laid, self.internal, device)
+        fragments = _empty(self.laid, self.internal, device)
         factors = [
             [fragments] if sums.copies is None else sums.copies(fragments) for sums in self.sums
         ]

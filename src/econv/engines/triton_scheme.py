@@ -340,7 +340,7 @@ class Scheme:
 
 @dataclass(frozen=True, eq=False)
 class Half(Scheme):
-    """Some targets of a scheme, which read derivatives that no other target does.
+    """Half of the targets of a scheme, which read derivatives that no other target does.
 
     Turning by a half circle changes the sign of derivatives of odd frequency, and of slots of odd
     irreps. Targets of even irreps read even derivatives of even slots and odd ones of odd slots;
@@ -388,8 +388,8 @@ class Half(Scheme):
         return self.whole._chunk_of(self.whole.targets)
 
     def _lengths(self, targets: Sequence[Target]) -> list[int]:
-        """As many in every chunk."""
-        found = super()._lengths(targets)
+        """As many in every chunk, and in both halves: their launches are cut alike."""
+        found = self.whole._lengths(self.whole.targets)
         return [max(found)] * len(found)
 
 

@@ -59,7 +59,7 @@ class Tiles(NamedTuple):
     gram_accumulators: int = 384
     splits: int = 0
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU,
-    as far as their sums take a quarter of the memory that is free."""
+    as far as their sums take a quarter of the memory that is free (with roles half of it)."""
     roles: int = -1
     """Whether warps have roles, as `econv.engines.hopper_source` says: 0 never, 1 on any GPU (but
     not in float32), −1 on Hopper GPUs."""
