@@ -116,16 +116,35 @@ def _derivatives(write: Writer, layout: Scheme, chunk: int, fields: int) -> None
     of_word = [sorted(s for s, w in read if w == word) for word in range(words)]
     started: set[tuple[int, int]] = set()
 
-    def add(name: str, word: int, i: int, j: int) -> None:
-        for stencil in of_word[word]:
-            value = float(layout.coefficients[stencil, i, j])
-            if not value:
-                continue
-            old = f"d{stencil}_{word}" if (stencil, word) in started else None
-            started.add((stencil, word))
-            write(f"d{stencil}_{word} = {_scaled(name, value, value, old)}")
+    def add(name: str, word: int, factors: np.ndarray) -> None:
+        for stencil, value in zip(of_word[word], factors.tolist(), strict=True):
+            if value:
+                old = f"d{stencil}_{word}" if (stencil, word) in started else None
+                started.add((stencil, word))
+                write(f"d{stencil}_{word} = {_scaled(name, value, value, old)}")
 
-    for dy, dx, rows, columns in layout.mirrored():
+    def taps(word: int, i: int, j: int) -> None:
+        """A class of taps, which is in ``u``, to the derivatives that read it."""
+        mirrored = _mirrored(coefficients[word], i, j)
+        kept = f"k{min(i, j)}_{max(i, j)}_{word}"
+        if mirrored is None:
+            add("u", word, coefficients[word][:, i, j])
+        elif i < j:  # the other ones come later
+            write(f"{kept} = u")
+        else:
+            for sign, factors in zip("+-", mirrored, strict=True):
+                if factors.any():
+                    write(f"w = {_sum(kept, 'u', sign)}")
+                    add("w", word, factors)
+
+    def used(word: int, i: int, j: int) -> bool:
+        there = coefficients[word][:, i, j].any()
+        return bool(there) or _mirrored(coefficients[word], i, j) is not None
+
+    coefficients = [layout.coefficients[stencils] for stencils in of_word]
+    # Those that mirror each other on a diagonal come one after the other.
+    order = sorted(layout.mirrored(), key=lambda taps: (max(taps[:2]), min(taps[:2]), taps[0]))
+    for dy, dx, rows, columns in order:
         names = {}
         for above, y in zip("pm", (dy, -dy)[: len(rows)], strict=False):
             for beside, x in zip("pm", (dx, -dx)[: len(columns)], strict=False):
@@ -136,9 +155,8 @@ def _derivatives(write: Writer, layout: Scheme, chunk: int, fields: int) -> None
                         write(f"{above}{beside}{word} = {_early(y)}{word}")
         load_taps(write, fields, words, "centre", names)
         for word in range(words):
-            coefficients = layout.coefficients[of_word[word]]
             for sign, j in zip("+-", columns, strict=False):
-                if not coefficients[:, rows, j].any():
+                if not any(used(word, i, j) for i in rows):
                     continue
                 for above in "pm"[: len(rows)]:
                     one = f"{above}p{word}"
@@ -146,9 +164,27 @@ def _derivatives(write: Writer, layout: Scheme, chunk: int, fields: int) -> None
                         one = _sum(one, f"{above}m{word}", sign)
                     write(f"at_{above} = {one}")
                 for other, i in zip("+-", rows, strict=False):
-                    if coefficients[:, i, j].any():
+                    if used(word, i, j):
                         write(f"u = {_sum('at_p', 'at_m', other) if dy else 'at_p'}")
-                        add("u", word, i, j)
+                        taps(word, i, j)
+
+
+def _mirrored(coefficients: np.ndarray, i: int, j: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """What stencils read of the sum and the difference of two classes of taps, (i, j) and (j, i).
+
+    Of the lesser row first, so that (i, j) is the one with i < j. Nothing where these do not mirror
+    each other on a diagonal, or it would be no less work.
+    """
+    reach = coefficients.shape[-1] // 2
+    if i == j or (i > reach) != (j > reach):
+        return None
+    one, two = coefficients[:, min(i, j), max(i, j)], coefficients[:, max(i, j), min(i, j)]
+    least = 1e-9 * np.abs(coefficients).max(initial=0.0)
+    both = [np.where(np.abs(v) > least, v, 0.0) for v in ((one + two) / 2, (one - two) / 2)]
+    work = sum(np.count_nonzero(v) + v.any() for v in both)
+    if work >= np.count_nonzero(one) + np.count_nonzero(two):
+        return None
+    return both[0], both[1]
 
 
 class _Words:
