@@ -8,6 +8,7 @@ factors by copies. This room makes text, of which `econv.engines.hopper_source` 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +21,7 @@ __all__ = [
     "barriers",
     "early_taps",
     "fetched",
+    "gains",
     "issue_function",
     "load_taps",
     "pieces_of_a_chunk",
@@ -109,9 +111,19 @@ def _early(dy: int) -> str:
     return f"early{'_' if dy < 0 else ''}{abs(dy)}_"
 
 
-def _derivatives(write: Writer, layout: Scheme, chunk: int, fields: int) -> None:
-    """The derivatives ``d{stencil}_{word}`` of a chunk, from the taps around ``centre``."""
+def _derivatives(
+    write: Writer,
+    layout: Scheme,
+    chunk: int,
+    fields: int,
+    first: dict[tuple[int, int], float] | None = None,
+) -> None:
+    """The derivatives ``d{stencil}_{word}`` of a chunk, from the taps around ``centre``.
+
+    They are divided by `_Normal.scales`. ``first`` finds what their first taps count undivided.
+    """
     words = layout.width // 2
+    scales = _normal(layout, chunk).scales if first is None else {}
     read = layout.derivatives(chunk)
     of_word = [sorted(s for s, w in read if w == word) for word in range(words)]
     started: set[tuple[int, int]] = set()
@@ -119,9 +131,13 @@ def _derivatives(write: Writer, layout: Scheme, chunk: int, fields: int) -> None
     def add(name: str, word: int, factors: np.ndarray) -> None:
         for stencil, value in zip(of_word[word], factors.tolist(), strict=True):
             if value:
+                value /= scales.get((stencil, word), 1.0)
                 old = f"d{stencil}_{word}" if (stencil, word) in started else None
                 started.add((stencil, word))
-                write(f"d{stencil}_{word} = {_scaled(name, value, value, old)}")
+                if old is None and first is not None:
+                    first[stencil, word] = value
+                text = name if old is None and value == 1.0 else _scaled(name, value, value, old)
+                write(f"d{stencil}_{word} = {text}")
 
     def taps(word: int, i: int, j: int) -> None:
         """A class of taps, which is in ``u``, to the derivatives that read it."""
@@ -187,11 +203,69 @@ def _mirrored(coefficients: np.ndarray, i: int, j: int) -> tuple[np.ndarray, np.
     return both[0], both[1]
 
 
+_LEAST = 0.2  # that a first tap counts: what is divided by it is at most five times as large
+
+
+class _Normal:
+    """Derivatives and features of a chunk as the kernels have them: first factors are one.
+
+    A derivative begins with one of its taps, and a feature with one of its derivatives, that count
+    one. What that divides features by is a factor of their weights.
+    """
+
+    def __init__(self, layout: Scheme, chunk: int) -> None:
+        self.layout = layout
+        found: dict[tuple[int, int], float] = {}
+        _derivatives(Writer(packed=True), layout, chunk, FIELDS, found)
+        self.scales = {key: v if abs(v) >= _LEAST else 1.0 for key, v in found.items()}
+        self.gains: dict[int, float] = {}
+        for names in layout.lists[chunk]:
+            for one, two in zip(names[::2], names[1::2], strict=True):
+                if one < 0:
+                    continue
+                key = next(iter(layout.terms(one)))
+                self._gain(one, key)
+                if two >= 0:
+                    same = layout.alike(one, two)
+                    self._gain(two, key if same else next(iter(layout.terms(two))))
+
+    def _gain(self, feature: int, key: tuple[int, int]) -> None:
+        gain = self.layout.terms(feature)[key][1] * self.scales[key]
+        if self.gains.setdefault(feature, gain) != gain:
+            raise ArithmeticError(f"feature {feature} of {self.layout.plan!r} has two gains")
+
+    def terms(self, feature: int) -> list[tuple[int, int, int, float]]:
+        """Stencil, pair of slots, which of the two, and factor."""
+        gain = self.gains[feature]
+        return [
+            (*key, side, factor * self.scales[key] / gain)
+            for key, (side, factor) in self.layout.terms(feature).items()
+        ]
+
+
+@lru_cache(maxsize=512)
+def _normal(layout: Scheme, chunk: int) -> _Normal:
+    return _Normal(layout, chunk)
+
+
+def gains(layout: Scheme) -> np.ndarray:
+    """What the weights of each feature are multiplied by, ``[batch * inner * 2]``."""
+    rows = [
+        [
+            _normal(layout, chunk).gains.get(f, 1.0)
+            for chunk, rows in enumerate(layout.lists)
+            for f in rows[t]
+        ]
+        for t in range(layout.batch)
+    ]
+    return np.repeat(np.array(rows, dtype=np.float32).ravel(), 2)
+
+
 class _Words:
     """Features two by two, written when they are first asked for."""
 
-    def __init__(self, write: Writer, layout: Scheme) -> None:
-        self.write, self.layout = write, layout
+    def __init__(self, write: Writer, layout: Scheme, chunk: int) -> None:
+        self.write, self.layout, self.normal = write, layout, _normal(layout, chunk)
         self.taken: set[str] = set()
 
     def _halves(self, one: tuple[int, int, int], two: tuple[int, int, int]) -> str:
@@ -212,10 +286,7 @@ class _Words:
         name = f"f{one}_{two}"
         if name in self.taken:
             return name
-        left, right = (
-            [(*key, side, factor) for key, (side, factor) in self.layout.terms(feature).items()]
-            for feature in (one, two)
-        )
+        left, right = (self.normal.terms(feature) for feature in (one, two))
         if self.layout.alike(one, two):  # in one order, so that halves come from one derivative
             right.sort(key=lambda term: [t[:2] for t in left].index(term[:2]))
         found = None
@@ -236,7 +307,7 @@ class _Words:
 
 def _stored(write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], fields: int) -> None:
     """The features of a slot chunk to their places in the stage."""
-    words = _Words(write, layout)
+    words = _Words(write, layout, chunk)
     lists = layout.lists[chunk]
     spare = next(f for names in lists for f in names if f >= 0)
     first = 0

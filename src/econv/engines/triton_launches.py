@@ -28,13 +28,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
 from econv.engines.hopper_kernels import Copies
 from econv.engines.hopper_launches import GramRoles, Roles, as_words
-from econv.engines.hopper_turns import ROWS
+from econv.engines.hopper_turns import ROWS, gains
 from econv.engines.spectral import Geometry
 from econv.engines.triton_kernels import (
     INTERPRETED,
@@ -124,8 +125,14 @@ class _Constants(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def _constants(layout: Scheme, device: torch.device) -> _Constants:
-    arrays = (*layout.entries, *layout.adjoint_entries, layout.piece_of, *layout.owners)
+def _constants(layout: Scheme, device: torch.device, roles: bool) -> _Constants:
+    (entries, signs), (turned, more) = layout.entries, layout.adjoint_entries
+    owners, factors = layout.owners
+    if roles:
+        gain = gains(layout)
+        signs, more = signs * gain, more * gain
+        factors = np.where(owners >= 0, factors * gain[owners], factors).astype(np.float32)
+    arrays = (entries, signs, turned, more, layout.piece_of, owners, factors)
     with torch.inference_mode(False):
         made = [torch.tensor(array, device=device) for array in arrays]
     return _Constants(*made)
@@ -344,7 +351,7 @@ class ConvolutionRun:
     def _order(
         self, layout: Scheme, roles: Roles | None, in_fields: int, out_fields: int, adjoint: bool
     ) -> _Order:
-        found, constants = self.cut, _constants(layout, self.x.device)
+        found, constants = self.cut, _constants(layout, self.x.device, roles is not None)
         order = (constants.entries, constants.signs, constants.pieces)
         strides = (in_fields * layout.plan.weights, layout.plan.weights)
         if adjoint:
@@ -544,7 +551,7 @@ class GramRun:
         together = min(16, triton.next_power_of_2(splits))
         several = max(16, 2048 // (outs * together))
         for number, each_layout in enumerate(layouts):
-            constants = _constants(each_layout, x.device)
+            constants = _constants(each_layout, x.device, bool(self.roles))
             launch = Launch(
                 spread,
                 # The second has a limit of 65,535.

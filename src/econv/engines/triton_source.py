@@ -40,9 +40,9 @@ __all__ = [
     "twos",
 ]
 
-HEADROOM = 9
-"""The largest number of an image is scaled to about 2^9: derivatives stay far from overflow in
-float16, whose largest is 2^16, and all but the smallest 2^-23 of the image keep every digit."""
+HEADROOM = 7
+"""The largest number of an image is scaled to about 2^7: derivatives, which may be 2^7.5 times as
+large, stay below float16's largest, and all but the smallest 2^-21 of the image keep every digit."""
 
 
 FIRST = VERSION < (3, 7)
