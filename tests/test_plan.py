@@ -80,20 +80,49 @@ def test_the_adjoint_of_the_adjoint_is_the_layer(group, kinds):
     assert np.abs(twice - np.eye(found.weights)).max() <= 1e-12
 
 
+def families(found):
+    """The pieces of equal irrep and parity, ``[pieces, rows of a piece, size, size]`` each."""
+    copies = found._operators[0]
+    together = {}
+    for copy in copies:
+        key = copy.irrep, float((copy.basis @ found.parity)[0])
+        together.setdefault(key, []).append(np.tensordot(copy.basis, found.stencils, axes=1))
+    return [np.stack(pieces) for pieces in together.values()]
+
+
 @pytest.mark.parametrize("group", [*GROUPS, "p16"])
-def test_stencils_are_orthonormal_on_average_and_have_parity(group):
+def test_stencils_have_length_one_on_average_and_parity(group):
     """Within an irreducible piece lengths differ, as the grid is not isotropic; their mean is 1."""
     found = spectral_plan(filter_basis(group), "regular", "regular")
-    copies = found._operators[0]
-    pieces = [np.tensordot(copy.basis, found.stencils, axes=1) for copy in copies]
-    parity = [float((copy.basis @ found.parity)[0]) for copy in copies]
-    for a, one in enumerate(pieces):
-        assert abs(np.vdot(one, one) / len(one) - 1) <= 1e-12
-        for b, two in enumerate(pieces[:a]):
-            if copies[a].irrep == copies[b].irrep and parity[a] == parity[b]:
-                assert abs(np.vdot(one, two)) <= 1e-12
+    for pieces in families(found):
+        for one in pieces:
+            assert abs(np.vdot(one, one) / len(one) - 1) <= 1e-12
     mirrored = found.stencils[:, ::-1, ::-1] * found.parity[:, None, None]
     assert np.abs(mirrored - found.stencils).max() <= 1e-12
+
+
+@pytest.mark.parametrize("group", [*GROUPS, "p16", "p32"])
+def test_stencils_of_one_frequency_are_nearly_orthogonal_and_spare_taps(group):
+    found = spectral_plan(filter_basis(group), "regular", "regular")
+    for pieces in families(found):
+        values = np.linalg.svd(pieces.reshape(len(pieces), -1), compute_uv=False)
+        assert values[0] / values[-1] <= plan._SKEW
+        rows = pieces[:, 0].reshape(len(pieces), -1)
+        for n, one in enumerate(rows):
+            others = np.abs(np.delete(rows, n, axis=0)).max(axis=0, initial=0.0)
+            assert ((one == 0) & (others > 1e-6)).sum() >= len(rows) - 1
+
+
+def test_stencils_stay_orthogonal_where_sparing_taps_would_skew_them(monkeypatch):
+    given = filter_basis("p8")
+    monkeypatch.setattr(plan, "_SKEW", 1.0)
+    plan._irreducible_stencils.cache_clear()
+    try:
+        stencils = plan._irreducible_stencils(given)[1]
+    finally:
+        plan._irreducible_stencils.cache_clear()
+    flat = np.stack([one.ravel() / np.linalg.norm(one) for one in stencils[4:8]])  # frequency 1
+    assert np.abs(flat @ flat.T - np.eye(4)).max() <= 1e-12
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -292,7 +292,7 @@ def _irreducible_stencils(
             in_monomials = ((found @ space) / length)[:, used]
             pieces.append((index, degree, np.tensordot(in_monomials, weights, axes=1)))
     pieces.sort(key=lambda piece: piece[0])  # stable: low degrees first within an irrep
-    pieces = _orthonormalised(pieces)
+    pieces = _reduced(_orthonormalised(pieces))
     stencils = np.concatenate([weights for *_, weights in pieces])
     unit = np.eye(len(stencils))
     copies: list[Copy] = []
@@ -335,6 +335,38 @@ def _orthonormalised(
         rest = np.where(np.abs(rest) <= 1e-14 * np.abs(rest).max(), 0.0, rest)
         done.append((index, degree, rest / length))
     return done
+
+
+def _reduced(pieces: list[tuple[int, int, FloatArray]]) -> list[tuple[int, int, FloatArray]]:
+    """Other bases of what the pieces of one irrep and parity span, with more taps that are zero.
+
+    Each piece but one loses the tap that counts most in that one, with all taps that mirror it.
+    They still have length one, and stand nearly at right angles; otherwise nothing changes.
+    """
+    found = list(pieces)
+    for family in {(index, degree % 2): None for index, degree, _ in pieces}:
+        members = [n for n, (index, d, _) in enumerate(pieces) if (index, d % 2) == family]
+        given = np.stack([pieces[n][2] for n in members])
+        lead = given[:, 0].reshape(len(members), -1)  # their first rows
+        mixed, free = lead.copy(), np.ones(len(members), dtype=bool)
+        for _ in members:
+            row, tap = np.unravel_index(np.abs(mixed * free[:, None]).argmax(), mixed.shape)
+            free[row] = False
+            for other in set(range(len(members))) - {int(row)}:
+                mixed[other] -= mixed[other, tap] / mixed[row, tap] * mixed[row]
+        mixed /= np.linalg.norm(mixed, axis=1, keepdims=True)
+        change = mixed @ np.linalg.pinv(lead)
+        if np.linalg.cond(change) > _SKEW:
+            continue
+        for n, weights in zip(members, np.tensordot(change, given, axes=1), strict=True):
+            weights /= np.linalg.norm(weights) / math.sqrt(len(weights))
+            least = 1e-12 * np.abs(weights).max()
+            index, degree, _ = pieces[n]
+            found[n] = index, degree, np.where(np.abs(weights) <= least, 0.0, weights)
+    return found
+
+
+_SKEW = 3.0  # at most, of the lengths of sums of reduced pieces over those of their factors
 
 
 def _slots(copies: tuple[Copy, ...]) -> list[tuple[int, IntArray]]:
