@@ -14,7 +14,7 @@ from torch import Tensor
 
 from econv.engines import hopper_kernels
 from econv.engines.hopper_source import gram_features
-from econv.engines.hopper_turns import ROWS, fetched, pieces_of_a_chunk
+from econv.engines.hopper_turns import ROWS, fetched, fits, pieces_of_a_chunk
 from econv.engines.triton_kernels import INTERPRETED
 from econv.engines.triton_scheme import FIELDS, Scheme, halves
 from econv.engines.triton_tiles import INTERNAL, Cut, Launch, Like, Tiles, at_a_time, divided
@@ -57,7 +57,7 @@ def _divisions(layout: Scheme, chosen: Tiles) -> Iterator[tuple[Scheme, ...]]:
     if layout.batch < _MOST or chosen.roles > 0:
         ways.append((layout,))
     for way in ways:
-        if all(pieces_of_a_chunk(each) is not None for each in way):
+        if all(pieces_of_a_chunk(each) is not None and fits(each) for each in way):
             yield way
 
 

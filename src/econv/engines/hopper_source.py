@@ -95,8 +95,13 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
     write("for early in gl.static_range(STAGES):")
     write(f"    issue({weights}, ready, early, early % turns, early < all_turns, programs)")
     write("turn = 0")
+    write("power_of_weights = exponent(gl.load(w_largest))")
     write("for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):")
     write.depth += 1
+    # Long before they are needed: what the pixels of the tile were scaled by.
+    write("pixel = tile * BP + gl.arange(0, BP, layout=gl.SliceLayout(1, SUMS0))")
+    write("owner = gl.minimum(pixel, pixels - 1) // (height * width)")
+    write("powers = exponent(gl.load(x_largest + owner)) + power_of_weights")
     zeros(write, layout, parts, "BP")
     write("for again in range(0, turns):")
     write.depth += 1
@@ -209,8 +214,7 @@ def _places(
     )
     write(f"pixel = tile * BP + gl.arange(0, BP, layout={pixel})")
     write("inside = pixel < pixels")
-    write("owner = gl.minimum(pixel, pixels - 1) // (height * width)")
-    write("power = exponent(gl.load(x_largest + owner)) + exponent(gl.load(w_largest))")
+    write(f"power = gl.convert_layout(powers, {pixel})")
     write(f"o = gl.program_id(1) * {fields} + {done}")
     write(f"o += gl.arange(0, {size}, layout={field})")
     write(f"element = gl.arange(0, {len(names)}, layout={element})")
@@ -229,6 +233,9 @@ def gram_features(layout: Scheme) -> int:
     pieces = pieces_of_a_chunk(layout)
     assert pieces is not None
     return max(ROWS // FIELDS, power_of_two(sum(pieces)))
+
+
+_AHEAD = 2  # targets
 
 
 def _gram_consume(
@@ -295,16 +302,21 @@ def _gram_consume(
         write(f"row = gl.arange(0, {ROWS}, layout=gl.SliceLayout(1, SUMS{part}))")
         write(f"field = gl.program_id(0) * {fields} + row // {features}")
         write(f"number = row % {features}")
-        write(f"there = number < {length}")
+        write(f"there = (number < {length})[:, None]")
+        write("before = there & (again > 0)")
         write(f"out = gl.arange(0, {2 * size}, layout=gl.SliceLayout(0, SUMS{part}))")
         write(f"out += 2 * (gl.program_id(1) * {sum(parts)} + {done})")
-        for target in range(layout.batch):
-            write(f"where = (field * {layout.batch} + {target}) * {layout.inner} + number")
-            write(f"where += {start}")
-            write("where = where[:, None] * (out_padded * 2) + out[None, :]")
-            # A program adds to what it found in the images before these.
-            write("old = gl.load(into + where, mask=there[:, None] & (again > 0), other=0.0)")
-            write(f"gl.store(into + where, a{target}_{part} * scale + old, mask=there[:, None])")
+        write("place = into + out[None, :]")
+        # A program adds to what it found in the images before these. More of that is on its way
+        # while the first of it is written.
+        for target in range(layout.batch + _AHEAD):
+            if target < layout.batch:
+                write(f"where = (field * {layout.batch} + {target}) * {layout.inner} + number")
+                write(f"at{target} = place + ((where + {start}) * (out_padded * 2))[:, None]")
+                write(f"old{target} = gl.load(at{target}, mask=before, other=0.0)")
+            if target >= _AHEAD:
+                now = target - _AHEAD
+                write(f"gl.store(at{now}, a{now}_{part} * scale + old{now}, mask=there)")
         done += size
     write.depth -= 1
     write()

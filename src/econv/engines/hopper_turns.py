@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from econv.engines.triton_scheme import FIELDS, Scheme
-from econv.engines.triton_source import Writer, joined, split_evenly, twos
+from econv.engines.triton_source import HEADROOM, Writer, joined, split_evenly, twos
 
 __all__ = [
     "ROWS",
@@ -21,9 +21,11 @@ __all__ = [
     "barriers",
     "early_taps",
     "fetched",
+    "fits",
     "gains",
     "issue_function",
     "load_taps",
+    "magnitudes",
     "pieces_of_a_chunk",
     "products",
     "rows_of_a_copy",
@@ -259,6 +261,35 @@ def gains(layout: Scheme) -> np.ndarray:
         for t in range(layout.batch)
     ]
     return np.repeat(np.array(rows, dtype=np.float32).ravel(), 2)
+
+
+def fits(layout: Scheme) -> bool:
+    """Whether no derivative and no feature is ever too large for float16."""
+    most = max(max(magnitudes(layout, chunk)) for chunk in range(len(layout.lists)))
+    return most * 2.0 ** (HEADROOM + 1) < float(np.finfo(np.float16).max)
+
+
+def magnitudes(layout: Scheme, chunk: int) -> list[float]:
+    """How large derivatives and features of a chunk can be where no channel is larger than one."""
+    normal = _normal(layout, chunk)
+    slots = np.zeros(layout.chunks * layout.width)
+    slots[layout.positions] = np.abs(layout.plan.analysis).sum(axis=1)
+    slots = slots[chunk * layout.width :]
+    taps = np.abs(layout.plan.stencils).sum(axis=(1, 2))
+    found = [
+        float(taps[stencil] * slots[2 * word : 2 * word + 2].max() / abs(scale))
+        for (stencil, word), scale in normal.scales.items()
+    ]
+    for feature in normal.gains:
+        terms = normal.terms(feature)
+        found.append(
+            sum(
+                float(abs(factor / normal.scales[stencil, word]) * taps[stencil])
+                * float(slots[2 * word + side])
+                for stencil, word, side, factor in terms
+            )
+        )
+    return found
 
 
 class _Words:

@@ -607,7 +607,9 @@ def largest_launch(x: Like) -> Launch | None:
         if length > 1 and stride != piece:
             return None
         piece *= length
-    block, blocks = 2048, 4
+    block = 2048
+    # As many as keep memory busy, if that leaves enough programs.
+    blocks = 16 if images * numbers >= 16 * block * 8 * at_a_time(x.device, 8) else 4
     return Launch(
         largest_kernel,
         (images, triton.cdiv(numbers, block * blocks)),  # the second has a limit of 65,535

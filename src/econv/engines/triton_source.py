@@ -41,8 +41,9 @@ __all__ = [
 ]
 
 HEADROOM = 7
-"""The largest number of an image is scaled to about 2^7: derivatives, which may be 2^7.5 times as
-large, stay below float16's largest, and all but the smallest 2^-21 of the image keep every digit."""
+"""The largest number of an image is scaled to at least 2^7 and less than 2^8: derivatives may be
+2^7.9 times as large and are still less than float16's largest, 2^16, and all but the smallest 2^-21
+of the image keep every digit."""
 
 
 FIRST = VERSION < (3, 7)
