@@ -255,13 +255,14 @@ def gpu_layers(found: dict[str, Any]) -> str:
                 layer_name(layer["case"]),
                 ratio(layer["forward"]["median"]),
                 ratio(both["median"]),
-                f"**{ratio(both['graph'])}**",
+                ratio(both["graph"]),
+                f"**{ratio(both['alone']['median'])}**" if "alone" in both else "–",
                 ratio(layer["with_norm_and_relu"]),
                 " / ".join(f"{peak:.0f}" for peak in peaks),
                 f"{worst:.2f}",
             ]
         )
-    head = ["layer, bfloat16", "forward", "forward+backward", "as a CUDA graph"]
+    head = ["layer, bfloat16", "forward", "forward+backward", "as CUDA graphs", "each alone"]
     head += ["with norm and ReLU", "peak MB, dense / spectral", "error over dense's"]
     note = (
         f"(dense / spectral, medians of one run; {found['device']}, torch {found['torch']}, Triton "
@@ -276,7 +277,7 @@ def gpu_fused(found: dict[str, Any]) -> str:
     rows = []
     for layer in found["layers"]:
         if after := layer.get("after_norm_and_relu"):
-            times, ways = after["median"], ("dense", "spectral", "fused")
+            times, ways = after.get("alone", after)["median"], ("dense", "spectral", "fused")
             cells = [f"{times['dense'] / times[way]:.2f}" for way in ways[1:]]
             cells.append(f"{times['spectral'] / times['fused']:.2f}")
             cells.append(" / ".join(f"{after['peak_bytes'][way] / 1e6:.0f}" for way in ways))

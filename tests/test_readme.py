@@ -57,13 +57,19 @@ def test_the_tables_of_engines_say_how_many_times_dense_takes():
     found = {**known, "layers": [layer]}
     name = "| p8, 4→8, batch 2, 16×16 |"
     assert f"{name} 1.50 | **1.50** | 2 / 1 |" in readme.cpu_layers(found)
-    assert f"{name} 1.50 | 1.50 | **2.50** | 4.00 | 2 / 1 | 1.50 |" in readme.gpu_layers(found)
+    assert f"{name} 1.50 | 1.50 | 2.50 | – | 4.00 | 2 / 1 | 1.50 |" in readme.gpu_layers(found)
+    layer["forward+backward"]["alone"] = {"median": {"dense": 7.0, "spectral": 2.0}}
+    assert f"{name} 1.50 | 1.50 | 2.50 | **3.50** | 4.00 | 2 / 1 |" in readme.gpu_layers(found)
     assert readme.gpu_fused(found) == "There is no record of this yet."
     layer["after_norm_and_relu"] = {
         "median": {"dense": 9.0, "spectral": 6.0, "fused": 4.0},
         "peak_bytes": {"dense": 4e6, "spectral": 3e6, "fused": 2e6},
     }
     assert f"{name} 1.50 | 2.25 | 1.50 | 4 / 3 / 2 |" in readme.gpu_fused(found)
+    layer["after_norm_and_relu"]["alone"] = {
+        "median": {"dense": 9.0, "spectral": 3.0, "fused": 2.0}
+    }
+    assert f"{name} 3.00 | 4.50 | 1.50 | 4 / 3 / 2 |" in readme.gpu_fused(found)
     assert "revision aaaaaaaaaaaa;" in readme.gpu_layers(found)
     assert f"{name} 10 | 10 | 10 | 10 | 10 | 10 | 60 | 90 |" in readme.gpu_kernels(found)
     run = {"recipe": "one+batch_size=8", "operators": ["9 on 5×5"], "parameters": 1234, "batch": 8}
