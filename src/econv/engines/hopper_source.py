@@ -21,6 +21,7 @@ from econv.engines.hopper_turns import (
     ROWS,
     awaited,
     barriers,
+    differentiate_function,
     early_taps,
     fetched,
     issue_function,
@@ -45,6 +46,8 @@ __all__ = ["gram_features", "hopper_gram_source", "hopper_source"]
 def _produce(write: Writer, layout: Scheme, pieces: Sequence[int]) -> None:
     place_words = FIELDS * layout.width // 2
     names = ", ".join(f"z{n}" for n in range(len(pieces)))
+    for chunk in range(layout.chunks):
+        differentiate_function(write, layout, chunk, pieces, FIELDS)
     write("@gluon.jit")
     write(
         f"def produce(x, full, empty, {names}, pixels, height, width, down, dilation, pitch,\n"
@@ -70,7 +73,7 @@ def _produce(write: Writer, layout: Scheme, pieces: Sequence[int]) -> None:
             f"ahead = gl.where(last, {(chunk + 1) % layout.chunks}, chunk_after + {chunk}) * each"
         )
         where = "here" if chunk + 1 < layout.chunks else "gl.where(last, later, here)"
-        turn(write, layout, chunk, pieces, FIELDS, f"(x + ahead) + {where}")
+        turn(write, layout, chunk, pieces, "x + ahead", where)
         write(f"source += {layout.chunks} * each")
         write.depth -= 1
     write("here = later")
@@ -332,6 +335,7 @@ def hopper_gram_source(layout: Scheme, parts: tuple[int, ...], chunk: int, teams
     fields = ROWS // features
     place_words = fields * layout.width // 2
     write = Writer(packed=True)
+    differentiate_function(write, layout, chunk, (features,), fields)
     write("@gluon.jit")
     write(
         "def produce(x, full, empty, z0, pixels, height, width, down, dilation, pitch,\n"
@@ -347,7 +351,7 @@ def hopper_gram_source(layout: Scheme, parts: tuple[int, ...], chunk: int, teams
     write("for tile in range(gl.program_id(2), tiles, gl.num_programs(2)):")
     write.depth += 1
     tile_places(write, layout, fields, "(tile + gl.num_programs(2))", "later")
-    turn(write, layout, chunk, (features,), fields, "source + later")
+    turn(write, layout, chunk, (features,), "source", "later")
     write("here = later")
     write.depth -= 2
     write()

@@ -19,6 +19,7 @@ __all__ = [
     "ROWS",
     "awaited",
     "barriers",
+    "differentiate_function",
     "early_taps",
     "fetched",
     "fits",
@@ -336,8 +337,10 @@ class _Words:
         return name
 
 
-def _stored(write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], fields: int) -> None:
-    """The features of a slot chunk to their places in the stage."""
+def _features(
+    write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], fields: int
+) -> None:
+    """The features ``v{piece}`` of a slot chunk, as they lie in the stage."""
     words = _Words(write, layout, chunk)
     lists = layout.lists[chunk]
     spare = next(f for names in lists for f in names if f >= 0)
@@ -360,16 +363,19 @@ def _stored(write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], fi
         write(f"v = gl.reshape({joined(columns, 'gl')}, {shape})")
         write("v = gl.permute(v, (2, 1, 0, 3))")
         write(f"v{number} = gl.reshape(v, [{layout.batch}, BP, {fields * size // 2}])")
-    write("mbarrier.wait(empty.index(stage), phase ^ 1)")
-    for number in range(len(pieces)):
-        write(f"z{number}.index(stage).slice(TEAM * BP, BP, dim=1).store(v{number})")
+
+
+def _items(write: Writer, fields: int) -> None:
+    """How pixels and fields belong to threads."""
+    threads = f"[{fields}, {32 // fields}]"
+    write(f"ITEMS: gl.constexpr = gl.BlockedLayout([1, 1], {threads}, [1, WARPS], [0, 1])")
 
 
 def thread_layouts(write: Writer, layout: Scheme, fields: int) -> None:
     """How threads lie, and what all tiles have in common."""
     words = layout.width // 2
     threads = f"[{fields}, {32 // fields}"
-    write(f"ITEMS: gl.constexpr = gl.BlockedLayout([1, 1], {threads}], [1, WARPS], [0, 1])")
+    _items(write, fields)
     write(
         f"VECTORS: gl.constexpr = gl.BlockedLayout([1, 1, {words}], {threads}, 1],"
         " [1, WARPS, 1], [2, 0, 1])"
@@ -400,20 +406,55 @@ def tile_places(write: Writer, layout: Scheme, fields: int, tile: str, result: s
     write(f"{result} = {result} + word[None, None, :]")
 
 
+def _early_words(layout: Scheme) -> str:
+    """What is loaded a turn ahead, word for word."""
+    words = range(layout.width // 2)
+    return ", ".join(f"{name}{word}" for name in early_taps(layout) for word in words)
+
+
+def differentiate_function(
+    write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], fields: int
+) -> None:
+    """A function: the features of a tile and a chunk of slots, and the early taps of the next turn.
+
+    All teams call it. Triton goes through what is written in a loop twice, and in a loop in a loop
+    four times; through a function once.
+    """
+    early = _early_words(layout)
+    write("@gluon.jit")
+    write(
+        f"def differentiate{chunk}(source, here, next_source, next_here, row, column, {early},\n"
+        "        BP: gl.constexpr, WARPS: gl.constexpr):"
+    )
+    write.depth += 1
+    _items(write, fields)
+    write("centre = source + here")
+    _derivatives(write, layout, chunk, fields)
+    write("centre = next_source + next_here")
+    load_taps(write, fields, layout.width // 2, "centre", early_taps(layout))
+    _features(write, layout, chunk, pieces, fields)
+    write(f"return {', '.join(f'v{n}' for n in range(len(pieces)))}, {early}")
+    write.depth -= 1
+    write()
+
+
 def turn(
-    write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], fields: int, upcoming: str
+    write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], source: str, here: str
 ) -> None:
     """The features of a tile and a chunk of slots, handed over.
 
-    ``upcoming``: where the centre taps of the next turn lie.
+    The centre taps of the next turn lie at ``source`` and, from there, ``here``.
     """
     write("stage = turn % STAGES")
     write("phase = turn // STAGES & 1")
-    write("centre = source + here")
-    _derivatives(write, layout, chunk, fields)
-    write(f"centre = {upcoming}")
-    load_taps(write, fields, layout.width // 2, "centre", early_taps(layout))
-    _stored(write, layout, chunk, pieces, fields)
+    early = _early_words(layout)
+    write(
+        f"{', '.join(f'v{n}' for n in range(len(pieces)))}, {early} = differentiate{chunk}(\n"
+        f"        source, here, {source}, {here}, row, column, {early}, BP, WARPS)"
+    )
+    write("mbarrier.wait(empty.index(stage), phase ^ 1)")
+    for number in range(len(pieces)):
+        write(f"z{number}.index(stage).slice(TEAM * BP, BP, dim=1).store(v{number})")
     write("fence_async_shared()")
     write("team_barrier()")
     write("mbarrier.arrive(full.index(stage), count=1)")
