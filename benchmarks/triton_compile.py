@@ -33,7 +33,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
 from econv import filter_basis
-from econv.engines import hopper_kernels, triton_ops
+from econv.engines import hopper_kernels, triton_launches, triton_ops
 from econv.engines.spectral import Geometry
 from econv.engines.triton_launches import statistics_launch
 from econv.engines.triton_tiles import Like
@@ -99,9 +99,9 @@ def processor_seconds() -> float:
 
 @contextmanager
 def caught() -> Iterator[list[Launch]]:
-    """Launches inside the block are compiled and go nowhere."""
+    """Launches inside the block are compiled, one after the other, and go nowhere."""
     launches: list[Launch] = []
-    run = triton.JITFunction.run
+    run, together = triton.JITFunction.run, triton_launches.compile_together
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         start = processor_seconds()
@@ -111,11 +111,13 @@ def caught() -> Iterator[list[Launch]]:
         launches.append(Launch(self.fn.__name__, tuple(grid), given, kernel, seconds))
 
     triton.JITFunction.run = compile_only
+    triton_launches.compile_together = lambda *_: None
     triton.runtime.driver.set_active(_Device())
     try:
         yield launches
     finally:
         triton.JITFunction.run = run
+        triton_launches.compile_together = together
 
 
 OPERATORS = ("convolve", "gram", "adjoint")  # of a training step, in the order in which they run

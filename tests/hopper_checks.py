@@ -258,6 +258,34 @@ def test_what_would_be_too_large_for_halves_has_no_roles(monkeypatch):
     assert hopper_launches.Roles.of(x, layout, triton_tiles.Tiles(roles=1), 8)
 
 
+class Compiled:
+    """A kernel that notes what it is compiled for."""
+
+    def __init__(self, error=None):
+        self.error, self.calls = error, []
+
+    def warmup(self, *arguments, grid, **options):
+        self.calls.append((arguments, grid, options))
+        if self.error:
+            raise self.error
+
+
+def test_kernels_are_compiled_together_and_each_once(monkeypatch):
+    monkeypatch.setattr(triton_tiles.triton, "JITFunction", Compiled)
+    one, two = Compiled(), Compiled()
+    launches = [triton_tiles.Launch(k, (3,), (5, 7), BP=64, num_warps=4) for k in (one, one, two)]
+    jobs = [(launch, ("x", "y")) for launch in launches]
+    triton_tiles.compile_together(torch.device("cpu"), iter(jobs))
+    wanted = (("x", "y", 5, 7), (3, 1, 1), {"BP": 64, "num_warps": 4})
+    assert one.calls == two.calls == [wanted]
+    launches[2].compiled = print  # then one is left, which the launch itself compiles
+    triton_tiles.compile_together(torch.device("cpu"), jobs)
+    assert one.calls == [wanted]
+    launches[2] = triton_tiles.Launch(Compiled(RuntimeError("no room")), (1,), ())
+    with pytest.raises(RuntimeError, match="no room"):
+        triton_tiles.compile_together(torch.device("cpu"), [(k, ()) for k in launches])
+
+
 def test_images_of_any_magnitude_keep_their_digits(interpret):
     layer, x, _ = case("p4", (2, 3), (4, 6, 6), torch.bfloat16)
     scales = torch.tensor([1.0, 1e-20, 1e20, 0.0])[:, None, None, None]

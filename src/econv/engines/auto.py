@@ -45,8 +45,8 @@ __all__ = [
 # Seconds for each count of `terms`, on one core or one GPU. A `where` that is not here runs dense.
 COEFFICIENTS: dict[str, dict[str, tuple[float, ...]]] = {
     "cpu": {
-        "dense": (1.73e-11, 7.721e-10, 1.475e-10, 0.0001134, 0.0001398),
-        "spectral": (1.845e-11, 2.394e-11, 6.635e-11, 1.551e-10, 4.269e-11, 0.0001684, 9.799e-05),
+        "dense": (1.685e-11, 6.961e-10, 6.296e-11, 0.0001144, 0.0001377),
+        "spectral": (1.693e-11, 1.977e-11, 1.193e-10, 1.441e-10, 4.53e-11, 0.0001623, 8.851e-05),
     },
     "cuda, 16-bit": {
         "dense": (

@@ -238,7 +238,7 @@ def gram_features(layout: Scheme) -> int:
     return max(ROWS // FIELDS, power_of_two(sum(pieces)))
 
 
-_AHEAD = 2  # targets
+_AHEAD = 32  # output fields
 
 
 def _gram_consume(
@@ -312,13 +312,14 @@ def _gram_consume(
         write("place = into + out[None, :]")
         # A program adds to what it found in the images before these. More of that is on its way
         # while the first of it is written.
-        for target in range(layout.batch + _AHEAD):
+        ahead = max(1, _AHEAD // size)
+        for target in range(layout.batch + ahead):
             if target < layout.batch:
                 write(f"where = (field * {layout.batch} + {target}) * {layout.inner} + number")
                 write(f"at{target} = place + ((where + {start}) * (out_padded * 2))[:, None]")
                 write(f"old{target} = gl.load(at{target}, mask=before, other=0.0)")
-            if target >= _AHEAD:
-                now = target - _AHEAD
+            if target >= ahead:
+                now = target - ahead
                 write(f"gl.store(at{now}, a{now}_{part} * scale + old{now}, mask=there)")
         done += size
     write.depth -= 1

@@ -62,6 +62,7 @@ from econv.engines.triton_tiles import (
     Tiles,
     at_a_time,
     chosen_tiles,
+    compile_together,
     cut,
 )
 from econv.plan import SpectralPlan, plan_named
@@ -291,6 +292,7 @@ class ConvolutionRun:
         self.shape = (batch, out_fields * channels, geometry.height, geometry.width)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.groups: list[_Group] = []
+        self.compiled = False
         if not math.prod(self.shape):
             return
         chosen = chosen or chosen_tiles(layout)
@@ -420,8 +422,13 @@ class ConvolutionRun:
             scales = x_largest[OVERALL + first :]
             analysis.run(_images(x, first, images), *affine, scales, spectrum)
             spectrum = as_words(spectrum) if self.roles else spectrum
+            last = (_images(y, first, images), scales, w_largest)
+            if not self.compiled:
+                self.compiled = True
+                given = ((spectrum, *of_launch, *last) for of_launch in factors)
+                compile_together(device, zip(launches, given, strict=True))
             for launch, of_launch in zip(launches, factors, strict=True):
-                launch(spectrum, *of_launch, _images(y, first, images), scales, w_largest)
+                launch(spectrum, *of_launch, *last)
         return y
 
 
@@ -468,6 +475,7 @@ class GramRun:
         in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
         self.shape, self.internal = (out_fields, in_fields, weights), INTERNAL[x.dtype]
         self.groups: list[_GramGroup] = []
+        self.compiled = False
         if not math.prod(x.shape) * math.prod(g.shape):
             return
         chosen = chosen or chosen_tiles(layout)
@@ -584,6 +592,16 @@ class GramRun:
             spectrum = analysis.within(memory)
             analysis.run(_images(x, first, images), *affine, x_largest, spectrum)
             spectrum = as_words(spectrum) if self.roles else spectrum
+            if not self.compiled:
+                self.compiled = True
+                compile_together(
+                    device,
+                    (
+                        (gram, (spectrum, *of_share, partial, x_largest, g_largest))
+                        for share, of_share, partial in zip(shares, factors, partials, strict=True)
+                        for gram in share.grams
+                    ),
+                )
             for share, of_share, partial in zip(shares, factors, partials, strict=True):
                 share.lay(_images(g, first, images), g_largest, fragments)
                 for gram in share.grams:

@@ -7,7 +7,9 @@ This room knows shapes and launches; which kernel reads what is the business of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "Tiles",
     "at_a_time",
     "chosen_tiles",
+    "compile_together",
     "cut",
     "divided",
     "overridden",
@@ -165,6 +168,28 @@ class Launch:
         found = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
         if aligned and found is not None:  # nothing is compiled where Triton interprets
             self.compiled = found[self.grid]
+
+
+def compile_together(device: torch.device, jobs: Iterable[tuple[Launch, Sequence[Any]]]) -> None:
+    """Compile what launches on these tensors need, all at the same time.
+
+    Compilers work without Python for most of the time.
+    """
+    missing = {
+        id(launch.kernel): (launch, tensors)
+        for launch, tensors in jobs
+        if launch.compiled is None and isinstance(launch.kernel, triton.JITFunction)
+    }
+    if len(missing) < 2:
+        return
+
+    def compiled(job: tuple[Launch, Sequence[Any]]) -> None:
+        launch, tensors = job
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            launch.kernel.warmup(*tensors, *launch.numbers, grid=launch.grid, **launch.options)
+
+    with ThreadPoolExecutor(len(missing)) as pool:
+        list(pool.map(compiled, missing.values()))
 
 
 class Cut(NamedTuple):
