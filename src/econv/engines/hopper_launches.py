@@ -14,7 +14,7 @@ from torch import Tensor
 
 from econv.engines import hopper_kernels
 from econv.engines.hopper_source import gram_features
-from econv.engines.hopper_turns import ROWS, fetched, fits, pieces_of_a_chunk
+from econv.engines.hopper_turns import ROWS, fits, pieces_of_a_chunk
 from econv.engines.triton_kernels import INTERPRETED
 from econv.engines.triton_scheme import FIELDS, Scheme, halves
 from econv.engines.triton_tiles import INTERNAL, Cut, Launch, Like, Tiles, at_a_time, divided
@@ -26,7 +26,7 @@ _Made = TypeVar("_Made")
 _SHARED = 225 << 10  # bytes of shared memory that the stages of a program may take
 _ACCUMULATORS = 320  # output channels of a program: 160 registers of each thread that multiplies
 _MULTIPLIERS = 4  # warps
-_FEW, _MANY = 128, 152  # registers of threads that differentiate
+_REGISTERS = 128  # of threads that differentiate
 _TARGETS = (4, 8)  # products that layers have for which this was measured to be faster
 _MOST = 16  # those that are made by halves
 
@@ -127,17 +127,13 @@ class Roles(NamedTuple):
     def launch(self, numbers: tuple[int, ...], chunks: int, out_fields: int, y_dot: int) -> Launch:
         """It takes the spectrum in words, the copies, the output, and both largest numbers."""
         tiles = triton.cdiv(numbers[0], ROWS)
-        pieces = pieces_of_a_chunk(self.layout)
-        assert pieces is not None
-        # The other warps need the rest for features that they fetch, or for slots of both halves.
-        few = fetched(pieces) or bool(self.layout.before) or not self.layout.complete
         return Launch(
             hopper_kernels.forward(self.layout, self.cut.parts, self.chosen.teams),
             (min(tiles, self.running), self.cut.programs),
             (*numbers, chunks, tiles, self.cut.programs, out_fields, y_dot),
             BP=ROWS,
             PRODUCERS=self.chosen.producers,
-            REGISTERS=self.chosen.registers or (_FEW if few else _MANY),
+            REGISTERS=self.chosen.registers or _REGISTERS,
             STAGES=self.stages,
             num_warps=_MULTIPLIERS,
         )
@@ -204,7 +200,7 @@ class GramRoles(NamedTuple):
                 (*numbers, *more),
                 BP=self.pixels,
                 PRODUCERS=self.chosen.producers,
-                REGISTERS=self.chosen.registers or _FEW,
+                REGISTERS=self.chosen.registers or _REGISTERS,
                 STAGES=2,
                 READY=self.ready,
                 num_warps=_MULTIPLIERS,

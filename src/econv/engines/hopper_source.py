@@ -23,7 +23,6 @@ from econv.engines.hopper_turns import (
     barriers,
     differentiate_function,
     early_taps,
-    fetched,
     issue_function,
     load_taps,
     pieces_of_a_chunk,
@@ -101,10 +100,10 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
     write("power_of_weights = exponent(gl.load(w_largest))")
     write("for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):")
     write.depth += 1
-    # Long before they are needed: what the pixels of the tile were scaled by.
+    # On its way long before it is needed: what the pixels of the tile were scaled by.
     write("pixel = tile * BP + gl.arange(0, BP, layout=gl.SliceLayout(1, SUMS0))")
     write("owner = gl.minimum(pixel, pixels - 1) // (height * width)")
-    write("powers = exponent(gl.load(x_largest + owner)) + power_of_weights")
+    write("largest = gl.load(x_largest + owner)")
     zeros(write, layout, parts, "BP")
     write("for again in range(0, turns):")
     write.depth += 1
@@ -121,7 +120,6 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
             for number in range(len(pieces))
             for target in range(layout.batch)
         ],
-        fetching=fetched(pieces),
     )
     awaited(write, layout, parts)
     write("mbarrier.arrive(empty.index(stage), count=1)")
@@ -217,7 +215,7 @@ def _places(
     )
     write(f"pixel = tile * BP + gl.arange(0, BP, layout={pixel})")
     write("inside = pixel < pixels")
-    write(f"power = gl.convert_layout(powers, {pixel})")
+    write(f"power = exponent(gl.convert_layout(largest, {pixel})) + power_of_weights")
     write(f"o = gl.program_id(1) * {fields} + {done}")
     write(f"o += gl.arange(0, {size}, layout={field})")
     write(f"element = gl.arange(0, {len(names)}, layout={element})")
@@ -286,7 +284,6 @@ def _gram_consume(
         parts,
         "place",
         [(0, target, f"z0.index(stage).{tile.format(target)}") for target in range(layout.batch)],
-        fetching=True,
     )
     awaited(write, layout, parts)
     write("later = block + READY")

@@ -21,7 +21,6 @@ __all__ = [
     "barriers",
     "differentiate_function",
     "early_taps",
-    "fetched",
     "fits",
     "gains",
     "issue_function",
@@ -511,26 +510,16 @@ def zeros(write: Writer, layout: Scheme, parts: Sequence[int], rows: str) -> Non
             write(f"a{target}_{part} = gl.zeros({shape}, gl.float32, layout=SUMS{part})")
 
 
-def fetched(pieces: Sequence[int]) -> bool:
-    """Whether features go into registers before they are multiplied.
-
-    Where products are short, fetching costs more than what it spares.
-    """
-    return max(pieces) >= 16
-
-
 def products(
     write: Writer,
     parts: Sequence[int],
     stage: str,
     factors: Sequence[tuple[int, int, str]],
-    fetching: bool,
 ) -> None:
     """Products are added to the sums, each of features and of what was copied to a stage.
 
-    ``fetching``: features go into registers, once for all columns, while the products before run.
-    Otherwise products read them where they lie, again for every part. ``factors``: the numbers of a
-    piece and of a target, and where their features lie.
+    Features go into registers, once for all columns, while the products before run. ``factors``:
+    the numbers of a piece and of a target, and where their features lie.
     """
 
     def product(given: str, number: int, target: int, part: int) -> None:
@@ -543,12 +532,6 @@ def products(
 
     def fetch(place: int) -> None:
         write(f"f{place} = {factors[place][2]}.load(gl.DotOperandLayout(0, SUMS0, 2))")
-
-    if not fetching:
-        for number, target, where in factors:
-            for part in range(len(parts)):
-                product(where, number, target, part)
-        return
 
     fetch(0)
     for place, (number, target, _) in enumerate(factors):
