@@ -1,5 +1,6 @@
 """Checks of the kernels for Hopper GPUs, which `gluon_interpreter` runs: see `test_hopper`."""
 
+import itertools
 import math
 import re
 from functools import partial
@@ -150,6 +151,34 @@ def test_halves_are_alike_and_have_everything_once(group, options):
     assert all(sum(each) == 1 for each in owned)
     for chunk in range(len(one.lists)):  # p24 fills three of four
         assert not one.derivatives(chunk) & two.derivatives(chunk)
+
+
+@pytest.mark.parametrize("group", ["p28", "p32", "p14m", "p16m"])
+def test_many_targets_find_few_features_in_a_chunk(group):
+    """Most chunks have at most eight of each target: the products of the others are left out."""
+    both = halves(scheme(spectral_plan(filter_basis(group), "regular", "regular"), 8))
+    there = [
+        hopper_turns.filled(half, chunk, hopper_turns.pieces_of_a_chunk(half))
+        for half in both
+        for chunk in range(half.chunks)
+    ]
+    assert {tuple(pieces) for pieces in there} == {(0,), (0, 1)}
+    assert sum(pieces == [0] for pieces in there) >= 5
+    for half in both:  # long chunks come first, so that the loops are two at most
+        lengths = [len(hopper_turns.filled(half, c, (8, 4))) for c in range(half.chunks)]
+        assert sum(a != b for a, b in itertools.pairwise(lengths)) <= 2
+
+
+@pytest.mark.parametrize("group", ["p8", "p16", "p28", "p32", "p8m", "p16m"])
+def test_sums_have_no_padding(group):
+    layout = scheme(spectral_plan(filter_basis(group), "regular", "regular"), 8)
+    for one in (layout, *halves(layout)):
+        listed = [[f for rows in one.lists for f in rows[t]] for t in range(one.batch)]
+        features = [f for row in listed for f in row if f >= 0]
+        assert len(set(features)) == len(features) == one.count
+        numbers = one.unpadded.ravel().tolist()
+        assert [n for n in numbers if n >= 0] == list(range(one.count))
+        assert [n >= 0 for n in numbers] == [f >= 0 for row in listed for f in row]
 
 
 def test_slots_wait_in_outputs_of_any_magnitude(interpret):

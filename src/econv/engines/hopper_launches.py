@@ -14,7 +14,7 @@ from torch import Tensor
 
 from econv.engines import hopper_kernels
 from econv.engines.hopper_source import gram_features
-from econv.engines.hopper_turns import ROWS, fits, pieces_of_a_chunk
+from econv.engines.hopper_turns import ROWS, filled, fits, pieces_of_a_chunk
 from econv.engines.triton_kernels import INTERPRETED
 from econv.engines.triton_scheme import FIELDS, Scheme, halves
 from econv.engines.triton_tiles import INTERNAL, Cut, Launch, Like, Tiles, at_a_time, divided
@@ -107,7 +107,10 @@ class Roles(NamedTuple):
 
     @staticmethod
     def _of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> Roles | None:
-        length = layout.inner // layout.chunks
+        pieces = pieces_of_a_chunk(layout)
+        assert pieces is not None
+        used = {n for chunk in range(layout.chunks) for n in filled(layout, chunk, pieces)}
+        length = sum(pieces[n] for n in used)
         for found in _cuts(out_fields, layout):
             rows = layout.batch * (ROWS + 2 * sum(found.parts))
             stages = min(4, _SHARED // (rows * FIELDS * length * 2))
@@ -185,9 +188,9 @@ class GramRoles(NamedTuple):
         return hopper_kernels.row_copies(self.layout, self.cut.parts, laid)
 
     def launches(
-        self, numbers: tuple[int, ...], in_padded: int, splits: int, again: int
+        self, numbers: tuple[int, ...], in_padded: int, count: int, splits: int, again: int
     ) -> list[Launch]:
-        """One for each chunk of slots.
+        """One for each chunk of slots. Sums have room for ``count`` features.
 
         They take the spectrum in words, the copies, the sums, and both largest numbers.
         """
@@ -203,6 +206,7 @@ class GramRoles(NamedTuple):
                 REGISTERS=self.chosen.registers or _REGISTERS,
                 STAGES=2,
                 READY=self.ready,
+                COUNT=count,
                 num_warps=_MULTIPLIERS,
             )
             for chunk in range(self.layout.chunks)

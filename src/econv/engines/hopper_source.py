@@ -12,6 +12,7 @@ How features follow from taps is said by `econv.engines.triton_scheme`, as for
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ from econv.engines.hopper_turns import (
     barriers,
     differentiate_function,
     early_taps,
+    filled,
     issue_function,
     load_taps,
     pieces_of_a_chunk,
@@ -105,7 +107,25 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
     write("owner = gl.minimum(pixel, pixels - 1) // (height * width)")
     write("largest = gl.load(x_largest + owner)")
     zeros(write, layout, parts, "BP")
-    write("for again in range(0, turns):")
+    for there, run in itertools.groupby(
+        range(layout.chunks), lambda chunk: filled(layout, chunk, pieces)
+    ):
+        _multiply(write, layout, parts, there, len(list(run)), weights)
+    _outputs(write, layout, parts)
+    write.depth -= 2
+    write()
+
+
+def _multiply(
+    write: Writer,
+    layout: Scheme,
+    parts: Sequence[int],
+    pieces: Sequence[int],
+    chunks: int,
+    weights: str,
+) -> None:
+    """So many chunks of slots with features in these pieces, all fields of each."""
+    write(f"for again in range(0, {chunks} * chunks):")
     write.depth += 1
     write("stage = turn % STAGES")
     write("phase = turn // STAGES & 1")
@@ -117,7 +137,7 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
         "stage",
         [
             (number, target, f"z{number}.index(stage).slice({target} * BP, BP, dim=0)")
-            for number in range(len(pieces))
+            for number in pieces
             for target in range(layout.batch)
         ],
     )
@@ -127,9 +147,6 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
     write(f"issue({weights}, ready, stage, later % turns, later < all_turns, programs)")
     write("turn += 1")
     write.depth -= 1
-    _outputs(write, layout, parts)
-    write.depth -= 2
-    write()
 
 
 def _larger(layout: Scheme) -> int:
@@ -242,15 +259,17 @@ _AHEAD = 32  # output fields
 def _gram_consume(
     write: Writer, layout: Scheme, parts: Sequence[int], chunk: int, features: int
 ) -> None:
-    length = len(layout.lists[chunk][0])
     start = sum(len(rows[0]) for rows in layout.lists[:chunk])
+    numbers = layout.unpadded[:, start : start + len(layout.lists[chunk][0])]
+    found = [row[row >= 0] for row in numbers]  # of each target, one after the other
     fields = ROWS // features
     weights = ", ".join(f"{n}_in, {n}" for n in weight_names(parts, (1,)))
     write("@gluon.jit")
     write(
         f"def consume(partial, x_largest, g_largest, full, empty, ready, z0, {weights}, tiles,\n"
         "            programs, in_padded, out_padded, again, BP: gl.constexpr,\n"
-        "            WARPS: gl.constexpr, STAGES: gl.constexpr, READY: gl.constexpr):"
+        "            WARPS: gl.constexpr, STAGES: gl.constexpr, READY: gl.constexpr,\n"
+        "            COUNT: gl.constexpr):"
     )
     write.depth += 1
     sum_layouts(write, parts)
@@ -295,15 +314,12 @@ def _gram_consume(
     write.depth -= 1
     write("power = exponent(gl.load(x_largest)) + exponent(gl.load(g_largest))")
     write(f"scale = two_to(power - {2 * HEADROOM})")
-    each = 2 * layout.batch * layout.inner
-    write(f"into = partial + split.to(gl.int64) * in_padded * out_padded * {each}")
+    write("into = partial + split.to(gl.int64) * in_padded * out_padded * (2 * COUNT)")
     done = 0
     for part, size in enumerate(parts):
         write(f"row = gl.arange(0, {ROWS}, layout=gl.SliceLayout(1, SUMS{part}))")
         write(f"field = gl.program_id(0) * {fields} + row // {features}")
         write(f"number = row % {features}")
-        write(f"there = (number < {length})[:, None]")
-        write("before = there & (again > 0)")
         write(f"out = gl.arange(0, {2 * size}, layout=gl.SliceLayout(0, SUMS{part}))")
         write(f"out += 2 * (gl.program_id(1) * {sum(parts)} + {done})")
         write("place = into + out[None, :]")
@@ -311,13 +327,15 @@ def _gram_consume(
         # while the first of it is written.
         ahead = max(1, _AHEAD // size)
         for target in range(layout.batch + ahead):
-            if target < layout.batch:
-                write(f"where = (field * {layout.batch} + {target}) * {layout.inner} + number")
-                write(f"at{target} = place + ((where + {start}) * (out_padded * 2))[:, None]")
-                write(f"old{target} = gl.load(at{target}, mask=before, other=0.0)")
-            if target >= ahead:
-                now = target - ahead
-                write(f"gl.store(at{now}, a{now}_{part} * scale + old{now}, mask=there)")
+            if target < layout.batch and found[target].size:
+                write(f"where = (field * COUNT + {found[target][0]} + number) * (out_padded * 2)")
+                write(f"at{target} = place + where[:, None]")
+                write(f"there{target} = (number < {found[target].size})[:, None]")
+                before = f"there{target} & (again > 0)"
+                write(f"old{target} = gl.load(at{target}, mask={before}, other=0.0)")
+            now = target - ahead
+            if now >= 0 and found[now].size:
+                write(f"gl.store(at{now}, a{now}_{part} * scale + old{now}, mask=there{now})")
         done += size
     write.depth -= 1
     write()
@@ -366,7 +384,7 @@ def hopper_gram_source(layout: Scheme, parts: tuple[int, ...], chunk: int, teams
         "         pixels, height, width, down, dilation, pitch, image_pitch, places, tiles,\n"
         "         programs, in_padded, out_padded, again, BP: gl.constexpr,\n"
         "         PRODUCERS: gl.constexpr, REGISTERS: gl.constexpr, STAGES: gl.constexpr,\n"
-        "         READY: gl.constexpr):"
+        "         READY: gl.constexpr, COUNT: gl.constexpr):"
     )
     write.depth += 1
     write("HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)")
@@ -383,7 +401,7 @@ def hopper_gram_source(layout: Scheme, parts: tuple[int, ...], chunk: int, teams
     write("gl.warp_specialize([")
     write(
         f"    (consume, (partial, x_largest, g_largest, full, empty, ready, z0, {both}, tiles,\n"
-        "      programs, in_padded, out_padded, again, BP, gl.num_warps(), STAGES, READY)),"
+        "      programs, in_padded, out_padded, again, BP, gl.num_warps(), STAGES, READY, COUNT)),"
     )
     for team in range(teams):
         write(

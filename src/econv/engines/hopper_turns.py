@@ -21,6 +21,7 @@ __all__ = [
     "barriers",
     "differentiate_function",
     "early_taps",
+    "filled",
     "fits",
     "gains",
     "issue_function",
@@ -53,6 +54,16 @@ def pieces_of_a_chunk(layout: Scheme) -> tuple[int, ...] | None:
         for chunk in range(layout.chunks)
     }
     return found.pop() if len(found) == 1 else None
+
+
+def filled(layout: Scheme, chunk: int, pieces: Sequence[int]) -> list[int]:
+    """Which products of a slot chunk have features: others are padding for every target."""
+    found, first = [], 0
+    for number, size in enumerate(pieces):
+        if any(f >= 0 for names in layout.lists[chunk] for f in names[first : first + size]):
+            found.append(number)
+        first += size
+    return found
 
 
 ROWS = 64
@@ -343,8 +354,12 @@ def _features(
     words = _Words(write, layout, chunk)
     lists = layout.lists[chunk]
     spare = next(f for names in lists for f in names if f >= 0)
+    there = filled(layout, chunk, pieces)
     first = 0
     for number, size in enumerate(pieces):
+        if number not in there:
+            first += size
+            continue
         columns = []
         for k in range(first, first + size, 2):
             column = []
@@ -432,7 +447,7 @@ def differentiate_function(
     write("centre = next_source + next_here")
     load_taps(write, fields, layout.width // 2, "centre", early_taps(layout))
     _features(write, layout, chunk, pieces, fields)
-    write(f"return {', '.join(f'v{n}' for n in range(len(pieces)))}, {early}")
+    write(f"return {', '.join(f'v{n}' for n in filled(layout, chunk, pieces))}, {early}")
     write.depth -= 1
     write()
 
@@ -446,13 +461,13 @@ def turn(
     """
     write("stage = turn % STAGES")
     write("phase = turn // STAGES & 1")
-    early = _early_words(layout)
+    early, there = _early_words(layout), filled(layout, chunk, pieces)
     write(
-        f"{', '.join(f'v{n}' for n in range(len(pieces)))}, {early} = differentiate{chunk}(\n"
+        f"{', '.join(f'v{n}' for n in there)}, {early} = differentiate{chunk}(\n"
         f"        source, here, {source}, {here}, row, column, {early}, BP, WARPS)"
     )
     write("mbarrier.wait(empty.index(stage), phase ^ 1)")
-    for number in range(len(pieces)):
+    for number in there:
         write(f"z{number}.index(stage).slice(TEAM * BP, BP, dim=1).store(v{number})")
     write("fence_async_shared()")
     write("team_barrier()")
@@ -470,10 +485,11 @@ def issue_function(
     given = ", ".join(f"{name}_in, {name}" for name in names)
     write(f"def issue({given}, ready, stage, block, wanted, programs):")
     write.depth += 1
-    total = columns * layout.batch * FIELDS * sum(pieces) * 2
+    there = {n for chunk in range(layout.chunks) for n in filled(layout, chunk, pieces)}
+    total = columns * layout.batch * FIELDS * sum(pieces[n] for n in there) * 2
     write(f"mbarrier.expect(ready.index(stage), {total}, pred=wanted)")
     write(f"first = (block * programs + gl.program_id(1)) * {layout.batch * columns}")
-    for number in range(len(pieces)):
+    for number in sorted(there):
         done = 0
         for part, size in enumerate(parts):
             name = f"w{number}_{part}"

@@ -214,6 +214,12 @@ class KernelsWithRoles(Kernels):
         return bool(lengths) and all(every)
 
     @property
+    def weights(self) -> int:
+        """Sums that one program after another adds to, without padding."""
+        cut, each = self.gram_cut, len(self.shares) * 2 * max(one.count for one in self.shares)
+        return rounded(self.in_fields, FIELDS) * each * cut.programs * cut.fields
+
+    @property
     def _length(self) -> int:
         """Features of a target in a chunk of slots."""
         return self.shares[0].inner // self.shares[0].chunks

@@ -133,6 +133,9 @@ def _constants(layout: Scheme, device: torch.device, roles: bool) -> _Constants:
         gain = gains(layout)
         signs, more = signs * gain, more * gain
         factors = np.where(owners >= 0, factors * gain[owners], factors).astype(np.float32)
+        # Their sums lie without padding.
+        place = 2 * layout.unpadded.ravel()[owners // 2] + owners % 2
+        owners = np.where(owners >= 0, place, owners).astype(np.int32)
     arrays = (entries, signs, turned, more, layout.piece_of, owners, factors)
     with torch.inference_mode(False):
         made = [torch.tensor(array, device=device) for array in arrays]
@@ -491,7 +494,9 @@ class GramRun:
         batch, pixels = x.shape[0], geometry.height * geometry.width
         in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
         programs = in_padded // fields * found.programs
-        count = layouts[0].batch * layouts[0].inner
+        count = layout.batch * layout.inner
+        if roles is not None:
+            count = max(one.count for one in layouts)
         one = (in_padded, count, found.padded, 2)
         free = batch * x.image_bytes + _spare_bytes(x, layout, g.shape[1])
         running = at_a_time(x.device, chosen.gram_warps) if roles is None else roles.running
@@ -539,7 +544,8 @@ class GramRun:
                 )
                 if roles is not None:
                     again = len(self.groups)
-                    grams = self.roles[number].launches(numbers, in_padded, splits, again)
+                    last = (in_padded, count, splits, again)
+                    grams = self.roles[number].launches(numbers, *last)
                 else:
                     gram = Launch(
                         kernels.gram,

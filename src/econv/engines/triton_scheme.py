@@ -18,6 +18,9 @@ from econv.plan import SpectralPlan
 
 __all__ = ["FIELDS", "Half", "Scheme", "Target", "halves", "power_of_two", "scheme"]
 
+_MANY = 16  # targets: those of which a layer is made by halves
+_BEGINNINGS = 4
+
 FIELDS = 4
 """Fields of one tile: with four features each they fill the shortest product, 16."""
 
@@ -103,7 +106,61 @@ class Scheme:
         orders.append(sorted(found, key=lambda t: -rows[t.irrep]))
         possible = [order for order in orders if self._chunk_of(order) is not None]
         best: list[Target] = min(possible, key=lambda order: sum(self._lengths(order)))
-        return tuple(best)
+        return tuple(self._evened(best) if power_of_two(len(best)) >= _MANY else best)
+
+    def _evened(self, targets: list[Target]) -> list[Target]:
+        """Many targets in an order in which few find more features in one chunk than in another.
+
+        Blocks change places as long as that helps, from several beginnings.
+        """
+        plan, width = self.plan, min(self.vector, 2 * power_of_two(len(targets)))
+        blocks: dict[int, list[Target]] = {}
+        for target in targets:
+            blocks.setdefault(target.irrep, []).append(target)
+        block_of = np.zeros(plan.analysis.shape[0], dtype=np.int64)
+        for number, block in enumerate(blocks.values()):
+            block_of[[slot for target in block for slot in target.slots if slot >= 0]] = number
+        first = np.where(plan.feature_factors[:, 0] != 0, 0, 1)
+        source = block_of[plan.feature_slots[np.arange(len(first)), first]]
+        reads = np.zeros((len(targets), len(blocks)), dtype=np.int64)  # features of each block
+        for row, target in zip(reads, (t for b in blocks.values() for t in b), strict=True):
+            np.add.at(row, source[target.features], 1)
+        sizes = np.array([len(block) for block in blocks.values()])
+
+        def cost(order: np.ndarray) -> tuple[int, ...]:
+            """Blocks torn apart; features beyond eight in a chunk; and how unevenly they come."""
+            ends = np.cumsum(sizes[order])
+            chunk = (ends - 1) * 2 // width
+            torn = int(((ends - sizes[order]) * 2 // width != chunk).sum())
+            found = np.zeros((len(targets), chunk[-1] + 1), dtype=np.int64)
+            np.add.at(found.T, chunk, reads[:, order].T)
+            return torn, int(np.maximum(found - 8, 0).sum()), int((found**2).sum())
+
+        make = np.random.default_rng(0)
+        best = order = np.argsort(-sizes, kind="stable")
+        for _ in range(_BEGINNINGS):
+            now, least = cost(order), None
+            while now != least:
+                least = now
+                for one, two in itertools.combinations(range(len(order)), 2):
+                    other = order.copy()
+                    other[[one, two]] = other[[two, one]]
+                    found = cost(other)
+                    if found < now:
+                        order, now = other, found
+            best = min(best, order, key=cost)
+            order = make.permutation(len(order))
+        listed = list(blocks.values())
+        evened = [target for number in best for target in listed[number]]
+        # Long chunks first, so that those of one length are neighbours; the last may not be full.
+        each = width // 2
+        full = [evened[n : n + each] for n in range(0, len(evened) // each * each, each)]
+        lengths_of = self._lengths(evened) if self._chunk_of(evened) is not None else []
+        order_of = sorted(range(len(full)), key=lambda n: -lengths_of[n] if lengths_of else 0)
+        evened = [t for n in order_of for t in full[n]] + evened[len(full) * each :]
+        lengths = [self._lengths(o) for o in (targets, evened) if self._chunk_of(o) is not None]
+        better = len(lengths) == 2 and all(m(lengths[1]) <= m(lengths[0]) for m in (max, sum))
+        return evened if better else targets
 
     @property
     def batch(self) -> int:
@@ -241,6 +298,18 @@ class Scheme:
     def inner(self) -> int:
         """Features of a target over all chunks, padding counted."""
         return sum(len(rows[0]) for rows in self.lists)
+
+    @cached_property
+    def unpadded(self) -> np.ndarray:
+        """Which of all features stands at each place, ``[batch, inner]``; −1: padding."""
+        rows = [[f for rows in self.lists for f in rows[t]] for t in range(self.batch)]
+        there = np.array(rows) >= 0
+        return np.where(there, np.cumsum(there).reshape(there.shape) - 1, -1)
+
+    @property
+    def count(self) -> int:
+        """Features of all targets."""
+        return int(self.unpadded.max()) + 1
 
     @property
     def pieces(self) -> tuple[tuple[int, int, int, int], ...]:
