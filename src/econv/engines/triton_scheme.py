@@ -106,61 +106,17 @@ class Scheme:
         orders.append(sorted(found, key=lambda t: -rows[t.irrep]))
         possible = [order for order in orders if self._chunk_of(order) is not None]
         best: list[Target] = min(possible, key=lambda order: sum(self._lengths(order)))
-        return tuple(self._evened(best) if power_of_two(len(best)) >= _MANY else best)
+        if power_of_two(len(best)) >= _MANY:
+            evened = _evened(self.plan, best, self._per_chunk(best))
+            if self._chunk_of(evened) is not None:
+                lengths = [self._lengths(order) for order in (best, evened)]
+                if all(m(lengths[1]) <= m(lengths[0]) for m in (max, sum)):
+                    best = evened
+        return tuple(best)
 
-    def _evened(self, targets: list[Target]) -> list[Target]:
-        """Many targets in an order in which few find more features in one chunk than in another.
-
-        Blocks change places as long as that helps, from several beginnings.
-        """
-        plan, width = self.plan, min(self.vector, 2 * power_of_two(len(targets)))
-        blocks: dict[int, list[Target]] = {}
-        for target in targets:
-            blocks.setdefault(target.irrep, []).append(target)
-        block_of = np.zeros(plan.analysis.shape[0], dtype=np.int64)
-        for number, block in enumerate(blocks.values()):
-            block_of[[slot for target in block for slot in target.slots if slot >= 0]] = number
-        first = np.where(plan.feature_factors[:, 0] != 0, 0, 1)
-        source = block_of[plan.feature_slots[np.arange(len(first)), first]]
-        reads = np.zeros((len(targets), len(blocks)), dtype=np.int64)  # features of each block
-        for row, target in zip(reads, (t for b in blocks.values() for t in b), strict=True):
-            np.add.at(row, source[target.features], 1)
-        sizes = np.array([len(block) for block in blocks.values()])
-
-        def cost(order: np.ndarray) -> tuple[int, ...]:
-            """Blocks torn apart; features beyond eight in a chunk; and how unevenly they come."""
-            ends = np.cumsum(sizes[order])
-            chunk = (ends - 1) * 2 // width
-            torn = int(((ends - sizes[order]) * 2 // width != chunk).sum())
-            found = np.zeros((len(targets), chunk[-1] + 1), dtype=np.int64)
-            np.add.at(found.T, chunk, reads[:, order].T)
-            return torn, int(np.maximum(found - 8, 0).sum()), int((found**2).sum())
-
-        make = np.random.default_rng(0)
-        best = order = np.argsort(-sizes, kind="stable")
-        for _ in range(_BEGINNINGS):
-            now, least = cost(order), None
-            while now != least:
-                least = now
-                for one, two in itertools.combinations(range(len(order)), 2):
-                    other = order.copy()
-                    other[[one, two]] = other[[two, one]]
-                    found = cost(other)
-                    if found < now:
-                        order, now = other, found
-            best = min(best, order, key=cost)
-            order = make.permutation(len(order))
-        listed = list(blocks.values())
-        evened = [target for number in best for target in listed[number]]
-        # Long chunks first, so that those of one length are neighbours; the last may not be full.
-        each = width // 2
-        full = [evened[n : n + each] for n in range(0, len(evened) // each * each, each)]
-        lengths_of = self._lengths(evened) if self._chunk_of(evened) is not None else []
-        order_of = sorted(range(len(full)), key=lambda n: -lengths_of[n] if lengths_of else 0)
-        evened = [t for n in order_of for t in full[n]] + evened[len(full) * each :]
-        lengths = [self._lengths(o) for o in (targets, evened) if self._chunk_of(o) is not None]
-        better = len(lengths) == 2 and all(m(lengths[1]) <= m(lengths[0]) for m in (max, sum))
-        return evened if better else targets
+    def _per_chunk(self, targets: Sequence[Target]) -> int:
+        """How many targets have their slots in one chunk."""
+        return min(self.vector, 2 * power_of_two(len(targets))) // 2
 
     @property
     def batch(self) -> int:
@@ -193,8 +149,7 @@ class Scheme:
     def _chunk_of(self, targets: Sequence[Target]) -> np.ndarray | None:
         """The slot chunk that each feature reads; nothing if one reads two."""
         plan = self.plan
-        width = min(self.vector, 2 * power_of_two(len(targets)))
-        chunk = self._positions(targets)[plan.feature_slots] // width
+        chunk = self._positions(targets)[plan.feature_slots] // (2 * self._per_chunk(targets))
         used = plan.feature_factors != 0
         if (used.all(axis=1) & (chunk[:, 0] != chunk[:, 1])).any():
             return None
@@ -480,6 +435,59 @@ def halves(layout: Scheme) -> tuple[Half, Half] | None:
         return None
     one = Half(plan, layout.vector, layout, groups[0], None)
     return one, Half(plan, layout.vector, layout, groups[1], one)
+
+
+def _evened(plan: SpectralPlan, targets: Sequence[Target], per_chunk: int) -> list[Target]:
+    """Targets in an order in which few find more than eight features in one chunk of slots.
+
+    Blocks change places as long as that helps, from several beginnings. Long chunks come first.
+    """
+    blocks: dict[int, list[Target]] = {}
+    for target in targets:
+        blocks.setdefault(target.irrep, []).append(target)
+    listed = list(blocks.values())
+    block_of = np.zeros(plan.analysis.shape[0], dtype=np.int64)
+    for number, block in enumerate(listed):
+        block_of[[slot for target in block for slot in target.slots if slot >= 0]] = number
+    term = np.where(plan.feature_factors[:, 0] != 0, 0, 1)
+    source = block_of[plan.feature_slots[np.arange(len(term)), term]]
+    reads = np.zeros((len(targets), len(listed)), dtype=np.int64)  # features of each block
+    for row, target in zip(reads, itertools.chain(*listed), strict=True):
+        np.add.at(row, source[target.features], 1)
+    sizes = np.array([len(block) for block in listed])
+
+    def chunks(order: np.ndarray) -> np.ndarray:
+        """The features that each target finds in each chunk."""
+        chunk = (np.cumsum(sizes[order]) - 1) // per_chunk
+        found = np.zeros((len(targets), chunk[-1] + 1), dtype=np.int64)
+        np.add.at(found.T, chunk, reads[:, order].T)
+        return found
+
+    def cost(order: np.ndarray) -> tuple[int, ...]:
+        """Blocks torn apart; features beyond eight in a chunk; and how unevenly they come."""
+        ends = np.cumsum(sizes[order])
+        torn = ((ends - sizes[order]) // per_chunk != (ends - 1) // per_chunk).sum()
+        found = chunks(order)
+        return int(torn), int(np.maximum(found - 8, 0).sum()), int((found**2).sum())
+
+    make = np.random.default_rng(0)
+    best = order = np.argsort(-sizes, kind="stable")
+    for _ in range(_BEGINNINGS):
+        now, before = cost(order), None
+        while now != before:
+            before = now
+            for one, two in itertools.combinations(range(len(order)), 2):
+                other = order.copy()
+                other[[one, two]] = other[[two, one]]
+                if (found := cost(other)) < now:
+                    order, now = other, found
+        best = min(best, order, key=cost)
+        order = make.permutation(len(order))
+    evened = [target for number in best for target in listed[number]]
+    most = chunks(best).max(axis=0)
+    full = sorted(range(len(evened) // per_chunk), key=lambda n: -most[n])
+    rest = evened[len(full) * per_chunk :]  # which do not fill their chunk: they stay behind
+    return [t for n in full for t in evened[n * per_chunk : (n + 1) * per_chunk]] + rest
 
 
 @lru_cache(maxsize=512)
