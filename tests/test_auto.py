@@ -321,21 +321,24 @@ def test_the_cost_model_picks_well_over_the_recorded_grid(choices):
     assert choices.losses(found, auto.COEFFICIENTS["cpu"]).max() <= 0.05
 
 
-def on_a_gpu_of(choices, name):
+WITHOUT_ROLES = ("engines_cuda_without_roles_grid", "engines_cuda_without_roles")
+WITH_ROLES = ("engines_cuda_grid", "engines_cuda_grid_rows")  # of one run
+
+
+def on_a_gpu_of(choices, names):
     """What was measured on a GPU, 16-bit and 32-bit."""
-    names = (f"{name}_grid", name)
     return choices.measured(choices.together([RESULTS / f"{name}.json" for name in names]))
 
 
 @pytest.fixture
 def without_roles(choices):
     """What was measured when warps had no roles, as on GPUs that are no Hopper."""
-    return on_a_gpu_of(choices, "engines_cuda_without_roles")
+    return on_a_gpu_of(choices, WITHOUT_ROLES)
 
 
 @pytest.fixture
 def with_roles(choices):
-    return on_a_gpu_of(choices, "engines_cuda")
+    return on_a_gpu_of(choices, WITH_ROLES)
 
 
 def lost_more(found, lost, than=0.05):
@@ -362,52 +365,28 @@ def test_the_cost_model_picks_well_for_cuda_graphs(choices, without_roles):
 
 
 def test_the_cost_model_picks_well_over_the_records_of_a_hopper_gpu(choices, with_roles):
-    """All but one of 190.
-
-    That one and another layer are of equal channels: the dense engine takes as long for both, and
-    the spectral one less for this one. Python made it take longer when it was measured.
-    """
     narrow, wide = with_roles
     assert (narrow.device, wide.device) == ("hopper, 16-bit", "cuda, 32-bit")
     assert (len(narrow.names), len(wide.names)) == (160, 30)
-    assert choices.losses(narrow, auto.COEFFICIENTS[narrow.device]).max() <= 0.05
-    lost = choices.losses(wide, auto.COEFFICIENTS[wide.device])
-    assert lost_more(wide, lost) == ["group p8 20→20, batch 64, 32×32, forward"]
-    assert lost.max() <= 0.16
-
-
-def test_no_counts_would_pick_well_for_both_layers_of_equal_channels(with_roles):
-    """As the test before says: one of them loses as long as time grows with what there is to do."""
-    wide = with_roles[1]
-    small, large = (
-        wide.names.index(f"group {layer}, batch 64, 32×32, forward")
-        for layer in ("p8 20→20", "p8m 10→10")
-    )
-    assert (wide.counts["dense"][small] == wide.counts["dense"][large]).all()
-    assert wide.queued["spectral"][small] < wide.queued["spectral"][large]
-    assert wide.times["spectral"][small] > 1.05 * wide.times["dense"][small]
-    assert wide.times["dense"][large] > 1.05 * wide.times["spectral"][large]
+    for found in with_roles:
+        assert choices.losses(found, auto.COEFFICIENTS[found.device]).max() <= 0.05
 
 
 def test_the_cost_model_picks_well_for_cuda_graphs_of_a_hopper_gpu(choices, with_roles):
-    """All but eight of 190.
-
-    The one that loses most is of a layer that Python makes slow: what is right for a graph would be
-    wrong without one.
-    """
+    """All but seven of 190."""
     narrow, wide = with_roles
     assert choices.losses(wide, auto.COEFFICIENTS[wide.device], replayed=True).max() <= 0.05
     lost = choices.losses(narrow, auto.COEFFICIENTS[narrow.device], replayed=True)
-    assert sum(lost <= 0.05) == 152
-    assert lost.mean() <= 0.009
-    assert lost_more(narrow, lost, 0.2) == ["group p12 20→20, batch 128, 32×32, bfloat16, forward"]
-    assert lost.max() <= 0.54
+    assert sum(lost <= 0.05) == 153
+    assert lost.mean() <= 0.006
+    assert lost_more(narrow, lost, 0.12) == ["group p4 20→20, batch 128, 16×16, bfloat16, forward"]
+    assert lost.max() <= 0.26
 
 
-@pytest.mark.parametrize("record", ["engines_cuda_without_roles", "engines_cuda"])
-def test_a_cost_model_that_picks_badly_is_found_out(choices, record):
+@pytest.mark.parametrize("names", [WITHOUT_ROLES, WITH_ROLES])
+def test_a_cost_model_that_picks_badly_is_found_out(choices, names):
     """Neither one engine for all nor coefficients that are somewhat off would pass."""
-    found = on_a_gpu_of(choices, record)[0]
+    found = on_a_gpu_of(choices, names)[0]
     known = {name: np.array(c) for name, c in auto.COEFFICIENTS[found.device].items()}
     for dense, spectral in ((0, 1), (1, 0), (1, 2), (2, 1)):
         scaled = {"dense": dense * known["dense"], "spectral": spectral * known["spectral"]}
@@ -415,14 +394,17 @@ def test_a_cost_model_that_picks_badly_is_found_out(choices, record):
         assert sum(choices.losses(found, scaled, replayed=True) <= 0.05) < 140
 
 
-def test_coefficients_of_other_kernels_would_pick_badly_on_a_hopper_gpu(choices, with_roles):
-    record = choices.together([RESULTS / f"engines_cuda{name}.json" for name in ("_grid", "")])
+def test_coefficients_of_other_kernels_would_pick_worse_for_graphs_of_a_hopper_gpu(
+    choices, with_roles
+):
+    """Launched one by one the same layers gain: those for which Python is no hindrance."""
+    record = choices.together([RESULTS / f"{name}.json" for name in WITH_ROLES])
     found = choices.measured({**record, "roles": False})[0]
     assert found.device == "cuda, 16-bit"
     assert found.names == with_roles[0].names
-    coefficients = auto.COEFFICIENTS[found.device]
-    assert choices.losses(found, coefficients).max() > 0.05
-    assert sum(choices.losses(found, coefficients, replayed=True) <= 0.05) < 152
+    lost = choices.losses(found, auto.COEFFICIENTS[found.device], replayed=True)
+    assert sum(lost <= 0.05) < 153
+    assert lost.max() > 0.3
 
 
 def test_records_of_unlike_devices_are_not_fitted_together(choices):

@@ -70,7 +70,7 @@ WITH_ROLES = [
 
 @HOPPER
 @pytest.mark.parametrize(("group", "dtype", "options"), WITH_ROLES)
-def test_warps_with_roles_give_what_those_without_do(monkeypatch, group, dtype, options):
+def test_warps_with_roles_err_no_more_than_those_without(monkeypatch, group, dtype, options):
     """Fields that fill no program, pixels that fill no tile, and memory full of NaN."""
     layer = econv.GroupConv2d(11, 13, group, **{**BFLOAT16, "dtype": dtype}, **options)
     x = torch.randn(5, layer.in_channels, 19, 21, device="cuda", dtype=dtype)
@@ -80,7 +80,9 @@ def test_warps_with_roles_give_what_those_without_do(monkeypatch, group, dtype, 
     weights = torch.randn(13, 11, plan.weights, device="cuda")
     sizes = (19, 21, layer.stride, layer.padding, layer.dilation)
     geometry = Geometry.of(plan.basis.size, *sizes)
-    wanted = run_with({"roles": 0}, x, probe, weights, plan, geometry)
+    without = run_with({"roles": 0}, x, probe, weights, plan, geometry)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        exactly = run_with({"roles": 0}, x.float(), probe.float(), weights, plan, geometry)
     monkeypatch.setattr(
         triton_launches,
         "_empty",
@@ -88,9 +90,10 @@ def test_warps_with_roles_give_what_those_without_do(monkeypatch, group, dtype, 
     )
     for chosen in ({}, {"teams": 1}, {"splits": 3}, {"bytes": 1 << 20}, {"halves": 1}):
         found = run_with({"roles": 1, **chosen}, x, probe, weights, plan, geometry)
-        for a, b in zip(found, wanted, strict=True):
-            # The first half of a layer waits in bfloat16.
-            assert error(a, b) <= (3e-3 if "halves" in chosen or group == "p32" else 1e-3)
+        # The first half of a layer waits in 16 bits.
+        most = 1.75 if "halves" in chosen or group == "p32" else 1.25
+        for a, b, truth in zip(found, without, exactly, strict=True):
+            assert error(a, truth) <= most * error(b, truth)
 
 
 def run_with(chosen, x, probe, weights, plan, geometry):

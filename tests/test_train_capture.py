@@ -2,14 +2,16 @@
 
 import dataclasses
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from econv import convert_sync_batchnorm
+from econv.engines import without_python
 from econv.recipes import Recipe
-from econv.train.capture import tried
+from econv.train.capture import captured, tried
 from econv.train.trainer import Trainer
 from tiny_training import changed, losses, start, trainer, with_options
 
@@ -55,6 +57,18 @@ def test_the_watcher_refuses_what_waits() -> None:
         torch.ones(1).item()
     with Watched(), pytest.raises(AssertionError, match="cannot be captured"):
         torch.ones(2)[torch.tensor([True, False])]
+
+
+def test_what_is_captured_is_chosen_for_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device that does nothing: "auto" chooses as for a replay, and for nothing else."""
+    device = MagicMock()
+    for name in ("Stream", "stream", "current_stream", "CUDAGraph", "graph", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    seen = []
+    replay = captured(lambda: seen.append(without_python()), [])
+    assert seen == [True] * 4  # three to warm up
+    assert not without_python()
+    assert replay is device.CUDAGraph().replay
 
 
 def test_trying_a_step_leaves_no_trace() -> None:
