@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from econv import Central, filter_basis, plan
+from econv.engines import native
 from econv.plan import spectral_plan
 
 LAYERS = [
@@ -81,12 +82,13 @@ def test_the_adjoint_of_the_adjoint_is_the_layer(group, kinds):
 
 
 def families(found):
-    """The pieces of equal irrep and parity, ``[pieces, rows of a piece, size, size]`` each."""
+    """The pieces of equal irrep and symmetry, ``[pieces, rows of a piece, size, size]`` each."""
     copies = found._operators[0]
     together = {}
     for copy in copies:
-        key = copy.irrep, float((copy.basis @ found.parity)[0])
-        together.setdefault(key, []).append(np.tensordot(copy.basis, found.stencils, axes=1))
+        piece = np.tensordot(copy.basis, found.stencils, axes=1)
+        key = copy.irrep, float((copy.basis @ found.parity)[0]), *plan._mirrored(piece[0])
+        together.setdefault(key, []).append(piece)
     return [np.stack(pieces) for pieces in together.values()]
 
 
@@ -111,6 +113,16 @@ def test_stencils_of_one_frequency_are_nearly_orthogonal_and_spare_taps(group):
         for n, one in enumerate(rows):
             others = np.abs(np.delete(rows, n, axis=0)).max(axis=0, initial=0.0)
             assert ((one == 0) & (others > 1e-6)).sum() >= len(rows) - 1
+
+
+@pytest.mark.parametrize("group", [*GROUPS, "p16"])
+def test_stencils_have_the_symmetry_of_their_operators(group):
+    """Each reads one class of symmetric parts of the patch, however much their irreps differ."""
+    found = spectral_plan(filter_basis(group), "regular", "regular")
+    _, stencils, adds, factors = native.symmetry_classes(found.stencils)
+    assert sorted(stencils.tolist()) == list(range(len(found.stencils)))
+    assert not adds.any()
+    assert (factors == 0).sum() >= len(found.stencils)
 
 
 def test_stencils_stay_orthogonal_where_sparing_taps_would_skew_them(monkeypatch):

@@ -338,14 +338,16 @@ def _orthonormalised(
 
 
 def _reduced(pieces: list[tuple[int, int, FloatArray]]) -> list[tuple[int, int, FloatArray]]:
-    """Other bases of what the pieces of one irrep and parity span, with more taps that are zero.
+    """Other bases of what the pieces of one irrep and symmetry span, with more taps that are zero.
 
     Each piece but one loses the tap that counts most in that one, with all taps that mirror it.
     They still have length one, and stand nearly at right angles; otherwise nothing changes.
     """
     found = list(pieces)
-    for family in {(index, degree % 2): None for index, degree, _ in pieces}:
-        members = [n for n, (index, d, _) in enumerate(pieces) if (index, d % 2) == family]
+    families: dict[tuple[int, ...], list[int]] = {}
+    for n, (index, degree, weights) in enumerate(pieces):
+        families.setdefault((index, degree % 2, *_mirrored(weights[0])), []).append(n)
+    for members in families.values():
         given = np.stack([pieces[n][2] for n in members])
         lead = given[:, 0].reshape(len(members), -1)  # their first rows
         mixed, free = lead.copy(), np.ones(len(members), dtype=bool)
@@ -364,6 +366,14 @@ def _reduced(pieces: list[tuple[int, int, FloatArray]]) -> list[tuple[int, int, 
             index, degree, _ = pieces[n]
             found[n] = index, degree, np.where(np.abs(weights) <= least, 0.0, weights)
     return found
+
+
+def _mirrored(weights: FloatArray) -> Iterator[int]:
+    """Whether weights stay (1) or change sign (−1) in each mirror of the grid; otherwise 0."""
+    least = 1e-9 * np.abs(weights).max()
+    for other in (weights[:, ::-1], weights[::-1], weights.T):
+        signs = [s for s in (1, -1) if np.abs(weights - s * other).max() <= least]
+        yield signs[0] if signs else 0
 
 
 _SKEW = 3.0  # at most, of the lengths of sums of reduced pieces over those of their factors
