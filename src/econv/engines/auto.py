@@ -45,8 +45,8 @@ __all__ = [
 # Seconds for each count of `terms`, on one core or one GPU. A `where` that is not here runs dense.
 COEFFICIENTS: dict[str, dict[str, tuple[float, ...]]] = {
     "cpu": {
-        "dense": (1.685e-11, 6.961e-10, 6.296e-11, 0.0001144, 0.0001377),
-        "spectral": (1.693e-11, 1.977e-11, 1.193e-10, 1.441e-10, 4.53e-11, 0.0001623, 8.851e-05),
+        "dense": (1.657e-11, 6.602e-10, 8.775e-11, 0.0001161, 0.0001368),
+        "spectral": (1.666e-11, 1.924e-11, 1.235e-10, 1.267e-10, 4.432e-11, 0.0001596, 8.583e-05),
     },
     "cuda, 16-bit": {
         "dense": (
