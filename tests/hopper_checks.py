@@ -1,8 +1,10 @@
 """Checks of the kernels for Hopper GPUs, which `gluon_interpreter` runs: see `test_hopper`."""
 
+import inspect
 import itertools
 import math
 import re
+import threading
 from functools import partial
 
 import pytest
@@ -122,6 +124,8 @@ HALVES = {
     "p4m, 3×3": {"group": "p4m", "fields": (2, 5), **LOW},
     "p12": {"group": "p12", "fields": (2, 2), "shape": (1, 5, 5)},
     "p28": {"group": "p28", "fields": (2, 1), "shape": (1, 5, 5)},
+    "p32, more fields": {"group": "p32", "fields": (1, 8), "shape": (1, 5, 5)},
+    "p16m, more fields": {"group": "p16m", "fields": (1, 8), "shape": (1, 5, 5)},
     "p32, 3×3": {"group": "p32", "fields": (1, 2), "shape": (1, 5, 5), **LOW},
     "p16m, 3×3": {"group": "p16m", "fields": (1, 2), "shape": (1, 5, 5), **LOW},
 }
@@ -145,12 +149,22 @@ def test_halves_are_alike_and_have_everything_once(group, options):
     both = halves(scheme(plan, 8))
     one, two = both
     assert (one.batch, one.inner, one.pieces) == (two.batch, two.inner, two.pieces)
+    for fields in (1, 5, 8, 20, 33, 64):
+        x = triton_tiles.Like((4, 8, 8, 8), (512, 1, 64, 8), torch.float16, torch.device("meta"))
+        for kind in (hopper_launches.Roles, hopper_launches.GramRoles):
+            chosen = triton_tiles.Tiles(roles=1, halves=1)
+            assert len({each.cut for each in kind.of(x, one.whole, chosen, fields)}) <= 1
     slots = [slot for half in both for slot in half.slots if slot >= 0]
     assert sorted(slots) == list(range(plan.analysis.shape[0]))
     owned = [[half.owned(weight) for half in both] for weight in range(plan.weights)]
     assert all(sum(each) == 1 for each in owned)
     for chunk in range(len(one.lists)):  # p24 fills three of four
         assert not one.derivatives(chunk) & two.derivatives(chunk)
+
+
+def test_what_is_not_a_number_scales_by_one():
+    source = inspect.getsource(triton_kernels.exponent.fn)
+    assert f"found == 128, {hopper_turns.HEADROOM}, " in source
 
 
 @pytest.mark.parametrize("group", ["p28", "p32", "p14m", "p16m"])
@@ -290,18 +304,21 @@ def test_what_would_be_too_large_for_halves_has_no_roles(monkeypatch):
 class Compiled:
     """A kernel that notes what it is compiled for."""
 
-    def __init__(self, error=None):
-        self.error, self.calls = error, []
+    def __init__(self, error=None, together=None):
+        self.error, self.together, self.calls = error, together, []
 
     def warmup(self, *arguments, grid, **options):
         self.calls.append((arguments, grid, options))
+        if self.together:
+            self.together.wait()
         if self.error:
             raise self.error
 
 
 def test_kernels_are_compiled_together_and_each_once(monkeypatch):
     monkeypatch.setattr(triton_tiles.triton, "JITFunction", Compiled)
-    one, two = Compiled(), Compiled()
+    together = threading.Barrier(2, timeout=10)
+    one, two = Compiled(together=together), Compiled(together=together)
     launches = [triton_tiles.Launch(k, (3,), (5, 7), BP=64, num_warps=4) for k in (one, one, two)]
     jobs = [(launch, ("x", "y")) for launch in launches]
     triton_tiles.compile_together(torch.device("cpu"), iter(jobs))
@@ -310,7 +327,7 @@ def test_kernels_are_compiled_together_and_each_once(monkeypatch):
     launches[2].compiled = print  # then one is left, which the launch itself compiles
     triton_tiles.compile_together(torch.device("cpu"), jobs)
     assert one.calls == [wanted]
-    launches[2] = triton_tiles.Launch(Compiled(RuntimeError("no room")), (1,), ())
+    launches[2] = triton_tiles.Launch(Compiled(RuntimeError("no room"), together), (1,), ())
     with pytest.raises(RuntimeError, match="no room"):
         triton_tiles.compile_together(torch.device("cpu"), [(k, ()) for k in launches])
 

@@ -358,7 +358,7 @@ def _reduced(pieces: list[tuple[int, int, FloatArray]]) -> list[tuple[int, int, 
                 mixed[other] -= mixed[other, tap] / mixed[row, tap] * mixed[row]
         mixed /= np.linalg.norm(mixed, axis=1, keepdims=True)
         change = mixed @ np.linalg.pinv(lead)
-        if np.linalg.cond(change) > _SKEW:
+        if not np.linalg.cond(change) <= _SKEW:
             continue
         for n, weights in zip(members, np.tensordot(change, given, axes=1), strict=True):
             weights /= np.linalg.norm(weights) / math.sqrt(len(weights))

@@ -35,7 +35,7 @@ except (ImportError, AttributeError):
     AVAILABLE = False
 
 from econv.engines.hopper_source import hopper_gram_source, hopper_source
-from econv.engines.hopper_turns import ROWS, pieces_of_a_chunk, rows_of_a_copy
+from econv.engines.hopper_turns import ROWS, pieces_of_a_chunk, rows_of_a_copy, used_pieces
 from econv.engines.triton_kernels import exponent, read_source, two_to
 from econv.engines.triton_scheme import FIELDS, Scheme
 
@@ -104,7 +104,7 @@ def weight_copies(layout: Scheme, parts: tuple[int, ...], arranged: tuple[int, .
     pieces = pieces_of_a_chunk(layout)
     assert pieces is not None
     rows = math.prod(arranged) // (FIELDS * sum(pieces))
-    return Copies(layout, parts, rows, [FIELDS * size for size in pieces])
+    return Copies(layout, parts, rows, [FIELDS * size for size in used_pieces(layout)])
 
 
 def row_copies(layout: Scheme, parts: tuple[int, ...], laid: tuple[int, ...]) -> Copies:

@@ -6,7 +6,7 @@ This room knows launches. The kernels are those of `econv.engines.hopper_kernels
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import triton
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from econv.engines import hopper_kernels
 from econv.engines.hopper_source import gram_features
-from econv.engines.hopper_turns import ROWS, filled, fits, pieces_of_a_chunk
+from econv.engines.hopper_turns import ROWS, fits, pieces_of_a_chunk, used_pieces
 from econv.engines.triton_kernels import INTERPRETED
 from econv.engines.triton_scheme import FIELDS, Scheme, halves
 from econv.engines.triton_tiles import INTERNAL, Cut, Launch, Like, Tiles, at_a_time, divided
 
 __all__ = ["GramRoles", "Roles", "as_words"]
 
-_Made = TypeVar("_Made")
+_Made = TypeVar("_Made", bound="_Part")
 
 _SHARED = 225 << 10  # bytes of shared memory that the stages of a program may take
 _ACCUMULATORS = 320  # output channels of a program: 160 registers of each thread that multiplies
@@ -29,6 +29,13 @@ _MULTIPLIERS = 4  # warps
 _REGISTERS = 128  # of threads that differentiate
 _TARGETS = (4, 8)  # products that layers have for which this was measured to be faster
 _MOST = 16  # those that are made by halves
+
+
+class _Part(Protocol):
+    """What is made of a part of a layer."""
+
+    @property
+    def cut(self) -> Cut: ...
 
 
 def _possible(x: Like, layout: Scheme, chosen: Tiles) -> bool:
@@ -73,7 +80,8 @@ def _of_a_division(
         for way in _divisions(layout, chosen):
             found = [make(x, each, chosen, out_fields) for each in way]
             known = [one for one in found if one is not None]
-            if len(known) == len(found):
+            # What belongs to all of them is cut once.
+            if len(known) == len(found) and len({one.cut for one in known}) == 1:
                 return known
     return []
 
@@ -107,10 +115,7 @@ class Roles(NamedTuple):
 
     @staticmethod
     def _of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> Roles | None:
-        pieces = pieces_of_a_chunk(layout)
-        assert pieces is not None
-        used = {n for chunk in range(layout.chunks) for n in filled(layout, chunk, pieces)}
-        length = sum(pieces[n] for n in used)
+        length = sum(used_pieces(layout))
         for found in _cuts(out_fields, layout):
             rows = layout.batch * (ROWS + 2 * sum(found.parts))
             stages = min(4, _SHARED // (rows * FIELDS * length * 2))

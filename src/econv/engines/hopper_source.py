@@ -33,6 +33,7 @@ from econv.engines.hopper_turns import (
     thread_layouts,
     tile_places,
     turn,
+    used_pieces,
     weight_names,
     workers,
     zeros,
@@ -253,7 +254,7 @@ def gram_features(layout: Scheme) -> int:
     return max(ROWS // FIELDS, power_of_two(sum(pieces)))
 
 
-_AHEAD = 32  # output fields
+_AHEAD = 32  # registers of a thread for what is on its way, about: those of 32 output fields
 
 
 def _gram_consume(
@@ -419,8 +420,7 @@ def hopper_source(layout: Scheme, parts: tuple[int, ...], teams: int) -> str:
 
     One program gives ``sum(parts)`` output fields, each of the parts a power of two.
     """
-    pieces = pieces_of_a_chunk(layout)
-    assert pieces is not None
+    pieces = used_pieces(layout)
     write = Writer(packed=True)
     _produce(write, layout, pieces)
     issue_function(write, layout, parts, pieces)

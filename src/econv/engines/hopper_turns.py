@@ -34,6 +34,7 @@ __all__ = [
     "thread_layouts",
     "tile_places",
     "turn",
+    "used_pieces",
     "weight_names",
     "workers",
     "zeros",
@@ -64,6 +65,14 @@ def filled(layout: Scheme, chunk: int, pieces: Sequence[int]) -> list[int]:
             found.append(number)
         first += size
     return found
+
+
+def used_pieces(layout: Scheme) -> tuple[int, ...]:
+    """`pieces_of_a_chunk` without those at the end that no chunk fills."""
+    pieces = pieces_of_a_chunk(layout)
+    assert pieces is not None
+    last = max(filled(layout, chunk, pieces)[-1] for chunk in range(layout.chunks))
+    return pieces[: last + 1]
 
 
 ROWS = 64
@@ -222,8 +231,9 @@ _LEAST = 0.2  # that a first tap counts: what is divided by it is at most five t
 class _Normal:
     """Derivatives and features of a chunk as the kernels have them: first factors are one.
 
-    A derivative begins with one of its taps, and a feature with one of its derivatives, that count
-    one. What that divides features by is a factor of their weights.
+    A derivative begins with one of its taps (unless that counts little: then it stays as it is),
+    and a feature with one of its derivatives, that count one. What that divides features by is a
+    factor of their weights.
     """
 
     def __init__(self, layout: Scheme, chunk: int) -> None:
@@ -275,7 +285,10 @@ def gains(layout: Scheme) -> np.ndarray:
 
 
 def fits(layout: Scheme) -> bool:
-    """Whether no derivative and no feature is ever too large for float16."""
+    """Whether no derivative and no feature is ever too large for float16.
+
+    Sums of mirrored taps are smaller than the derivatives that read them.
+    """
     most = max(max(magnitudes(layout, chunk)) for chunk in range(len(layout.lists)))
     return most * 2.0 ** (HEADROOM + 1) < float(np.finfo(np.float16).max)
 
@@ -485,11 +498,10 @@ def issue_function(
     given = ", ".join(f"{name}_in, {name}" for name in names)
     write(f"def issue({given}, ready, stage, block, wanted, programs):")
     write.depth += 1
-    there = {n for chunk in range(layout.chunks) for n in filled(layout, chunk, pieces)}
-    total = columns * layout.batch * FIELDS * sum(pieces[n] for n in there) * 2
+    total = columns * layout.batch * FIELDS * sum(pieces) * 2
     write(f"mbarrier.expect(ready.index(stage), {total}, pred=wanted)")
     write(f"first = (block * programs + gl.program_id(1)) * {layout.batch * columns}")
-    for number in sorted(there):
+    for number in range(len(pieces)):
         done = 0
         for part, size in enumerate(parts):
             name = f"w{number}_{part}"

@@ -2,8 +2,9 @@
 
 Launches are cut as `econv.engines.triton_launches` cuts them for an H200, those with roles as
 `econv.engines.hopper_launches` does. Those rooms need Triton, and make kernels; the cost model
-needs neither. Tests hold them together. One thing is left out: images that are taken in several
-groups for want of memory count as one.
+needs neither. Tests hold them together. Three things are left out: images that are taken in several
+groups for want of memory count as one; products of padding that are not made count as if they were
+(p28, p32, p14m, p16m); and no plan is known whose derivatives would be too large for float16.
 """
 
 from __future__ import annotations

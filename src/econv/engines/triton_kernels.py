@@ -108,7 +108,7 @@ def _read(source: str, layout: Scheme) -> dict[str, Any]:
 def exponent(largest):
     """⌊log₂⌋ of a float32, kept where 2^ of it is a number; that of inf and NaN scales by one."""
     found = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127
-    return tl.where(found == 128, 9, tl.minimum(tl.maximum(found, -100), 100))
+    return tl.where(found == 128, 7, tl.minimum(tl.maximum(found, -100), 100))
 
 
 @triton.jit
