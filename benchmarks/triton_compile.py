@@ -11,6 +11,7 @@ then not all of them run the same instructions.)
     python benchmarks/triton_compile.py --no-roles             # for GPUs whose warps have none
     python benchmarks/triton_compile.py --activated            # with norm and ReLU at the load
     python benchmarks/triton_compile.py --dump folder          # with the machine code
+    python benchmarks/triton_compile.py --wait --layer p8,40,512,16 p32,20,64,32   # how long it is
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -98,8 +100,11 @@ def processor_seconds() -> float:
 
 
 @contextmanager
-def caught() -> Iterator[list[Launch]]:
-    """Launches inside the block are compiled, one after the other, and go nowhere."""
+def caught(one_by_one: bool = True) -> Iterator[list[Launch]]:
+    """Launches inside the block are compiled, one after the other, and go nowhere.
+
+    Otherwise those of a layer are compiled together, as on a GPU.
+    """
     launches: list[Launch] = []
     run, together = triton.JITFunction.run, triton_launches.compile_together
 
@@ -111,7 +116,8 @@ def caught() -> Iterator[list[Launch]]:
         launches.append(Launch(self.fn.__name__, tuple(grid), given, kernel, seconds))
 
     triton.JITFunction.run = compile_only
-    triton_launches.compile_together = lambda *_: None
+    if one_by_one:
+        triton_launches.compile_together = lambda *_: None
     triton.runtime.driver.set_active(_Device())
     try:
         yield launches
@@ -123,12 +129,22 @@ def caught() -> Iterator[list[Launch]]:
 OPERATORS = ("convolve", "gram", "adjoint")  # of a training step, in the order in which they run
 
 
-def training_step(layer: Layer, activated: bool = False) -> list[Launch]:
+def waited(layer: Layer) -> float:
+    """Seconds until all kernels of a training step are there that were never compiled before."""
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        start = time.perf_counter()
+        training_step(layer, one_by_one=False)
+        return time.perf_counter() - start
+
+
+def training_step(layer: Layer, activated: bool = False, one_by_one: bool = True) -> list[Launch]:
     """The launches of the forward pass, then those of both gradients."""
     plan = spectral_plan(filter_basis(layer.group, layer.operators), "regular", "regular")
     geometry = Geometry(1, 1, 1, plan.basis.size // 2, layer.size, layer.size)
     shape = (layer.batch, layer.fields, layer.fields, layer.size)
-    return operators(plan, *shape, geometry, layer.dtype, activated=activated)
+    options = {"activated": activated, "one_by_one": one_by_one}
+    return operators(plan, *shape, geometry, layer.dtype, **options)
 
 
 def operators(
@@ -141,6 +157,7 @@ def operators(
     dtype: str,
     names: Sequence[str] = OPERATORS,
     activated: bool = False,
+    one_by_one: bool = True,
 ) -> list[Launch]:
     """The launches of some operators of a layer on images of ``size`` by ``size``.
 
@@ -153,7 +170,7 @@ def operators(
     g = torch.empty((batch, out_fields * order, geometry.height, geometry.width), **options)
     weights = torch.empty(out_fields, in_fields, plan.weights, device="meta")
     affine = torch.empty(3, in_fields, device="meta") if activated else None
-    with caught() as launches:
+    with caught(one_by_one) as launches:
         if affine is not None:
             statistics(x, in_fields)
         x_scaled = (x, triton_ops.run_largest(x, affine))
@@ -364,6 +381,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiles", nargs="*", default=[], help="such as pixels=32 warps=4")
     parser.add_argument("--no-roles", action="store_true", help="warps have no roles")
     parser.add_argument("--activated", action="store_true", help="norm and ReLU at the load")
+    parser.add_argument("--wait", action="store_true", help="seconds to wait, and nothing else")
     parser.add_argument("--most", type=int, default=14, help="kinds of instructions shown")
     parser.add_argument("--dump", type=Path, metavar="FOLDER", help="write the machine code there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what is printed to FILE")
@@ -381,6 +399,9 @@ def main(arguments: list[str] | None = None) -> None:
     changes = {name: int(value) for name, value in (text.split("=") for text in args.tiles)}
     found = []
     for layer in layers or LAYERS:
+        if args.wait:
+            print(f"{layer}: {waited(layer):.1f} s on {os.cpu_count()} cores", flush=True)
+            continue
         with triton_ops.tiles(**changes) if changes else nullcontext():
             record = report(layer, args.activated, args.dump)
         found.append(record)

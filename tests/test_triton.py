@@ -4,6 +4,7 @@ there.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,19 @@ def test_compiled_for_a_gpu_that_is_not_there(tmp_path):
     for access in ("loads", "stores"):
         assert {tuple(sorted(row)) for row in kernels["analyse"][access]} == {(1, 4, 8)}
     assert {max(row) for row in kernels["lay"]["stores"]} == {32}
+
+
+def test_kernels_of_a_layer_are_there_soon(tmp_path):
+    """Compiled in threads, as at a first call, and from an empty cache."""
+    command = [sys.executable, str(HERE.parent / "benchmarks" / "triton_compile.py"), "--wait"]
+    command += ["--layer", "p16,4,4,8,bfloat16,order<=1"]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (seconds,) = re.findall(r"bfloat16, order<=1: ([\d.]+) s on \d+ cores", done.stdout)
+    assert 0.5 < float(seconds) < 60
+    assert not list(tmp_path.iterdir())
 
 
 def test_compiled_for_a_gpu_whose_warps_have_roles(tmp_path):
