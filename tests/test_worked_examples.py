@@ -37,7 +37,8 @@ def test_galaxies_are_told_apart_at_every_angle():
 
 
 def test_the_converted_unet_draws_the_same_mask_at_every_angle():
-    results, _ = example("tissue").compare(steps=60, seeds=1, angles=[0, 105, 270])
+    # After fewer steps what it draws still depends on the last digit of every sum.
+    results, _ = example("tissue").compare(steps=80, seeds=1, angles=[0, 105, 270])
     p8, plain = results["networks"]["p8"], results["networks"]["plain"]
     assert parameters_agree(results["networks"])
     assert p8["changed"][2] < 1e-3  # a quarter turn; what is left is a tie broken by rounding
