@@ -694,10 +694,11 @@ def line(case: Case, record: dict[str, Any], targets: dict[Case, tuple[float, fl
 
 def print_growth(records: list[dict[str, Any]]) -> None:
     both = {Case(**record["case"]): record["forward+backward"] for record in records}
-    times = {case: times["alone"]["median"] for case, times in both.items()}
-    small, large = (times[case] for case in GROWTH)
+    small, large = (both[case] for case in GROWTH)
     for engine in ENGINES:
-        print(f"p32 / p8, {engine}: {large[engine] / small[engine]:.2f}")
+        alone = large["alone"]["median"][engine] / small["alone"]["median"][engine]
+        in_turns = large["graph"][engine] / small["graph"][engine]
+        print(f"p32 / p8, {engine}: alone {alone:.2f}, in turns {in_turns:.2f}")
 
 
 def write_record(run: Run) -> None:
