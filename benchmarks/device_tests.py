@@ -46,7 +46,7 @@ def run(files: tuple[str, ...], processes: int, within: float, root: Path = ROOT
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:benchmark"]
         command += ["-p", "no:cacheprovider", f"--junitxml={report}", *files]
         if processes > 1:
-            command += ["-n", str(processes)]
+            command += ["-n", str(processes), "--dist", "worksteal"]
         start = time.perf_counter()
         try:
             status = subprocess.run(command, cwd=root, check=False, timeout=within).returncode

@@ -689,10 +689,17 @@ ACTIVATED_HALF = [("p8", torch.bfloat16, 3.0 if INTERPRETED else 1.5), ("p8", to
 
 @pytest.mark.parametrize(("group", "dtype", "factor"), ACTIVATED_HALF)
 def test_norm_and_relu_at_the_load_err_little_more_in_half_precisions(group, dtype, factor):
-    pair, x, probe = pre_activated(group, (3, 3), (2, 7, 8), dtype=dtype)
-    pair.train(dtype != torch.float16)
-    truth = exact_step(pair, x, probe)
-    found, dense = step(pair, x, probe, wanted=FUSED), step(pair, x, probe, "dense", False)
+    """In several layers: the gradients of one norm are three numbers each, which chance rules."""
+    draws = []
+    for _ in range(2 if INTERPRETED else 8):
+        pair, x, probe = pre_activated(group, (3, 3), (2, 7, 8), dtype=dtype)
+        pair.train(dtype != torch.float16)
+        found, dense = step(pair, x, probe, wanted=FUSED), step(pair, x, probe, "dense", False)
+        draws.append((found, dense, exact_step(pair, x, probe)))
+    found, dense, truth = (
+        [torch.cat(tensors) for tensors in zip(*lists, strict=True)]
+        for lists in zip(*draws, strict=True)
+    )
     err_little_more(found, dense, truth, factor)
 
 
