@@ -118,6 +118,31 @@ def test_a_backward_pass_costs_more():
     assert both["spectral"] / forward["spectral"] > 4
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        econv.GroupConv2d(4, 6, "p4", groups=2),
+        econv.LiftConv2d(5, 3, "p4", vectors=1),
+        econv.LiftConv2d(3, 2, "p4m"),
+        econv.VectorConv2d(3, 2, "p4"),
+    ],
+    ids=["group", "scalars and vectors", "scalars", "to vectors"],
+)
+def test_the_model_counts_the_fields_that_weights_have(layer):
+    shapes = [(part.source, *part.weight.shape[1::-1]) for part in layer._parts()]
+    assert list(layer._fields()) == shapes
+
+
+def test_a_workload_is_that_of_the_options_that_a_layer_has_now():
+    layer = econv.GroupConv2d(4, 4, "p4")
+    shape = torch.Size((2, 16, 12, 12))
+    before = layer.workload(shape, backward=True)
+    layer.stride, layer.padding_mode = 2, "circular"
+    after = layer.workload(shape, backward=True)
+    assert (before.geometry.down, after.geometry.down) == (1, 2)
+    assert (before.height, after.height) == (12, 16)
+
+
 def test_the_default_is_dense_while_a_graph_is_captured():
     layer = econv.GroupConv2d(16, 16, "p8")
     program = torch.export.export(layer, (torch.randn(8, 128, 16, 16),))
@@ -370,6 +395,39 @@ def test_the_cost_model_picks_well_over_the_records_of_a_hopper_gpu(choices, wit
     assert (len(narrow.names), len(wide.names)) == (160, 30)
     for found in with_roles:
         assert choices.losses(found, auto.COEFFICIENTS[found.device]).max() <= 0.05
+
+
+def test_nothing_is_counted_where_a_gpu_would_not_wait(choices, with_roles, without_roles):
+    """Where auto does not ask its cost model, that would say dense; elsewhere it is asked."""
+    cases = pytest.importorskip("engine_cases")
+    asked = []
+    for names, roles in ((WITH_ROLES, True), (WITHOUT_ROLES, False)):
+        for layer in choices.together([RESULTS / f"{name}.json" for name in names])["layers"]:
+            case = cases.Case(**layer["case"])
+            made = case.layer("meta")
+            elements = case.batch * made.in_channels * case.size**2
+            multiplications = made.filter_elements() * elements
+            found = [
+                auto.faster(
+                    choices.workload(case, name),
+                    auto.where("cuda", cases.DTYPES[case.dtype], roles),
+                )
+                for name in cases.PASSES
+            ]
+            asked.append(multiplications >= auto._QUEUED)
+            assert asked[-1] or found == ["dense", "dense"]
+    assert 0.2 <= sum(asked) / len(asked) <= 0.8
+
+
+def test_what_is_replayed_is_counted_where_python_would_be_too_slow():
+    with FakeTensorMode():
+        x = torch.empty(1, device="cuda")
+    assert auto.negligible(x, auto._QUEUED - 1)
+    assert not auto.negligible(x, auto._QUEUED)
+    assert not auto.negligible(torch.empty(1), auto._QUEUED - 1)
+    with replayed():
+        assert not auto.negligible(x, auto._QUEUED - 1)
+        assert auto.negligible(x, auto._SMALL - 1)
 
 
 def test_the_cost_model_picks_well_for_cuda_graphs_of_a_hopper_gpu(choices, with_roles):

@@ -81,6 +81,8 @@ COEFFICIENTS: dict[str, dict[str, tuple[float, ...]]] = {
     },
 }
 
+_SMALL = 2_000_000  # multiplications; below, nothing is faster than one call of conv2d
+_QUEUED = 30_000_000_000  # below, a GPU has done conv2d before the spectral kernels are launched
 _VECTOR = 16  # channels
 _CAPABILITY = (8, 0)  # of the oldest GPU whose tensor cores the kernels know
 _HOPPER = (9, 0)
@@ -367,6 +369,15 @@ def faster(work: Workload, device: str, replayed: bool = False) -> str:
     return min(found, key=lambda engine: found[engine])
 
 
+def negligible(x: Tensor, multiplications: int) -> bool:
+    """Whether so many multiplications of the dense engine are too few to choose another.
+
+    Asked before anything is counted: a small layer would wait longer for the choice than for what
+    it gains. What is replayed does not wait.
+    """
+    return multiplications < (_QUEUED if x.is_cuda and not without_python() else _SMALL)
+
+
 def choose(x: Tensor, work: Workload) -> str:
     """The engine for one call: ``"dense"`` or ``"spectral"``."""
     dtype = result_dtype(x)
@@ -394,7 +405,7 @@ def _recent(device: torch.device) -> bool:
 
 
 def _channels_last(x: Tensor) -> bool:
-    return x.device.type == "cuda" and memory_format(x) is torch.channels_last
+    return x.is_cuda and memory_format(x) is torch.channels_last
 
 
 @lru_cache

@@ -6,6 +6,7 @@ This room knows shapes and launches; which kernel reads what is the business of
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -188,8 +189,15 @@ def compile_together(device: torch.device, jobs: Iterable[tuple[Launch, Sequence
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             launch.kernel.warmup(*tensors, *launch.numbers, grid=launch.grid, **launch.options)
 
-    with ThreadPoolExecutor(len(missing)) as pool:
-        list(pool.map(compiled, missing.values()))
+    # What is made meanwhile is kept, and there are many objects to look through for what is not.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(len(missing)) as pool:
+            list(pool.map(compiled, missing.values()))
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class Cut(NamedTuple):

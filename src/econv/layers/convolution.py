@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from econv.basis import Gains, filter_basis
+from econv.basis import FilterBasis, Gains, filter_basis
 from econv.engines import auto, dense, note, resolve, spectral
 from econv.groups import Group, GroupLike
 from econv.layers.checks import check_groups, check_maps, positive
@@ -33,7 +34,6 @@ __all__ = [
     "VectorConv2d",
 ]
 
-_SMALL = 2_000_000  # multiplications; below, nothing is faster than one call of conv2d
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
@@ -64,6 +64,30 @@ class _Part(NamedTuple):
     source: str  # how they transform: one of econv.fourier.KINDS
     weight: Tensor  # [out fields, in fields / groups, coordinates]
     channels: slice
+
+
+@lru_cache(maxsize=4096)
+def _workload(
+    basis: FilterBasis,
+    target: str,
+    fields: tuple[tuple[str, int, int], ...],
+    stride: int,
+    padding: int,
+    padding_mode: str,
+    dilation: int,
+    groups: int,
+    shape: torch.Size,
+    backward: bool,
+) -> auto.Workload:
+    # Other borders than zeros are made before an engine sees the image.
+    zeros = padding if padding_mode == "zeros" else 0
+    height, width = (n + 2 * (padding - zeros) for n in shape[2:])
+    geometry = spectral.Geometry.of(basis.size, height, width, stride, zeros, dilation)
+    parts = tuple(
+        auto.Part(spectral_plan(basis, source, target), in_fields, out_fields // groups)
+        for source, in_fields, out_fields in fields
+    )
+    return auto.Workload(parts, groups, shape[0], height, width, geometry, backward)
 
 
 class PDOConv2d(WithConstants):
@@ -265,10 +289,10 @@ class PDOConv2d(WithConstants):
         if engine != "auto":
             return engine
         # A compiled graph holds for many sizes, and its compiler makes the most of plain filters.
-        if torch.compiler.is_compiling() or self.filter_elements() * x.numel() < _SMALL:
+        if torch.compiler.is_compiling() or auto.negligible(x, self.filter_elements() * x.numel()):
             return "dense"
-        learns = x.requires_grad or self.weight.requires_grad
-        return auto.choose(x, self.workload(x.shape, torch.is_grad_enabled() and learns))
+        backward = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        return auto.choose(x, self.workload(x.shape, backward))
 
     def filter_elements(self) -> int:
         """How many filter elements one input pixel of one channel meets."""
@@ -276,16 +300,9 @@ class PDOConv2d(WithConstants):
 
     def workload(self, shape: torch.Size, backward: bool) -> auto.Workload:
         """What a call on an input of this shape has to do, for the cost model of the engines."""
-        # Other borders than zeros are made before an engine sees the image.
-        zeros = self.padding if self.padding_mode == "zeros" else 0
-        height, width = (n + 2 * (self.padding - zeros) for n in shape[2:])
-        options = (self.stride, zeros, self.dilation)
-        geometry = spectral.Geometry.of(self.basis.size, height, width, *options)
-        parts = []
-        for part in self._parts():
-            out_fields, in_fields = part.weight.shape[:2]
-            parts.append(auto.Part(self._plan(part), in_fields, out_fields // self.groups))
-        return auto.Workload(tuple(parts), self.groups, shape[0], height, width, geometry, backward)
+        options = (self.stride, self.padding, self.padding_mode, self.dilation, self.groups)
+        fields = (self.basis, self.output_kind, self._fields())
+        return _workload(*fields, *options, shape, backward)
 
     def fuses(self, x: Tensor) -> bool:
         """Whether `forward` would run kernels that can normalise and rectify ``x`` at the load.
@@ -340,6 +357,10 @@ class PDOConv2d(WithConstants):
 
     def _parts(self) -> list[_Part]:
         return [_Part("regular", self.weight.flatten(2), slice(None))]
+
+    def _fields(self) -> tuple[tuple[str, int, int], ...]:
+        """Of each of `_parts` the source, its fields, and those that they go to."""
+        raise NotImplementedError
 
     def _check_input(self, x: Tensor) -> None:
         if torch.compiler.is_compiling():
@@ -499,6 +520,11 @@ class LiftConv2d(PDOConv2d):
         ]
         return [part for part in parts if part.weight.shape[1]]
 
+    def _fields(self) -> tuple[tuple[str, int, int], ...]:
+        scalars = self.in_channels - 2 * self.vectors
+        found = (("scalar", scalars, self.out_fields), ("vector", self.vectors, self.out_fields))
+        return tuple(part for part in found if part[1])
+
     def _expected_channels(self) -> str:
         return f"{self.in_channels} image channels"
 
@@ -562,6 +588,9 @@ class GroupConv2d(PDOConv2d):
 
     def _expected_channels(self) -> str:
         return f"{self.in_channels} channels ({self.in_fields} fields of {self.group.name})"
+
+    def _fields(self) -> tuple[tuple[str, int, int], ...]:
+        return (("regular", self.in_fields // self.groups, self.out_fields),)
 
     def extra_repr(self) -> str:
         return f"{self.in_fields}, {self.out_fields}{super().extra_repr()}"
@@ -648,6 +677,9 @@ class VectorConv2d(GroupConv2d):
     def _parts(self) -> list[_Part]:
         pairs = self.weight.unflatten(0, (-1, 2))  # [vectors, component, in fields, k, s]
         return [_Part("regular", pairs.transpose(1, 2).flatten(2), slice(None))]
+
+    def _fields(self) -> tuple[tuple[str, int, int], ...]:
+        return (("regular", self.in_fields, self.out_vectors),)
 
     def extra_repr(self) -> str:
         return f"{self.in_fields}, {self.out_vectors}{PDOConv2d.extra_repr(self)}"
