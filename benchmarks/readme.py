@@ -16,6 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine_cases import Case
+from engine_limits import limits
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -32,6 +35,13 @@ ROWS = {
 LIBRARIES = {"econv": "**econv**", "escnn": "escnn", "e2cnn": "e2cnn"}
 CONTROL = "torch"
 LONGEST_MESSAGE = 120
+
+# The kernels whose least time benchmarks/engine_limits.py finds, as profilers call them.
+KERNELS = {
+    "layer and adjoint": ("forward",),
+    "gradient to the weights": ("gram",),
+    "transforms": ("analyse", "lay", "largest"),
+}
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -265,7 +275,8 @@ def gpu_layers(found: dict[str, Any]) -> str:
     head = ["layer, bfloat16", "forward", "forward+backward", "as CUDA graphs", "each alone"]
     head += ["with norm and ReLU", "peak MB, dense / spectral", "error over dense's"]
     note = (
-        f"(dense / spectral, medians of one run; {found['device']}, torch {found['torch']}, Triton "
+        "(dense / spectral, medians of one run; with norm and ReLU: as CUDA graphs, in turns, the "
+        f"layer's output normed and rectified; {found['device']}, torch {found['torch']}, Triton "
         f"{found['triton']}, code of revision {found['revision'][:12]}; `benchmarks/engines.py "
         "--device cuda`.)"
     )
@@ -287,7 +298,7 @@ def gpu_fused(found: dict[str, Any]) -> str:
     head = ["norm, ReLU, layer, bfloat16", "one after the other", "in one go"]
     head += ["in one go / one after the other", "peak MB, dense / spectral / in one go"]
     note = (
-        "(Speed over the dense engine's, a training step as a CUDA graph; "
+        "(Speed over the dense engine's, a training step as a CUDA graph, each way alone; "
         f"{found['device']}, code of revision {found['revision'][:12]}; "
         "`benchmarks/engines.py --device cuda`.)"
     )
@@ -305,6 +316,24 @@ def gpu_kernels(found: dict[str, Any]) -> str:
         rows.append([layer_name(layer["case"]), *(f"{cell:.0f}" for cell in cells)])
     head = ["µs", "layer and adjoint", "gradient to the weights", "spectra", "gradient laid out"]
     head += ["largest numbers", "rest", "in all", "dense, in all"]
+    return "\n".join(table(head, rows))
+
+
+def gpu_limits(found: dict[str, Any]) -> str:
+    """How far kernels with roles are from what the GPU could do."""
+    rows = []
+    for layer in found["layers"]:
+        cells = []
+        times = layer["kernels"]["spectral"]
+        for name, least in limits(Case(**layer["case"])).items():
+            took = sum(times[kernel] for kernel in KERNELS[name])
+            bounds = [f"{each:.0f}" for each in least if each]
+            longest = bounds.index(f"{max(least):.0f}")
+            bounds[longest] = f"**{bounds[longest]}**"
+            cells.append(f"{', '.join(bounds)} of {took:.0f} ({max(least) / took:.0%})")
+        rows.append([layer_name(layer["case"]), *cells])
+    head = ["µs", "layer and adjoint: tensor cores, sums of halves, memory"]
+    head += ["gradient to the weights: the same", "spectra, laid gradient, largest: memory"]
     return "\n".join(table(head, rows))
 
 
@@ -348,6 +377,7 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
         "training on a cpu": ("training_cpu.json", training_speed),
         "gpu layers": ("engines_cuda.json", gpu_layers),
         "gpu kernels": ("engines_cuda.json", gpu_kernels),
+        "gpu limits": ("engines_cuda.json", gpu_limits),
         "gpu layers without roles": ("engines_cuda_without_roles.json", gpu_layers),
         "gpu kernels without roles": ("engines_cuda_without_roles.json", gpu_kernels),
         "training on a gpu": ("training_cuda.json", training_speed),

@@ -26,7 +26,16 @@ from econv.engines.spectral import Geometry
 from econv.engines.triton_scheme import halves, scheme
 from econv.plan import spectral_plan
 from gluon_interpreter import Deadlock, Gluon, OutOfBounds, Race
-from triton_checks import LOW, error, exact, forget, kernels_run, pytestmark, results
+from triton_checks import (
+    LOW,
+    error,
+    exact,
+    forget,
+    kernels_run,
+    poisoned_without,
+    pytestmark,
+    results,
+)
 
 __all__ = ["kernels_run", "pytestmark"]  # the former runs around every check, the latter marks them
 
@@ -358,6 +367,16 @@ def test_buffers_are_filled_before_they_are_read(interpret, monkeypatch):
     )
     for ours, theirs in zip(with_roles(layer, x, probe), wanted, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kernel", ["arrange_rows", "analyse", "lay", "gram", "spread"])
+def test_poison_that_is_read_is_seen(interpret, monkeypatch, kernel):
+    layer, x, probe = case("p4", (2, 2), (1, 5, 5), **LOW)
+    interpret()
+    left_out = poisoned_without(monkeypatch, kernel)
+    found = with_roles(layer, x, probe)
+    assert left_out
+    assert any(tensor.isnan().any() for tensor in found)
 
 
 def test_an_activated_input_gives_what_the_other_kernels_do(interpret):

@@ -68,7 +68,15 @@ def test_every_group_equals_the_reference(group, ran):
         assert_equal_to_the_reference(ran, layer, x)
 
 
-@pytest.mark.parametrize("group", ["p16", "p8m"])
+@pytest.mark.parametrize("group", ["p12", "p16", "p6m", "p8m", "p32"])
+def test_larger_groups_equal_the_reference(group, ran):
+    options = {"dtype": torch.float64, "engine": "spectral", "bias": True}
+    layer = GroupConv2d(1, 1, group, **options)
+    x = torch.randn(1, layer.in_channels, 5, 6, dtype=torch.float64)
+    assert_equal_to_the_reference(ran, layer, x)
+
+
+@pytest.mark.parametrize("group", ["p16", "p8m", "p32"])
 def test_larger_groups_equal_the_dense_engine(group, ran):
     layer = GroupConv2d(2, 3, group, dtype=torch.float64, engine="spectral")
     x = torch.randn(2, layer.in_channels, 9, 20, dtype=torch.float64, requires_grad=True)
@@ -138,9 +146,28 @@ class NoDenseConvolution(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+WATCHED = {
+    "plain": {},
+    "stride 2": {"stride": 2},
+    "circular": {"padding_mode": "circular"},
+    "reflections": {"group": "p4m", "padding_mode": "reflect"},
+    "p6, dilation 2": {"group": "p6", "dilation": 2, "operators": "order<=2", "size": 3},
+}
+
+
+@pytest.mark.parametrize("options", WATCHED.values(), ids=WATCHED.keys())
 @pytest.mark.parametrize("kind", [LiftConv2d, GroupConv2d, VectorConv2d])
-def test_no_dense_convolution_runs(kind):
-    layer = kind(4, 2, "p4", engine="spectral", bias=kind is not VectorConv2d)
+def test_no_dense_convolution_runs(kind, options):
+    options = {"group": "p4", **options}
+    layer = kind(4, 2, engine="spectral", bias=kind is not VectorConv2d, **options)
+    x = torch.randn(2, layer.in_channels, 8, 8, requires_grad=True)
+    with NoDenseConvolution(), econv.engine() as found:
+        layer(x).pow(2).sum().backward()
+    assert set(found) == {"spectral/torch"}
+
+
+def test_many_groups_at_once_are_watched():
+    layer = GroupConv2d(4, 2, "p4", engine="spectral", groups=2)
     x = torch.randn(2, layer.in_channels, 8, 8, requires_grad=True)
     with NoDenseConvolution():
         layer(x).pow(2).sum().backward()
