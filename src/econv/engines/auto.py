@@ -33,12 +33,15 @@ __all__ = [
     "Workload",
     "choose",
     "costs",
+    "device_of",
     "faster",
     "has_roles",
     "host",
+    "negligible",
     "on_kernels",
     "seconds",
     "terms",
+    "usable",
     "where",
 ]
 
@@ -81,7 +84,7 @@ COEFFICIENTS: dict[str, dict[str, tuple[float, ...]]] = {
     },
 }
 
-_SMALL = 2_000_000  # multiplications; below, nothing is faster than one call of conv2d
+_SMALL = 100_000  # multiplications; below, nothing is faster than one call of conv2d
 _QUEUED = 30_000_000_000  # below, a GPU has done conv2d before the spectral kernels are launched
 _VECTOR = 16  # channels
 _CAPABILITY = (8, 0)  # of the oldest GPU whose tensor cores the kernels know
@@ -361,7 +364,12 @@ def costs(work: Workload, device: str = "cpu", replayed: bool = False) -> dict[s
 
 @lru_cache(maxsize=4096)
 def faster(work: Workload, device: str, replayed: bool = False) -> str:
-    """The engine that is expected to be faster where every one can run."""
+    """The engine that is expected to be faster where every one can run.
+
+    The dense one on devices that there are no coefficients for.
+    """
+    if device not in COEFFICIENTS:
+        return "dense"
     try:
         found = costs(work, device, replayed)
     except ParityError:
@@ -378,17 +386,25 @@ def negligible(x: Tensor, multiplications: int) -> bool:
     return multiplications < (_QUEUED if x.is_cuda and not without_python() else _SMALL)
 
 
+def device_of(x: Tensor) -> str:
+    """What `where` says of an input."""
+    if not x.is_cuda:
+        return x.device.type
+    roles = memory_format(x) is torch.channels_last and has_roles(x.device)
+    return where("cuda", result_dtype(x), roles)
+
+
 def choose(x: Tensor, work: Workload) -> str:
     """The engine for one call: ``"dense"`` or ``"spectral"``."""
-    dtype = result_dtype(x)
-    device = where(x.device.type, dtype, _channels_last(x) and has_roles(x.device))
-    if device not in COEFFICIENTS or faster(work, device, without_python()) == "dense":
-        return "dense"
-    if x.device.type == "cuda":
-        usable = not native.watched(x) and _recent(x.device) and on_kernels(x, work)
-    else:
-        usable = all(native.supports(x, part.plan) for part in work.parts)
-    return "spectral" if usable else "dense"
+    spectral = faster(work, device_of(x), without_python()) == "spectral" and usable(x, work)
+    return "spectral" if spectral else "dense"
+
+
+def usable(x: Tensor, work: Workload) -> bool:
+    """Whether the spectral engine has kernels for a call."""
+    if x.is_cuda:
+        return not native.watched(x) and _recent(x.device) and on_kernels(x, work)
+    return all(native.supports(x, part.plan) for part in work.parts)
 
 
 def on_kernels(x: Tensor, work: Workload) -> bool:
@@ -402,10 +418,6 @@ def on_kernels(x: Tensor, work: Workload) -> bool:
 @lru_cache
 def _recent(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= _CAPABILITY
-
-
-def _channels_last(x: Tensor) -> bool:
-    return x.is_cuda and memory_format(x) is torch.channels_last
 
 
 @lru_cache

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from econv.basis import FilterBasis, Gains, filter_basis
-from econv.engines import auto, dense, note, resolve, spectral
+from econv.engines import auto, dense, note, resolve, spectral, without_python
 from econv.groups import Group, GroupLike
 from econv.layers.checks import check_groups, check_maps, positive
 from econv.layers.constants import WithConstants
@@ -88,6 +88,13 @@ def _workload(
         for source, in_fields, out_fields in fields
     )
     return auto.Workload(parts, groups, shape[0], height, width, geometry, backward)
+
+
+@lru_cache(maxsize=4096)
+def _faster(device: str, replayed: bool, *options: Any) -> tuple[str, auto.Workload]:
+    """`auto.faster` of a workload, and that: found at once where a layer is called again."""
+    work = _workload(*options)
+    return auto.faster(work, device, replayed), work
 
 
 class PDOConv2d(WithConstants):
@@ -292,7 +299,10 @@ class PDOConv2d(WithConstants):
         if torch.compiler.is_compiling() or auto.negligible(x, self.filter_elements() * x.numel()):
             return "dense"
         backward = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        return auto.choose(x, self.workload(x.shape, backward))
+        found, work = _faster(
+            auto.device_of(x), without_python(), *self._options(), x.shape, backward
+        )
+        return "spectral" if found == "spectral" and auto.usable(x, work) else "dense"
 
     def filter_elements(self) -> int:
         """How many filter elements one input pixel of one channel meets."""
@@ -300,9 +310,12 @@ class PDOConv2d(WithConstants):
 
     def workload(self, shape: torch.Size, backward: bool) -> auto.Workload:
         """What a call on an input of this shape has to do, for the cost model of the engines."""
-        options = (self.stride, self.padding, self.padding_mode, self.dilation, self.groups)
+        return _workload(*self._options(), shape, backward)
+
+    def _options(self) -> tuple[Any, ...]:
+        """What a workload depends on, beside the input."""
         fields = (self.basis, self.output_kind, self._fields())
-        return _workload(*fields, *options, shape, backward)
+        return (*fields, self.stride, self.padding, self.padding_mode, self.dilation, self.groups)
 
     def fuses(self, x: Tensor) -> bool:
         """Whether `forward` would run kernels that can normalise and rectify ``x`` at the load.
