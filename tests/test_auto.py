@@ -346,6 +346,19 @@ def test_the_cost_model_picks_well_over_the_recorded_grid(choices):
     assert choices.losses(found, auto.COEFFICIENTS["cpu"]).max() <= 0.05
 
 
+def test_what_the_choice_itself_takes_is_little(choices):
+    """Microseconds, which are more than 5 % of the smallest layers."""
+    record = choices.together([RESULTS / "engines_cpu.json"])
+    lost = choices.taken(record)
+    assert (len(lost), sum(lost <= 0.05)) == (270, 228)
+    assert np.median(lost) <= 0.025
+    assert lost.max() <= 0.12
+    small = [layer["forward"]["least"] for layer in record["layers"]]
+    assert all(
+        times["auto"] <= 1.05 * min(times["dense"], times["spectral"]) + 2e-5 for times in small
+    )
+
+
 WITHOUT_ROLES = ("engines_cuda_without_roles_grid", "engines_cuda_without_roles")
 WITH_ROLES = ("engines_cuda_grid", "engines_cuda_grid_rows")  # of one run
 
