@@ -123,6 +123,8 @@ def print_choices(record: dict[str, Any], coefficients: Coefficients) -> None:
             for number in np.argsort(-lost)[:5]:
                 print(f"    {lost[number]:6.1%}  {found.names[number]}")
     lost = taken(record)
+    if not len(lost):
+        return
     print(
         f"auto itself, as it was measured: {(lost <= 0.05).sum()} of {len(lost)} within 5 %, "
         f"{np.median(lost):.1%} slower in the median, {lost.max():.1%} at most"

@@ -132,7 +132,10 @@ def check(case: Case, engine: str, found: list[Tensor], wanted: list[Tensor]) ->
     for name, ours, theirs in zip(names, found, wanted, strict=True):
         error = float((ours - theirs).abs().max()) / float(theirs.abs().max())
         if not error <= tolerance:
-            raise AssertionError(f"{engine}: the {name} is off by {error:.1e} on {case}")
+            raise AssertionError(
+                f"{engine}: expected the {name} to be off by at most {tolerance:.0e} on {case}; "
+                f"got {error:.1e}"
+            )
 
 
 def image(case: Case, layer: econv.layers.PDOConv2d, device: str) -> Tensor:

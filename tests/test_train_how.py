@@ -30,9 +30,9 @@ def test_the_settings_of_torch_are_put_back(precision: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"engine": "graph"}, "CUDA graphs need one"),
+        ({"engine": "graph"}, "a GPU for the engine .graph.; got cpu"),
         ({"engine": "fast"}, "expected an engine"),
-        ({"precision": "tf32"}, "only GPUs"),
+        ({"precision": "tf32"}, "a GPU for the precision .tf32.; got cpu"),
         ({"precision": "float8"}, "expected a precision"),
         ({"checkpoint_every": 0}, "checkpoint_every"),
         ({"seed": -1}, "expected a seed"),

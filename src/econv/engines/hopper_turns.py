@@ -254,8 +254,12 @@ class _Normal:
 
     def _gain(self, feature: int, key: tuple[int, int]) -> None:
         gain = self.layout.terms(feature)[key][1] * self.scales[key]
-        if self.gains.setdefault(feature, gain) != gain:
-            raise ArithmeticError(f"feature {feature} of {self.layout.plan!r} has two gains")
+        known = self.gains.setdefault(feature, gain)
+        if known != gain:
+            raise ArithmeticError(
+                f"expected one gain for feature {feature} of {self.layout.plan!r}; got {known} "
+                f"and {gain}"
+            )
 
     def terms(self, feature: int) -> list[tuple[int, int, int, float]]:
         """Stencil, pair of slots, which of the two, and factor."""

@@ -119,7 +119,8 @@ def run(
         job.other, job.other_stride, job.gram = other.data_ptr(), other.stride(0), gram.data_ptr()
     code = library.econv_spectral(ctypes.byref(job))
     if code:
-        wrong = {1: "another layout of its arguments", 2: "no such stencil size", 3: "no memory"}
+        stencils = f"expected stencils of up to {_LARGEST}×{_LARGEST}; got {plan.basis.size}"
+        wrong = {1: "another layout of its arguments", 2: stencils, 3: "no memory"}
         raise RuntimeError(f"the native kernel failed: {wrong.get(code, code)}")
     return result, gram
 

@@ -73,7 +73,9 @@ class Scheme:
         single: list[Target] = []
         for block in self.plan.blocks:
             if block.columns > 2:
-                raise ArithmeticError(f"{self.plan!r} has a block of {block.columns} columns")
+                raise ArithmeticError(
+                    f"expected blocks of one or two columns; {self.plan!r} has {block.columns}"
+                )
             for row in range(block.rows):
                 entries = {
                     (int(block.features[row, k]), n): (

@@ -40,11 +40,11 @@ class How:
         if precision not in PRECISIONS:
             raise ValueError(f"expected a precision in {PRECISIONS}; got {precision!r}")
         if engine == "graph" and not on_gpu:
-            raise ValueError("expected a GPU for the engine 'graph': CUDA graphs need one")
+            raise ValueError(f"expected a GPU for the engine 'graph'; got {processes.device}")
         if engine != "eager" and processes.world > 1:
             raise ValueError(f"expected the engine 'eager' with several processes; got {engine!r}")
         if precision == "tf32" and not on_gpu:
-            raise ValueError("expected a GPU for the precision 'tf32': only GPUs have it")
+            raise ValueError(f"expected a GPU for the precision 'tf32'; got {processes.device}")
         last = precision == "bfloat16" if channels_last is None else channels_last
         return cls(processes.device, engine, precision, last)
 
