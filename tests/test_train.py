@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import econv
 from econv import create_model, records
 from econv.data import Split
 from econv.train.trainer import Trainer
@@ -111,6 +112,19 @@ def test_the_record_says_that_data_are_unverified(tmp_path: Path) -> None:
     data = dataclasses.replace(stripes(), recreated=True, unverified=True)
     record = start(tmp_path, changed(epochs=1), data=data)
     assert (record.recreated, record.unverified) == (True, True)
+
+
+def test_the_record_says_what_ran_the_convolutions(tmp_path: Path) -> None:
+    short = changed(epochs=1)
+    for name in ("dense", "spectral"):
+        with econv.engine(name) as ran:
+            record = start(tmp_path / name, short)
+        assert record.convolutions is not None
+        assert all(found.startswith(name) for found in record.convolutions)
+        # Of one step, and those of all steps and evaluations reach the block around.
+        layers = sum(isinstance(m, econv.layers.PDOConv2d) for m in trainer(short).model.modules())
+        assert sum(record.convolutions.values()) == layers
+        assert len(ran) > 2 * layers
 
 
 def test_the_record_says_how_many_runs_shared_the_device(

@@ -95,6 +95,9 @@ class Record:
     same way, however often it was interrupted; None if not known."""
     shared: int | None = None
     """How many runs shared the device, this one among them; None if not known."""
+    convolutions: dict[str, int] | None = None
+    """How many of econv's convolutions each engine ran in a step, as `econv.engine` names them;
+    None if not known, or if ``torch.compile`` ran them, which then were dense."""
     format: int = FORMAT
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["ENGINES", "engine", "note", "replayed", "resolve", "without_python"]
+__all__ = ["ENGINES", "engine", "note", "noted", "replayed", "resolve", "without_python"]
 
 ENGINES = ("dense", "spectral")
 
@@ -56,13 +56,22 @@ def engine(name: str = "auto") -> Iterator[list[str]]:
     ['dense']
     """
     resolve(name)
-    ran: list[str] = []
     _names.append(name)
+    try:
+        with noted() as ran:
+            yield ran
+    finally:
+        _names.pop()
+
+
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """Watch what :func:`engine` tells of; the choice is that of the blocks around."""
+    ran: list[str] = []
     _lists.append(ran)
     try:
         yield ran
     finally:
-        _names.pop()
         _lists[:] = [found for found in _lists if found is not ran]
 
 

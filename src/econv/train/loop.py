@@ -245,6 +245,7 @@ class Loop:
             channels_last=self.how.channels_last,
             parts=told["parts"],
             shared=self.shared,
+            convolutions=trainer.convolutions or None,
         )
         self.say.finished(record)
         return record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from econv.data import Augmentation, Dataset, Split, keyed_bits, permutation
+from econv.engines import noted
 from econv.layers import convert_sync_batchnorm
 from econv.models import ConvNet, ResNet, create_model
 from econv.recipes import Recipe
@@ -128,16 +130,17 @@ class Trainer:
             self.network = shared(self.model)
         elif how.engine == "compile":
             self.network = torch.compile(self.model)
-        self.advance: Callable[[], None] = self.step
+        self.convolutions: dict[str, int] = {}
+        self.advance: Callable[[], None] = self._noting
         if how.engine != "eager":
             state = list(self.state().values())
             with warnings.catch_warnings():
                 # On purpose: TF32 is for convolutions, the products that make filters stay exact.
                 warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
                 if device.type == "cuda":
-                    self.advance = captured(self.step, state)
+                    self.advance = captured(self._noting, state)
                 else:
-                    tried(self.step, state)
+                    tried(self._noting, state)
 
     @torch.no_grad()
     def _look_once(self, classes: int) -> None:
@@ -193,6 +196,12 @@ class Trainer:
             last = images.permute(0, 2, 3, 1)
             images = last.flatten().view(last.shape).permute(0, 3, 1, 2)
         return images
+
+    def _noting(self) -> None:
+        """A step, of which `convolutions` tells what ran them, and how many."""
+        with noted() as ran:
+            self.step()
+        self.convolutions = dict(sorted(Counter(ran).items()))
 
     def step(self) -> None:
         """One step of training. Nothing in it waits for the device or depends on its numbers."""
