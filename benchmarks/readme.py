@@ -376,12 +376,14 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
         "cpu layers": ("engines_cpu_rows.json", cpu_layers),
         "training on a cpu": ("training_cpu.json", training_speed),
         "gpu layers": ("engines_cuda.json", gpu_layers),
+        "training on a gpu": ("training_cuda.json", training_speed),
+        "gpu fused": ("engines_cuda.json", gpu_fused),
+    },
+    "docs/engine-kernels.md": {
         "gpu kernels": ("engines_cuda.json", gpu_kernels),
         "gpu limits": ("engines_cuda.json", gpu_limits),
         "gpu layers without roles": ("engines_cuda_without_roles.json", gpu_layers),
         "gpu kernels without roles": ("engines_cuda_without_roles.json", gpu_kernels),
-        "training on a gpu": ("training_cuda.json", training_speed),
-        "gpu fused": ("engines_cuda.json", gpu_fused),
     },
 }
 NOT_EVERYWHERE = ("device_tests.json",)  # what needs a machine that there may have been none of

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import econv
 from catalogue import CASES, MODES, NETWORKS, case, run
 
 # Relative errors; a network adds up those of its layers.
@@ -90,3 +91,14 @@ def test_channels_last_is_kept_by_every_layer_of_a_network(name, train):
     assert lost == []
     assert len(seen) >= 4
     assert distance(found, contiguous) <= 1e-5
+
+
+@pytest.mark.parametrize("engine", econv.engines.ENGINES)
+def test_one_channel_that_was_made_channels_last_is_so_for_every_engine(engine):
+    """Its numbers lie as they did before: the stride says what is wanted, as for torch."""
+    layer = econv.LiftConv2d(1, 2, "p4", engine=engine)
+    x = torch.randn(2, 1, 9, 10)
+    assert layer(x).is_contiguous()
+    last = layer(x.to(memory_format=torch.channels_last))
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    assert not last.is_contiguous()

@@ -100,10 +100,11 @@ def replicate(x: Tensor, before: int, after: int) -> Tensor:
 
 def memory_format(x: Tensor) -> torch.memory_format:
     """The layout of a batch of images, to be kept by what is computed from it."""
-    if x.is_contiguous():
+    _, channels, height, width = x.shape
+    # One channel lies in both ways; what was made channels-last tells by its stride, as for torch.
+    if x.is_contiguous() and (channels > 1 or x.stride(1) > 1 or height * width == 1):
         return torch.contiguous_format
     # By the strides: inside `torch.func.vmap` torch does not answer for channels-last.
-    _, channels, height, width = x.shape
     strides = (channels * height * width, 1, channels * width, channels)
     last = all(
         size == 1 or found == wanted
