@@ -260,6 +260,10 @@ class PDOConv2d(WithConstants):
     def _channel_bias(self) -> Tensor | None:
         if self.bias is None:
             return None
+        if torch.compiler.is_dynamo_compiling():
+            # The compiler of torch 2.10 fails at views that are the bias of a 1×1 convolution.
+            channels = torch.arange(len(self.bias) * self._order, device=self.bias.device)
+            return self.bias[channels // self._order]
         return self.bias[:, None].expand(-1, self._order).flatten()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -91,7 +91,8 @@ class SyncBatchNorm(_BatchNorm):
 def _normalised(norm: SyncGroupBatchNorm2d | SyncBatchNorm, folded: Tensor, fields: int) -> Tensor:
     """The norm of ``[n, fields, m]``."""
     mean, variance = norm.running_mean, norm.running_var
-    if not norm.training and mean is not None:
+    # ONNX is for inference, whatever the mode: so are torch's own norms exported.
+    if (not norm.training or torch.onnx.is_in_onnx_export()) and mean is not None:
         return functional.batch_norm(folded, mean, variance, norm.weight, norm.bias, eps=norm.eps)
     normed, now, spread, count = _Normalise.apply(
         folded, norm.weight, norm.bias, norm.eps, _processes(norm.process_group)
