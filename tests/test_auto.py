@@ -118,6 +118,18 @@ def test_a_backward_pass_costs_more():
     assert both["spectral"] / forward["spectral"] > 4
 
 
+def test_a_layer_that_was_called_follows_other_coefficients(monkeypatch):
+    """What is remembered of a choice is remembered in one place."""
+    layer = econv.GroupConv2d(8, 8, "p8")
+    cheap, dear = ({e: (c,) * n for e, n in (("dense", 5), ("spectral", 7))} for c in (0.0, 1.0))
+    for name in ("dense", "spectral", "dense"):
+        other = "spectral" if name == "dense" else "dense"
+        monkeypatch.setitem(auto.COEFFICIENTS, "cpu", {name: cheap[name], other: dear[other]})
+        auto.faster.cache_clear()
+        assert what_runs(layer, (4, 64, 16, 16))[0].startswith(name)
+    auto.faster.cache_clear()
+
+
 @pytest.mark.parametrize(
     "layer",
     [

@@ -33,7 +33,6 @@ __all__ = [
     "Workload",
     "choose",
     "costs",
-    "device_of",
     "faster",
     "has_roles",
     "host",
@@ -41,7 +40,6 @@ __all__ = [
     "on_kernels",
     "seconds",
     "terms",
-    "usable",
     "where",
 ]
 
@@ -386,25 +384,19 @@ def negligible(x: Tensor, multiplications: int) -> bool:
     return multiplications < (_QUEUED if x.is_cuda and not without_python() else _SMALL)
 
 
-def device_of(x: Tensor) -> str:
-    """What `where` says of an input."""
-    if not x.is_cuda:
-        return x.device.type
-    roles = memory_format(x) is torch.channels_last and has_roles(x.device)
-    return where("cuda", result_dtype(x), roles)
-
-
 def choose(x: Tensor, work: Workload) -> str:
     """The engine for one call: ``"dense"`` or ``"spectral"``."""
-    spectral = faster(work, device_of(x), without_python()) == "spectral" and usable(x, work)
-    return "spectral" if spectral else "dense"
-
-
-def usable(x: Tensor, work: Workload) -> bool:
-    """Whether the spectral engine has kernels for a call."""
+    device = x.device.type
     if x.is_cuda:
-        return not native.watched(x) and _recent(x.device) and on_kernels(x, work)
-    return all(native.supports(x, part.plan) for part in work.parts)
+        roles = memory_format(x) is torch.channels_last and has_roles(x.device)
+        device = where("cuda", result_dtype(x), roles)
+    if faster(work, device, without_python()) == "dense":
+        return "dense"
+    if x.is_cuda:
+        usable = not native.watched(x) and _recent(x.device) and on_kernels(x, work)
+    else:
+        usable = all(native.supports(x, part.plan) for part in work.parts)
+    return "spectral" if usable else "dense"
 
 
 def on_kernels(x: Tensor, work: Workload) -> bool:

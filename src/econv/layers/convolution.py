@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from econv.basis import FilterBasis, Gains, filter_basis
-from econv.engines import auto, dense, note, resolve, spectral, without_python
+from econv.engines import auto, dense, note, resolve, spectral
 from econv.groups import Group, GroupLike
 from econv.layers.checks import check_groups, check_maps, positive
 from econv.layers.constants import WithConstants
@@ -88,13 +88,6 @@ def _workload(
         for source, in_fields, out_fields in fields
     )
     return auto.Workload(parts, groups, shape[0], height, width, geometry, backward)
-
-
-@lru_cache(maxsize=4096)
-def _faster(device: str, replayed: bool, *options: Any) -> tuple[str, auto.Workload]:
-    """`auto.faster` of a workload, and that: found at once where a layer is called again."""
-    work = _workload(*options)
-    return auto.faster(work, device, replayed), work
 
 
 class PDOConv2d(WithConstants):
@@ -303,10 +296,7 @@ class PDOConv2d(WithConstants):
         if torch.compiler.is_compiling() or auto.negligible(x, self.filter_elements() * x.numel()):
             return "dense"
         backward = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        found, work = _faster(
-            auto.device_of(x), without_python(), *self._options(), x.shape, backward
-        )
-        return "spectral" if found == "spectral" and auto.usable(x, work) else "dense"
+        return auto.choose(x, self.workload(x.shape, backward))
 
     def filter_elements(self) -> int:
         """How many filter elements one input pixel of one channel meets."""
@@ -314,12 +304,9 @@ class PDOConv2d(WithConstants):
 
     def workload(self, shape: torch.Size, backward: bool) -> auto.Workload:
         """What a call on an input of this shape has to do, for the cost model of the engines."""
-        return _workload(*self._options(), shape, backward)
-
-    def _options(self) -> tuple[Any, ...]:
-        """What a workload depends on, beside the input."""
         fields = (self.basis, self.output_kind, self._fields())
-        return (*fields, self.stride, self.padding, self.padding_mode, self.dilation, self.groups)
+        options = (self.stride, self.padding, self.padding_mode, self.dilation, self.groups)
+        return _workload(*fields, *options, shape, backward)
 
     def fuses(self, x: Tensor) -> bool:
         """Whether `forward` would run kernels that can normalise and rectify ``x`` at the load.
