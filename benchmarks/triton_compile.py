@@ -35,9 +35,9 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
 from econv import filter_basis
-from econv.engines import hopper_kernels, triton_launches, triton_ops
+from econv.engines import hopper_kernels, triton_ops, triton_steps
 from econv.engines.spectral import Geometry
-from econv.engines.triton_launches import statistics_launch
+from econv.engines.triton_launches import statistics_steps
 from econv.engines.triton_tiles import Like
 from econv.plan import SpectralPlan, spectral_plan
 
@@ -106,7 +106,7 @@ def caught(one_by_one: bool = True) -> Iterator[list[Launch]]:
     Otherwise those of a layer are compiled together, as on a GPU.
     """
     launches: list[Launch] = []
-    run, together = triton.JITFunction.run, triton_launches.compile_together
+    run, together = triton.JITFunction.run, triton_steps.compile_together
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         start = processor_seconds()
@@ -117,13 +117,13 @@ def caught(one_by_one: bool = True) -> Iterator[list[Launch]]:
 
     triton.JITFunction.run = compile_only
     if one_by_one:
-        triton_launches.compile_together = lambda *_: None
+        triton_steps.compile_together = lambda *_: None
     triton.runtime.driver.set_active(_Device())
     try:
         yield launches
     finally:
         triton.JITFunction.run = run
-        triton_launches.compile_together = together
+        triton_steps.compile_together = together
 
 
 OPERATORS = ("convolve", "gram", "adjoint")  # of a training step, in the order in which they run
@@ -195,7 +195,7 @@ def statistics(x: torch.Tensor, fields: int) -> None:
     """Launch what makes the numbers of a norm from the statistics of channels."""
     float32 = torch.float32
     kept = (float32, float32)
-    launch = statistics_launch(Like.of(x), fields, float32, float32, kept, 0.1, 1e-5)
+    launch = statistics_steps(Like.of(x), fields, float32, float32, kept, 0.1, 1e-5)
     of_channels, of_fields = (torch.empty(n, device="meta") for n in (x.shape[1], fields))
     numbers = torch.empty(4, fields, device="meta")
     launch(*[of_channels] * 2, *[of_fields] * 4, of_channels, numbers)

@@ -19,6 +19,7 @@ from econv.engines import (
     triton_kernels,
     triton_launches,
     triton_ops,
+    triton_steps,
     triton_tiles,
 )
 from econv.engines.hopper_turns import early_taps, fits, magnitudes
@@ -325,20 +326,20 @@ class Compiled:
 
 
 def test_kernels_are_compiled_together_and_each_once(monkeypatch):
-    monkeypatch.setattr(triton_tiles.triton, "JITFunction", Compiled)
+    monkeypatch.setattr(triton_steps.triton, "JITFunction", Compiled)
     together = threading.Barrier(2, timeout=10)
     one, two = Compiled(together=together), Compiled(together=together)
-    launches = [triton_tiles.Launch(k, (3,), (5, 7), BP=64, num_warps=4) for k in (one, one, two)]
+    launches = [triton_steps.Launch(k, (3,), (5, 7), BP=64, num_warps=4) for k in (one, one, two)]
     jobs = [(launch, ("x", "y")) for launch in launches]
-    triton_tiles.compile_together(torch.device("cpu"), iter(jobs))
+    triton_steps.compile_together(torch.device("cpu"), iter(jobs))
     wanted = (("x", "y", 5, 7), (3, 1, 1), {"BP": 64, "num_warps": 4})
     assert one.calls == two.calls == [wanted]
     launches[2].compiled = print  # then one is left, which the launch itself compiles
-    triton_tiles.compile_together(torch.device("cpu"), jobs)
+    triton_steps.compile_together(torch.device("cpu"), jobs)
     assert one.calls == [wanted]
-    launches[2] = triton_tiles.Launch(Compiled(RuntimeError("no room"), together), (1,), ())
+    launches[2] = triton_steps.Launch(Compiled(RuntimeError("no room"), together), (1,), ())
     with pytest.raises(RuntimeError, match="no room"):
-        triton_tiles.compile_together(torch.device("cpu"), [(k, ()) for k in launches])
+        triton_steps.compile_together(torch.device("cpu"), [(k, ()) for k in launches])
 
 
 def test_images_of_any_magnitude_keep_their_digits(interpret):

@@ -16,6 +16,7 @@ from econv.engines import (
     triton_kernels,
     triton_launches,
     triton_ops,
+    triton_steps,
     triton_tiles,
 )
 from econv.engines.spectral import Geometry
@@ -216,7 +217,7 @@ def test_a_launch_finds_its_kernel_once_for_addresses_that_are_aligned():
 
             return run
 
-    launch = triton_tiles.Launch(Kernel(), (5, 2), (7, 8), BLOCK=64, num_warps=4)
+    launch = triton_steps.Launch(Kernel(), (5, 2), (7, 8), BLOCK=64, num_warps=4)
     x = torch.zeros(64)
     launch(x)
     assert found == [((5, 2, 1), (7, 8), {"BLOCK": 64, "num_warps": 4})]
@@ -262,7 +263,7 @@ def poisoned_without(monkeypatch, kernel):
 
     The list that is given back tells how often it was left out.
     """
-    full, launch, left_out = torch.full, triton_tiles.Launch.__call__, []
+    full, launch, left_out = torch.full, triton_steps.Launch.__call__, []
 
     def name(found):
         return getattr(found, "fn", None) or found.function
@@ -273,7 +274,7 @@ def poisoned_without(monkeypatch, kernel):
         else:
             launch(self, *tensors)
 
-    monkeypatch.setattr(triton_tiles.Launch, "__call__", call)
+    monkeypatch.setattr(triton_steps.Launch, "__call__", call)
     monkeypatch.setattr(
         triton_launches,
         "_empty",

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,15 @@ def _read(source: str, layout: Scheme) -> dict[str, Any]:
     return read_source(source, layout, names)
 
 
+class _Address(NamedTuple):
+    """As much of a tensor as descriptors are encoded from."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
 class Copies:
     """How a kernel copies the rows of matrices of halves, one of which follows the other.
 
@@ -89,12 +98,21 @@ class Copies:
             self.matrices.append((end - rows * inner, end, each))
 
     def __call__(self, memory: Tensor) -> list[Any]:
-        flat, found = memory.view(-1), []
+        """As descriptors of matrices that lie in some memory."""
+        flat = memory.view(-1)
+        return self._moved(lambda first, end: flat[first:end])
+
+    def at(self, address: int) -> list[Any]:
+        """As descriptors of matrices from an address on."""
+        return self._moved(lambda first, end: _Address(address + 2 * first))
+
+    def _moved(self, base: Callable[[int, int], Any]) -> list[Any]:
+        found = []
         for first, end, each in self.matrices:
-            base = flat[first:end]
+            there = base(first, end)
             for descriptor in each:
                 moved = copy.copy(descriptor)
-                moved.base = base
+                moved.base = there
                 found.append(moved)
         return found
 

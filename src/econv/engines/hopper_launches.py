@@ -17,7 +17,8 @@ from econv.engines.hopper_source import gram_features
 from econv.engines.hopper_turns import ROWS, fits, pieces_of_a_chunk, used_pieces
 from econv.engines.triton_kernels import INTERPRETED
 from econv.engines.triton_scheme import FIELDS, Scheme, halves
-from econv.engines.triton_tiles import INTERNAL, Cut, Launch, Like, Tiles, at_a_time, divided
+from econv.engines.triton_steps import Launch
+from econv.engines.triton_tiles import INTERNAL, Cut, Like, Tiles, at_a_time, divided
 
 __all__ = ["GramRoles", "Roles", "as_words"]
 

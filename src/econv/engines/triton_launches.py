@@ -15,7 +15,7 @@ A convolution that has less than its spectrum takes uses the part of its output 
 written: a group of images is about as large as all that come after it.
 
 Time: what depends on shapes alone is worked out once (`ConvolutionRun`, `GramRun`), down to which
-compiled kernel is launched with which numbers (`Launch`).
+compiled kernel is launched with which numbers, and where its operands lie (`Steps`).
 
 This room knows tensors and launches. The kernels are those of `econv.engines.triton_kernels`; who
 differentiates what is the business of `econv.engines.triton_ops`.
@@ -24,6 +24,7 @@ differentiates what is the business of `econv.engines.triton_ops`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -55,16 +56,8 @@ from econv.engines.triton_kernels import (
 from econv.engines.triton_kernels import largest as largest_kernel
 from econv.engines.triton_scheme import FIELDS, Scheme, power_of_two, scheme
 from econv.engines.triton_source import FIRST, HEADROOM, RUN
-from econv.engines.triton_tiles import (
-    INTERNAL,
-    Launch,
-    Like,
-    Tiles,
-    at_a_time,
-    chosen_tiles,
-    compile_together,
-    cut,
-)
+from econv.engines.triton_steps import Launch, Part, Steps
+from econv.engines.triton_tiles import INTERNAL, Like, Tiles, at_a_time, chosen_tiles, cut
 from econv.plan import SpectralPlan, plan_named
 
 __all__ = [
@@ -75,10 +68,10 @@ __all__ = [
     "convolution_run",
     "covers",
     "gram_run",
-    "largest_activated_launch",
-    "largest_launch",
+    "largest_activated_steps",
+    "largest_steps",
     "precision_of",
-    "statistics_launch",
+    "statistics_steps",
 ]
 
 
@@ -200,13 +193,30 @@ class _Analysis:
 
         self.numbers = math.prod(self.shape)
 
-    def within(self, memory: Tensor) -> Tensor:
-        """The spectrum at the beginning of some memory."""
-        return memory[: self.numbers].view(self.shape)
+    def within(self, memory: int, place: int, internal: torch.dtype) -> Part:
+        """The spectrum, from some number on in some memory."""
+
+        def shown(tensor: Tensor) -> Tensor:
+            flat = tensor.as_strided((tensor.numel(),), (1,)).view(internal)
+            return flat[place : place + self.numbers].view(self.shape)
+
+        return Part(memory, place * internal.itemsize, shown)
 
 
-def _images(x: Tensor, first: int, images: int) -> Tensor:
-    return x if images == x.shape[0] else x[first : first + images]
+def _in_words(spectrum: Part) -> Part:
+    """A spectrum as warps with roles read it."""
+    return spectrum._replace(shown=lambda memory: as_words(spectrum.shown(memory)))
+
+
+def _images(memory: int, x: Like, first: int, images: int) -> Part:
+    """Some of the images ``x``."""
+    byte = first * x.strides[0] * x.dtype.itemsize
+    return Part(memory, byte, lambda memory: memory[first : first + images])
+
+
+def _scales(memory: int, first: int) -> Part:
+    """The largest numbers of images, from one of them on."""
+    return Part(memory, 4 * (OVERALL + first), lambda memory: memory[OVERALL + first :])
 
 
 def _spectrum_bytes(x: Like, layout: Scheme, geometry: Geometry) -> int:
@@ -261,6 +271,10 @@ class _Order(NamedTuple):
     """How they are copied, where warps have roles."""
 
 
+def _parts(first: int, count: int) -> list[Part]:
+    return [Part(memory) for memory in range(first, first + count)]
+
+
 class _Group(NamedTuple):
     """Images that are convolved together."""
 
@@ -295,7 +309,6 @@ class ConvolutionRun:
         self.shape = (batch, out_fields * channels, geometry.height, geometry.width)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.groups: list[_Group] = []
-        self.compiled = False
         if not math.prod(self.shape):
             return
         chosen = chosen or chosen_tiles(layout)
@@ -343,6 +356,31 @@ class ConvolutionRun:
                 self.own = max(self.own, made[images][0].numbers)
             self.groups.append(_Group(first, images, place, *made[images]))
             first += images
+        y = Like(self.shape, strides, x.dtype, x.device)
+        self.constants = [tensor for order in self.orders for tensor in order.constants]
+        self.steps = Steps(self._steps(y, activated))
+
+    def _steps(self, y: Like, activated: bool) -> Iterator[tuple[Launch, list[Part]]]:
+        """What is launched, on the memory that `__call__` names in this order."""
+        x, x_largest, weights, w_largest, *affine, out, own = _parts(0, 6 + activated)
+        first = own.memory + 1
+        arranged = _parts(first, len(self.orders))
+        constants = iter(_parts(first + len(self.orders), len(self.constants)))
+        factors = []
+        for order, into in zip(self.orders, arranged, strict=True):
+            known = [next(constants) for _ in order.constants]
+            yield order.arrange, [weights, *known, w_largest, into]
+            factors.append(into._replace(copied=order.copies))
+        for group in self.groups:
+            memory, place = (own, 0) if group.place < 0 else (out, group.place)
+            spectrum = group.analysis.within(memory.memory, place, self.internal)
+            scales = _scales(x_largest.memory, group.first)
+            images = _images(x.memory, self.x, group.first, group.images)
+            yield group.analysis.run, [images, *affine, scales, spectrum]
+            last = [_images(out.memory, y, group.first, group.images), scales, w_largest]
+            spectrum = _in_words(spectrum) if self.roles else spectrum
+            for launch, factor in zip(group.forward, factors, strict=True):
+                yield launch, [spectrum, factor, *last]
 
     def _arrange(self, layout: Scheme, in_fields: int, out_fields: int, adjoint: bool) -> None:
         """How weights come into the order in which each launch reads them."""
@@ -411,27 +449,11 @@ class ConvolutionRun:
     ) -> Tensor:
         device = x.device
         y = torch.empty(self.shape, dtype=x.dtype, device=device, memory_format=self.format)
-        if not self.groups:
-            return y
-        factors = []
-        for order in self.orders:
-            arranged = _empty(order.shape, self.internal, device)
-            order.arrange(weights, *order.constants, w_largest, arranged)
-            factors.append([arranged] if order.copies is None else order.copies(arranged))
-        own = _empty((self.own,), self.internal, device)
-        flat = y.as_strided((y.numel(),), (1,)).view(self.internal)
-        for first, images, place, analysis, launches in self.groups:
-            spectrum = analysis.within(own if place < 0 else flat[place:])
-            scales = x_largest[OVERALL + first :]
-            analysis.run(_images(x, first, images), *affine, scales, spectrum)
-            spectrum = as_words(spectrum) if self.roles else spectrum
-            last = (_images(y, first, images), scales, w_largest)
-            if not self.compiled:
-                self.compiled = True
-                given = ((spectrum, *of_launch, *last) for of_launch in factors)
-                compile_together(device, zip(launches, given, strict=True))
-            for launch, of_launch in zip(launches, factors, strict=True):
-                launch(spectrum, *of_launch, *last)
+        if self.groups:
+            own = _empty((self.own,), self.internal, device)
+            arranged = [_empty(order.shape, self.internal, device) for order in self.orders]
+            memory = (x, x_largest, weights, w_largest, *affine, y, own, *arranged)
+            self.steps(*memory, *self.constants)
         return y
 
 
@@ -478,7 +500,6 @@ class GramRun:
         in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
         self.shape, self.internal = (out_fields, in_fields, weights), INTERNAL[x.dtype]
         self.groups: list[_GramGroup] = []
-        self.compiled = False
         if not math.prod(x.shape) * math.prod(g.shape):
             return
         chosen = chosen or chosen_tiles(layout)
@@ -580,6 +601,29 @@ class GramRun:
             copies = self.roles[number].copies(self.laid) if self.roles else None
             owners = (constants.owners, constants.owner_signs)
             self.sums.append(_Sums(copies, owners, launch))
+        self.constants = [tensor for sums in self.sums for tensor in sums.owners]
+        self.steps = Steps(self._steps(x, g, activated))
+
+    def _steps(self, x: Like, g: Like, activated: bool) -> Iterator[tuple[Launch, list[Part]]]:
+        """What is launched, on the memory that `__call__` names in this order."""
+        ours, x_largest, theirs, g_largest, *affine = _parts(0, 4 + activated)
+        memory, fragments, result = _parts(4 + activated, 3)
+        first, count = result.memory + 1, len(self.sums)
+        partials = _parts(first, count)
+        constants = iter(_parts(first + count, len(self.constants)))
+        for group in self.groups:
+            spectrum = group.analysis.within(memory.memory, 0, self.internal)
+            images = _images(ours.memory, x, group.first, group.images)
+            yield group.analysis.run, [images, *affine, x_largest, spectrum]
+            spectrum = _in_words(spectrum) if self.roles else spectrum
+            for share, sums, partial in zip(group.shares, self.sums, partials, strict=True):
+                laid = _images(theirs.memory, g, group.first, group.images)
+                yield share.lay, [laid, g_largest, fragments]
+                factor = fragments._replace(copied=sums.copies)
+                for gram in share.grams:
+                    yield gram, [spectrum, factor, partial, x_largest, g_largest]
+        for sums, partial in zip(self.sums, partials, strict=True):
+            yield sums.spread, [partial, *(next(constants) for _ in sums.owners), result]
 
     def __call__(
         self, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor, *affine: Tensor
@@ -588,33 +632,12 @@ class GramRun:
         if not self.groups:
             return torch.zeros(self.shape, dtype=torch.float32, device=device)
         # Images add up: they are scaled alike, by the largest number of all.
-        partials = [_empty(self.partial, torch.float32, device) for _ in self.sums]
         memory = _empty((self.groups[0].analysis.numbers,), self.internal, device)
         fragments = _empty(self.laid, self.internal, device)
-        factors = [
-            [fragments] if sums.copies is None else sums.copies(fragments) for sums in self.sums
-        ]
-        for first, images, analysis, shares in self.groups:
-            spectrum = analysis.within(memory)
-            analysis.run(_images(x, first, images), *affine, x_largest, spectrum)
-            spectrum = as_words(spectrum) if self.roles else spectrum
-            if not self.compiled:
-                self.compiled = True
-                compile_together(
-                    device,
-                    (
-                        (gram, (spectrum, *of_share, partial, x_largest, g_largest))
-                        for share, of_share, partial in zip(shares, factors, partials, strict=True)
-                        for gram in share.grams
-                    ),
-                )
-            for share, of_share, partial in zip(shares, factors, partials, strict=True):
-                share.lay(_images(g, first, images), g_largest, fragments)
-                for gram in share.grams:
-                    gram(spectrum, *of_share, partial, x_largest, g_largest)
         result = _empty(self.shape, torch.float32, device)
-        for sums, partial in zip(self.sums, partials, strict=True):
-            sums.spread(partial, *sums.owners, result)
+        partials = [_empty(self.partial, torch.float32, device) for _ in self.sums]
+        given = (x, x_largest, g, g_largest, *affine)
+        self.steps(*given, memory, fragments, result, *partials, *self.constants)
         return result
 
 
@@ -623,8 +646,11 @@ gram_run = lru_cache(maxsize=1024)(GramRun)
 
 
 @lru_cache(maxsize=1024)
-def largest_launch(x: Like) -> Launch | None:
-    """How the largest numbers are found; nothing where images do not lie in one piece."""
+def largest_steps(x: Like) -> Steps | None:
+    """How the largest numbers are found; nothing where images do not lie in one piece.
+
+    The steps take the images, and zeros in float32.
+    """
     images, *lengths = x.shape
     numbers, piece = math.prod(lengths), 1
     for stride, length in sorted(zip(x.strides[1:], lengths, strict=True)):
@@ -634,7 +660,7 @@ def largest_launch(x: Like) -> Launch | None:
     block = 2048
     # As many as keep memory busy, if that leaves enough programs.
     blocks = 16 if images * numbers >= 16 * block * 8 * at_a_time(x.device, 8) else 4
-    return Launch(
+    launch = Launch(
         largest_kernel,
         (images, triton.cdiv(numbers, block * blocks)),  # the second has a limit of 65,535
         (numbers, x.strides[0]),
@@ -643,6 +669,12 @@ def largest_launch(x: Like) -> Launch | None:
         OVERALL=OVERALL,
         num_warps=4,
     )
+    return Steps([(launch, [Part(0), _as_bits(1)])])
+
+
+def _as_bits(memory: int) -> Part:
+    """Numbers that are compared by their bits."""
+    return Part(memory, 0, lambda memory: memory.view(torch.int32))
 
 
 class _Rows(NamedTuple):
@@ -682,10 +714,13 @@ def _by_rows(kernel: Any, rows: _Rows, *numbers: int, **constants: Any) -> Launc
 
 
 @lru_cache(maxsize=1024)
-def largest_activated_launch(x: Like, fields: int) -> Launch | None:
-    """`largest_launch` of an input that is activated."""
+def largest_activated_steps(x: Like, fields: int) -> Steps | None:
+    """`largest_steps` of an input that is activated, by numbers that come second."""
     rows = _rows(x, fields)
-    return None if rows is None else _by_rows(largest_activated, rows, OVERALL=OVERALL)
+    if rows is None:
+        return None
+    launch = _by_rows(largest_activated, rows, OVERALL=OVERALL)
+    return Steps([(launch, [Part(0), Part(1), _as_bits(2)])])
 
 
 class BackwardRun:
@@ -695,8 +730,8 @@ class BackwardRun:
         self.x, self.numbers, self.fields = x, math.prod(x.shape), fields
         programs = rows.grid[0] * rows.grid[2]
         self.sums = (programs, 2, fields)
-        self._activation = _by_rows(activation_backward, rows)
-        self._to_affine = Launch(
+        g, ours, affine, to_x, sums, found = _parts(0, 6)
+        add_up = Launch(
             to_affine,
             (triton.cdiv(fields, FIELDS),),
             (programs, fields),
@@ -704,7 +739,12 @@ class BackwardRun:
             BLOCK=min(512, triton.next_power_of_2(programs)),
             num_warps=4,
         )
-        self._statistics = _by_rows(statistics_backward, rows, self.numbers // fields)
+        differentiate = _by_rows(activation_backward, rows)
+        self._activation = Steps(
+            [(differentiate, [g, ours, affine, to_x, sums]), (add_up, [sums, affine, found])]
+        )
+        through = _by_rows(statistics_backward, rows, self.numbers // fields)
+        self._statistics = Steps([(through, _parts(0, 5))])
 
     def _like_x(self) -> Tensor:
         flat = _empty((self.numbers,), self.x.dtype, self.x.device)
@@ -714,9 +754,8 @@ class BackwardRun:
         """The gradients to x, which all images lie as, and to ``affine``."""
         to_x = self._like_x()
         sums = _empty(self.sums, torch.float32, x.device)
-        self._activation(g, x, affine, to_x, sums)
         found = _empty((3, self.fields), torch.float32, x.device)
-        self._to_affine(sums, affine, found)
+        self._activation(g, x, affine, to_x, sums, found)
         return to_x, found
 
     def statistics(self, g: Tensor, x: Tensor, affine: Tensor, to_affine: Tensor) -> Tensor:
@@ -737,7 +776,7 @@ def backward_run(x: Like, fields: int) -> BackwardRun | None:
 
 
 @lru_cache(maxsize=1024)
-def statistics_launch(
+def statistics_steps(
     x: Like,
     fields: int,
     weight: torch.dtype | None,
@@ -745,17 +784,17 @@ def statistics_launch(
     running: tuple[torch.dtype, torch.dtype] | None,
     share: float | torch.dtype,
     eps: float,
-) -> Launch:
+) -> Steps:
     """How the numbers of a norm are found; ``share`` is a dtype where it lies in memory.
 
     ``running`` are the dtypes of the running mean and variance: other ones are another kernel.
 
-    The launch takes means and inverse deviations of channels, weight, bias, running mean and
+    The steps take means and inverse deviations of channels, weight, bias, running mean and
     variance, share, and the result; any tensor stands for those that are not there.
     """
     order, count = x.shape[1] // fields, math.prod(x.shape) // fields
     momentum = None if isinstance(share, torch.dtype) else share
-    return Launch(
+    launch = Launch(
         field_statistics,
         (triton.cdiv(fields, FIELDS),),
         (fields, order, momentum or 0.0, count / (count - 1), eps),
@@ -767,3 +806,4 @@ def statistics_launch(
         BE=power_of_two(order),
         num_warps=1,
     )
+    return Steps([(launch, _parts(0, 8))])

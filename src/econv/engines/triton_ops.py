@@ -37,10 +37,10 @@ from econv.engines.triton_launches import (
     convolution_run,
     covers,
     gram_run,
-    largest_activated_launch,
-    largest_launch,
+    largest_activated_steps,
+    largest_steps,
     precision_of,
-    statistics_launch,
+    statistics_steps,
 )
 from econv.engines.triton_tiles import Like, Tiles, overridden, tiles
 from econv.plan import plan_named
@@ -113,13 +113,12 @@ def run_largest(x: Tensor, affine: Tensor | None = None) -> Tensor:
     """`largest`, on a device."""
     found = torch.zeros(OVERALL + x.shape[0], dtype=torch.float32, device=x.device)
     if x.numel():
-        bits = found.view(torch.int32)
         if affine is None:
-            launch = largest_launch(Like.of(x))
+            steps = largest_steps(Like.of(x))
         else:
-            launch = largest_activated_launch(Like.of(x), affine.shape[1])
-        if launch is not None:
-            launch(x, *_given(affine), bits)
+            steps = largest_activated_steps(Like.of(x), affine.shape[1])
+        if steps is not None:
+            steps(x, *_given(affine), found)
         else:
             x = x if affine is None else _activated(x, affine)
             each = torch.linalg.vector_norm(
@@ -246,9 +245,9 @@ def _field_statistics(
     dtypes = [None if tensor is None else tensor.dtype for tensor in several[:2]]
     kept_as = None if mean is None or variance is None else (mean.dtype, variance.dtype)
     part = share.dtype if isinstance(share, Tensor) else share
-    launch = statistics_launch(Like.of(x), fields, *dtypes, kept_as, part, eps)
+    steps = statistics_steps(Like.of(x), fields, *dtypes, kept_as, part, eps)
     given = (t if isinstance(t, Tensor) else means for t in (*several, variance, share))
-    launch(means, deviations, *given, found)
+    steps(means, deviations, *given, found)
     for kept in (mean, variance):
         if kept is not None and not kept.is_inference():
             torch.autograd.graph.increment_version(kept)  # what a kernel writes, autograd misses

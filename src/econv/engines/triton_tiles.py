@@ -1,17 +1,13 @@
-"""How launches on a GPU are cut into programs, and how they are made.
+"""How launches on a GPU are cut into programs.
 
-This room knows shapes and launches; which kernel reads what is the business of
-`econv.engines.triton_launches` and `econv.engines.hopper_launches`.
+This room knows shapes; which kernel reads what is the business of `econv.engines.triton_launches`
+and `econv.engines.hopper_launches`.
 """
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,12 +18,10 @@ from econv.engines.triton_scheme import Scheme
 __all__ = [
     "INTERNAL",
     "Cut",
-    "Launch",
     "Like",
     "Tiles",
     "at_a_time",
     "chosen_tiles",
-    "compile_together",
     "cut",
     "divided",
     "overridden",
@@ -138,66 +132,6 @@ class Like(NamedTuple):
     @property
     def image_bytes(self) -> int:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-
-class Launch:
-    """A kernel with all of its arguments that depend on shapes alone.
-
-    A kernel takes tensors, then numbers, then constants. Triton finds out at every launch which
-    compiled kernel fits the arguments, in several times what the launch takes: here it does so at
-    the first, and again where addresses are less aligned.
-    """
-
-    def __init__(
-        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], **options: Any
-    ) -> None:
-        self.kernel, self.grid, self.options = kernel, (*grid, 1, 1)[:3], options
-        self.numbers = numbers
-        constants = [value for name, value in options.items() if name.isupper()]
-        self.more = (*numbers, *constants)
-        self.compiled: Callable[..., None] | None = None
-
-    def __call__(self, *tensors: Any) -> None:
-        """Run on tensors, or on what says how they are copied: those are aligned."""
-        aligned = True
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.data_ptr() % 16:
-                aligned = False
-        if aligned and self.compiled is not None:
-            self.compiled(*tensors, *self.more)
-            return
-        found = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
-        if aligned and found is not None:  # nothing is compiled where Triton interprets
-            self.compiled = found[self.grid]
-
-
-def compile_together(device: torch.device, jobs: Iterable[tuple[Launch, Sequence[Any]]]) -> None:
-    """Compile what launches on these tensors need, all at the same time.
-
-    Compilers work without Python for most of the time.
-    """
-    missing = {
-        id(launch.kernel): (launch, tensors)
-        for launch, tensors in jobs
-        if launch.compiled is None and isinstance(launch.kernel, triton.JITFunction)
-    }
-    if len(missing) < 2:
-        return
-
-    def compiled(job: tuple[Launch, Sequence[Any]]) -> None:
-        launch, tensors = job
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            launch.kernel.warmup(*tensors, *launch.numbers, grid=launch.grid, **launch.options)
-
-    # What is made meanwhile is kept, and there are many objects to look through for what is not.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with ThreadPoolExecutor(len(missing)) as pool:
-            list(pool.map(compiled, missing.values()))
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class Cut(NamedTuple):
