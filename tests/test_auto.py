@@ -372,7 +372,7 @@ def test_what_the_choice_itself_takes_is_little(choices):
 
 
 WITHOUT_ROLES = ("engines_cuda_without_roles_grid", "engines_cuda_without_roles")
-WITH_ROLES = ("engines_cuda_grid", "engines_cuda_grid_rows")  # of one run
+WITH_ROLES = ("engines_cuda_grid", "engines_cuda")  # of one run
 
 
 def on_a_gpu_of(choices, names):
@@ -439,20 +439,22 @@ def test_nothing_is_counted_where_a_gpu_would_not_wait(choices, with_roles, with
                 )
                 for name in cases.PASSES
             ]
-            asked.append(multiplications >= auto._QUEUED)
+            asked.append(multiplications >= auto._QUEUED[cases.DTYPES[case.dtype].itemsize])
             assert asked[-1] or found == ["dense", "dense"]
     assert 0.2 <= sum(asked) / len(asked) <= 0.8
 
 
 def test_what_is_replayed_is_counted_where_python_would_be_too_slow():
     with FakeTensorMode():
-        x = torch.empty(1, device="cuda")
-    assert auto.negligible(x, auto._QUEUED - 1)
-    assert not auto.negligible(x, auto._QUEUED)
-    assert not auto.negligible(torch.empty(1), auto._QUEUED - 1)
-    with replayed():
-        assert not auto.negligible(x, auto._QUEUED - 1)
-        assert auto.negligible(x, auto._SMALL - 1)
+        wide = torch.empty(1, device="cuda")
+    for x, most in ((wide, auto._QUEUED[4]), (wide.bfloat16(), auto._QUEUED[2])):
+        assert auto.negligible(x, most - 1)
+        assert not auto.negligible(x, most)
+        assert not auto.negligible(torch.empty(1, dtype=x.dtype), most - 1)
+        with replayed():
+            assert not auto.negligible(x, most - 1)
+            assert auto.negligible(x, auto._SMALL - 1)
+    assert auto.negligible(wide.double(), 10**15)  # no kernels, and nothing to ask
 
 
 def test_the_cost_model_picks_well_for_cuda_graphs_of_a_hopper_gpu(choices, with_roles):
@@ -462,8 +464,8 @@ def test_the_cost_model_picks_well_for_cuda_graphs_of_a_hopper_gpu(choices, with
     lost = choices.losses(narrow, auto.COEFFICIENTS[narrow.device], replayed=True)
     assert sum(lost <= 0.05) == 153
     assert lost.mean() <= 0.006
-    assert lost_more(narrow, lost, 0.12) == ["group p4 20→20, batch 128, 16×16, bfloat16, forward"]
-    assert lost.max() <= 0.26
+    assert lost_more(narrow, lost, 0.15) == ["group p4 20→20, batch 128, 16×16, bfloat16, forward"]
+    assert lost.max() <= 0.19
 
 
 @pytest.mark.parametrize("names", [WITHOUT_ROLES, WITH_ROLES])

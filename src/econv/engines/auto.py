@@ -11,6 +11,7 @@ they fit: they have coefficients of their own.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -61,29 +62,30 @@ COEFFICIENTS: dict[str, dict[str, tuple[float, ...]]] = {
     },
     "hopper, 16-bit": {
         "dense": (
-            *(2.4e-15, 2.498e-15, 5.502e-16, 2.023e-09, 5.015e-12, 1.022e-12),
-            *(1.775e-05, 3.359e-05, 0.0001653, 0.0006777, 0, 0),
+            *(2.324e-15, 2.699e-15, 5.296e-16, 2.204e-09, 5.19e-12, 9.06e-13),
+            *(1.785e-05, 3.229e-05, 0.0001709, 0.0006448, 0, 0),
         ),
         "spectral": (
-            *(1.138e-14, 9.736e-15, 1.672e-13, 5.284e-13, 2.977e-15, 1.056e-15, 1.999e-13),
-            *(1.3e-12, 4.901e-13, 4.308e-12, 1.322e-11, 2.479e-05, 3.325e-05),
-            *(0.0005994, 0.00148, 0.0005581, 0.001948),
+            *(1.312e-14, 9.032e-15, 9.289e-14, 5.001e-13, 3.219e-15, 1.009e-15, 1.882e-13),
+            *(1.362e-12, 3.721e-13, 4.831e-12, 7.752e-12, 2.383e-05, 3.314e-05),
+            *(0.0004436, 0.001065, 0.0004929, 0.001056),
         ),
     },
     "cuda, 32-bit": {
         "dense": (
-            *(6.526e-15, 9.36e-15, 7.092e-16, 0, 2.42e-11, 0),
-            *(2.669e-05, 4.505e-05, 0.0002025, 0.0006559),
+            *(6.415e-15, 1.212e-14, 1.349e-15, 0, 2.265e-11, 0),
+            *(2.703e-05, 4.069e-05, 0.0001796, 0.0006513),
         ),
         "spectral": (
-            *(2.633e-14, 9.963e-15, 7.235e-13, 1.106e-12, 2.787e-13, 7.089e-12, 3.11e-11),
-            *(2.073e-05, 1.905e-05, 0.0004468, 0.002136),
+            *(2.583e-14, 8.845e-15, 6.991e-13, 1.165e-12, 2.215e-13, 7.292e-12, 3.682e-11),
+            *(2.074e-05, 1.764e-05, 0.0003808, 0.001142),
         ),
     },
 }
 
 _SMALL = 100_000  # multiplications; below, nothing is faster than one call of conv2d
-_QUEUED = 30_000_000_000  # below, a GPU has done conv2d before the spectral kernels are launched
+# By the bytes of a number; below, a GPU has done conv2d before the spectral kernels are launched.
+_QUEUED = {2: 100_000_000_000, 4: 30_000_000_000}
 _VECTOR = 16  # channels
 _CAPABILITY = (8, 0)  # of the oldest GPU whose tensor cores the kernels know
 _HOPPER = (9, 0)
@@ -381,7 +383,9 @@ def negligible(x: Tensor, multiplications: int) -> bool:
     Asked before anything is counted: a small layer would wait longer for the choice than for what
     it gains. What is replayed does not wait.
     """
-    return multiplications < (_QUEUED if x.is_cuda and not without_python() else _SMALL)
+    if x.is_cuda and not without_python():
+        return multiplications < _QUEUED.get(x.element_size(), math.inf)
+    return multiplications < _SMALL
 
 
 def choose(x: Tensor, work: Workload) -> str:
