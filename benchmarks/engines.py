@@ -18,8 +18,8 @@ turns all run at a clock between theirs, for themselves each at its own, as in t
     python benchmarks/engines.py --device cuda --json benchmarks/results/engines_cuda.json
     cd benchmarks/results
     python ../engines.py --device cuda --grid --json engines_cuda_grid.json   # in four minutes
-    python ../engines.py --device cuda --json engines_cuda_grid_rows.json     # and the layers
-    python ../engines.py --fit engines_cuda_grid.json engines_cuda_grid_rows.json
+    python ../engines.py --device cuda --json engines_cuda.json               # and the layers
+    python ../engines.py --fit engines_cuda_grid.json engines_cuda.json
     python benchmarks/engines.py --device cuda --tune 60 --json benchmarks/results/tiles_cuda.json
 """
 
