@@ -15,12 +15,11 @@ turns, a few passes each, and for themselves, a second each; aims are held to th
 reaches its power limit lowers its clock, and raises it again only some tenths of a second later: in
 turns all run at a clock between theirs, for themselves each at its own, as in training.
 
-    python benchmarks/engines.py --device cuda --json benchmarks/results/engines_cuda.json
     cd benchmarks/results
+    python ../engines.py --device cuda --json engines_cuda.json               # the layers
     python ../engines.py --device cuda --grid --json engines_cuda_grid.json   # in four minutes
-    python ../engines.py --device cuda --json engines_cuda.json               # and the layers
     python ../engines.py --fit engines_cuda_grid.json engines_cuda.json
-    python benchmarks/engines.py --device cuda --tune 60 --json benchmarks/results/tiles_cuda.json
+    python ../engines.py --device cuda --tune 60 --json tiles_cuda.json
 """
 
 from __future__ import annotations

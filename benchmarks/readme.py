@@ -347,15 +347,17 @@ def training_speed(found: dict[str, Any]) -> str:
                 run["recipe"].partition("+")[0],
                 ", ".join(run["operators"]),
                 f"{run['parameters']:,}",
+                str(run["batch"]),
                 *(f"{each:,.0f}" if each >= 100 else f"{each:.1f}" for each in speed.values()),
                 *(f"{speed[engine] / speed['dense']:.2f}" for engine in ("spectral", "auto")),
             ]
         )
-    head = ["recipe", "operators", "parameters", *found["runs"][0]["images_per_second"]]
+    head = ["recipe", "operators", "parameters", "batch", *found["runs"][0]["images_per_second"]]
     head += ["spectral / dense", "auto / dense"]
     note = (
-        f"(Images a second, and over the dense engine's; {found['device']}, batch "
-        f"{found['runs'][0]['batch']}, {found['precision']}; `benchmarks/training_speed.py`.)"
+        f"(Images a second, and over the dense engine's; {found['device']}, "
+        f"{found['precision']}, code of revision {found['revision'][:12]}; "
+        "`benchmarks/training_speed.py`.)"
     )
     return "\n".join([*table(head, rows), "", note])
 

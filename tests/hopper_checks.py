@@ -36,6 +36,7 @@ from triton_checks import (
     poisoned_without,
     pytestmark,
     results,
+    watched_steps,
 )
 
 __all__ = ["kernels_run", "pytestmark"]  # the former runs around every check, the latter marks them
@@ -224,6 +225,15 @@ def test_slots_wait_in_outputs_of_any_magnitude(interpret):
     assert found[0].any()
     assert not found[1].any()
     assert error(filled, torch.full_like(filled, 60_000)) <= 5e-3
+
+
+@pytest.mark.parametrize("chosen", [{}, {"halves": 1}])
+def test_matrices_are_copied_from_where_steps_say(interpret, monkeypatch, chosen):
+    layer, x, probe = case("p8", (5, 6), (9, 6, 6), torch.bfloat16)
+    interpret()
+    begins = watched_steps(monkeypatch)
+    with_roles(layer, x, probe, bytes=1, **chosen)
+    assert len(set(begins)) > 4
 
 
 def test_halves_in_groups_of_images_find_what_is_theirs(interpret, monkeypatch):

@@ -288,9 +288,8 @@ def with_coefficients(monkeypatch, x, dense, spectral):
         for engine, (launches, python) in (("dense", dense), ("spectral", spectral))
     }
     monkeypatch.setitem(auto.COEFFICIENTS, name, table)
-    monkeypatch.setattr(
-        auto, "_QUEUED", {2: 0, 4: 0}
-    )  # of layers as small as these nothing would be asked
+    # Of layers as small as these nothing would be asked.
+    monkeypatch.setattr(auto, "_QUEUED", {2: 0, 4: 0})
     auto.faster.cache_clear()
     return name
 

@@ -75,9 +75,11 @@ def test_the_tables_of_engines_say_how_many_times_dense_takes():
     run = {"recipe": "one+batch_size=8", "operators": ["9 on 5×5"], "parameters": 1234, "batch": 8}
     run["images_per_second"] = {"dense": 2.0, "spectral": 5.0, "auto": 4.0}
     fast = {**run, "images_per_second": {"dense": 9807.0, "spectral": 7202.4, "auto": 9807.0}}
-    text = readme.training_speed({"runs": [run, fast], "device": "cpu", "precision": "float32"})
-    assert "| 1,234 | 9,807 | 7,202 | 9,807 | 0.73 | 1.00 |" in text
-    assert "| one | 9 on 5×5 | 1,234 | 2.0 | 5.0 | 4.0 | 2.50 | 2.00 |" in text
+    head = {"device": "cpu", "precision": "float32", "revision": "0123456789abcdef"}
+    text = readme.training_speed({"runs": [run, {**fast, "batch": 16}], **head})
+    assert "| 1,234 | 16 | 9,807 | 7,202 | 9,807 | 0.73 | 1.00 |" in text
+    assert "| one | 9 on 5×5 | 1,234 | 8 | 2.0 | 5.0 | 4.0 | 2.50 | 2.00 |" in text
+    assert "code of revision 0123456789ab;" in text
 
 
 def test_the_papers_tables_are_those_of_the_records():

@@ -176,30 +176,62 @@ def test_what_is_copied_is_encoded_once_for_an_address(driver, monkeypatch):
     assert repr(driver.encoded[-1]) in repr(driver.raw[-1])
 
 
-@pytest.mark.parametrize("why", ["unaligned", "heard", "version", "scratch", "offset"])
+class Elsewhere(torch.Tensor):
+    """A tensor of another device."""
+
+    def get_device(self):
+        return 1
+
+
+@pytest.mark.parametrize("why", ["unaligned", "elsewhere", "heard", "called", "version", "scratch"])
 def test_everything_else_goes_through_triton(driver, monkeypatch, why):
     found, kernels = steps(driver)
     x, rows, y = memories()
+    never = why in ("version", "scratch")
     if why == "version":
         monkeypatch.setattr(triton_steps, "_KNOWN", ("2.",))
     if why == "scratch":
         kernels[1].compiled._run.global_scratch_size = 128
         monkeypatch.setattr(nvidia._allocation, "_allocator", SimpleNamespace(get=lambda: max))
-    if why == "offset":
-        launch, parts = found.steps[0]
-        moved = Part(0, 2, lambda memory: memory[1:])
-        found = Steps([(launch, [moved, *parts[1:]]), found.steps[1]])
-    found(x, rows, y)
+    for _ in range(2):
+        found(x, rows, y)
+    assert has_tensors(driver.raw[-1]) is never
     heard = []
-    hook = triton.knobs.runtime.launch_enter_hook
+    if why == "unaligned":
+        x = torch.zeros(65, dtype=torch.bfloat16)[1:]
+    if why == "elsewhere":
+        y = y.as_subclass(Elsewhere)
     if why == "heard":
-        hook.add(heard.append)
-    try:
-        found(x if why != "unaligned" else torch.zeros(65, dtype=torch.bfloat16)[1:], rows, y)
-    finally:
-        hook.remove(heard.append)
-    assert len(driver.raw) == 4
+        chain = type(triton.knobs.runtime.launch_enter_hook)()
+        chain.add(heard.append)
+        monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", chain)
+    if why == "called":
+        monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", heard.append)
+    found(x, rows, y)
+    assert len(driver.raw) == 6
     assert has_tensors(driver.raw[-1])
+
+
+def test_no_hooks_at_all_are_no_hindrance(driver, monkeypatch):
+    found, _ = steps(driver)
+    given = memories()
+    found(*given)
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        monkeypatch.setattr(triton.knobs.runtime, name, None)
+    found(*given)
+    assert not has_tensors(driver.raw[-1])
+
+
+@pytest.mark.parametrize("byte", [0, 2])
+def test_a_kernel_for_aligned_operands_is_not_given_others(driver, byte):
+    """One launch of two groups of images, the second of which may begin at any address."""
+    found, _ = steps(driver)
+    launch, parts = found.steps[0]
+    moved = Part(0, byte, lambda memory: memory[byte // 2 :])
+    found = Steps([(launch, parts), (launch, [moved, *parts[1:]])])
+    for _ in range(2):
+        found(*memories())
+    assert has_tensors(driver.raw[-1]) is (byte > 0)
 
 
 def test_nothing_is_queued_before_all_is_compiled(driver):

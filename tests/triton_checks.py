@@ -263,6 +263,7 @@ def poisoned_without(monkeypatch, kernel):
 
     The list that is given back tells how often it was left out.
     """
+    forget()  # what was launched before goes by address, past what is patched here
     full, launch, left_out = torch.full, triton_steps.Launch.__call__, []
 
     def name(found):
@@ -291,6 +292,89 @@ def test_poison_that_is_read_is_seen(monkeypatch, kernel):
     found = results(layer, x, probe, "spectral")
     assert left_out
     assert any(tensor.isnan().any() for tensor in found)
+
+
+def watched_steps(monkeypatch):
+    """All operands must lie where their steps say; the list has where they begin."""
+    run, begins = triton_steps.Steps.__call__, []
+
+    def check(self, *memories):
+        for _, parts in self.steps:
+            for part in parts:
+                memory = memories[part.memory]
+                operands, address = part.operands(memory), memory.data_ptr() + part.byte
+                begins.append(part.byte)
+                if part.copied is None:
+                    assert [one.data_ptr() for one in operands] == [address]
+                    continue
+                there = part.copied.at(address)
+                assert len(there) == len(operands) > 0
+                for ours, theirs in zip(there, operands, strict=True):
+                    assert ours.base.data_ptr() == theirs.base.data_ptr()
+                    assert {**vars(ours), "base": None} == {**vars(theirs), "base": None}
+        run(self, *memories)
+
+    monkeypatch.setattr(triton_steps.Steps, "__call__", check)
+    return begins
+
+
+PLACES = {
+    "groups": {"shape": (9, 5, 6)},
+    "stride": {"shape": (9, 6, 6), "stride": 2, "dtype": torch.bfloat16},
+    "activated": {"shape": (9, 5, 6)},
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_operands_lie_where_their_steps_say(monkeypatch, name):
+    layer, x, probe = case("p4", (5, 3), **PLACES[name])
+    x = x.contiguous(memory_format=torch.channels_last)
+    begins = watched_steps(monkeypatch)
+    run = None
+    if name == "activated":
+        norm = GroupBatchNorm2d(5, "p4", device=DEVICE)
+
+        def run(layer, x):
+            return norm_relu_conv(norm, layer, x)
+
+    with triton_ops.tiles(bytes=1):
+        results(layer, x, probe, "spectral", run)
+    assert len({begin for begin in begins if begin > 16}) >= 4  # groups, and their scales
+
+
+def test_operands_that_lie_elsewhere_are_found_out(monkeypatch, forgotten):
+    layer, x, probe = case("p4", (5, 3), (9, 5, 6))
+    images = triton_launches._images
+
+    def wrong(memory, like, first, several):
+        part = images(memory, like, first, several)
+        return part._replace(byte=part.byte + 16 * (first > 0))
+
+    monkeypatch.setattr(triton_launches, "_images", wrong)
+    watched_steps(monkeypatch)
+    forget()
+    with triton_ops.tiles(bytes=1), pytest.raises(AssertionError):
+        results(layer, x, probe, "spectral")
+
+
+def test_later_calls_give_the_same_to_the_last_bit(monkeypatch):
+    """On a GPU they are launched by address."""
+    layer, x, probe = case("p4" if INTERPRETED else "p8", (2, 3), (9, 5, 5), torch.bfloat16)
+    x = x.contiguous(memory_format=torch.channels_last)
+    run, through_triton = triton_steps.Launch.__call__, []
+
+    def counted(self, *tensors):
+        through_triton.append(self)
+        run(self, *tensors)
+
+    monkeypatch.setattr(triton_steps.Launch, "__call__", counted)
+    for most in (0, 1):  # bytes: all images together, or four at a time
+        with triton_ops.tiles(bytes=most):
+            wanted = results(layer, x, probe, "spectral")
+            through_triton.clear()
+            found = results(layer, x, probe, "spectral")
+            assert all(map(torch.equal, found, wanted))
+            assert bool(through_triton) is INTERPRETED
 
 
 def test_images_in_groups_and_programs_that_share_pixels_give_the_same():

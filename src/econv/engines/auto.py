@@ -384,7 +384,7 @@ def negligible(x: Tensor, multiplications: int) -> bool:
     it gains. What is replayed does not wait.
     """
     if x.is_cuda and not without_python():
-        return multiplications < _QUEUED.get(x.element_size(), math.inf)
+        return multiplications < _QUEUED.get(result_dtype(x).itemsize, math.inf)
     return multiplications < _SMALL
 
 

@@ -41,8 +41,8 @@ class Copied(Protocol):
         """Of matrices at an address."""
 
 
-Queue = Callable[..., None]
-"""Launches: takes a stream and addresses, and an address for all that is copied from there."""
+Queue = Callable[[int, list[int]], None]
+"""Takes a stream and the addresses of a launch's parts, and launches."""
 
 
 class Launch:
@@ -84,11 +84,12 @@ class Part(NamedTuple):
     byte: int = 0
     """Where it begins there."""
     shown: Callable[[Tensor], Tensor] = lambda memory: memory
-    """The operand, given that tensor."""
+    """The operand as a view of that tensor."""
     copied: Copied | None = None
-    """It is several, which say how that tensor is copied."""
+    """Where a kernel copies matrices of that tensor: descriptors of them, an operand each."""
 
     def operands(self, memory: Tensor) -> Sequence[Any]:
+        """What Triton is given for it."""
         return [self.shown(memory)] if self.copied is None else self.copied(memory)
 
 
@@ -104,10 +105,11 @@ class Steps:
     def __call__(self, *memories: Tensor) -> None:
         if self._queues is not None and not _heard():
             addresses = [memory.data_ptr() for memory in memories]
-            if not reduce(or_, addresses) & 15:
-                stream = torch._C._cuda_getCurrentRawStream(memories[0].get_device())
+            devices = {memory.get_device() for memory in memories}  # Triton would refuse others
+            if len(devices) == 1 and not reduce(or_, addresses) & 15:
+                stream = torch._C._cuda_getCurrentRawStream(devices.pop())
                 for queue, parts in self._queues:
-                    queue(stream, *[addresses[memory] + byte for memory, byte in parts])
+                    queue(stream, [addresses[memory] + byte for memory, byte in parts])
                 return
         self._first(memories)
 
@@ -132,7 +134,8 @@ class Steps:
 def _heard() -> bool:
     """Whether somebody wants to hear of every launch, such as a profiler."""
     runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def _queue(launch: Launch, parts: Sequence[Part]) -> Queue | None:
@@ -142,53 +145,61 @@ def _queue(launch: Launch, parts: Sequence[Part]) -> Queue | None:
         return None
     if run.global_scratch_size or run.profile_scratch_size:
         return None
-    start, options = launch.grid, (run.launch_cooperative_grid, run.launch_pdl)
-    function, packed, more = launch.compiled.function, launch.compiled.packed_metadata, launch.more
-    nobody = (None, None, None)  # hears of it
-    raw, encoded = run.launch, None
-    number = next((i for i, part in enumerate(parts) if part.copied is not None), -1)
-    if number >= 0:
-        # Triton's own function encodes descriptors and calls this one.
-        closure = dict(zip(raw.__code__.co_freevars, raw.__closure__, strict=True))
-        raw = closure["launcher"].cell_contents
-        metadata = closure["tensordesc_meta"].cell_contents
-        encoded = _Encoded(parts[number], metadata)
-    if hasattr(run, "kernel_signature"):  # since 3.7
-        last = (packed, *nobody, None, None, run.arg_annotations, run.kernel_signature)
+    raw, encoded, place = run.launch, None, 0
+    for number, part in enumerate(parts):
+        if part.copied is None:
+            continue
+        inside = _inside(raw)
+        if inside is None or part.byte:
+            return None
+        raw, metadata = inside
+        encoded, place = _Encoded(part.copied, metadata), number
+    grid, more, compiled = launch.grid, launch.more, launch.compiled
+    function, flags = compiled.function, (run.launch_cooperative_grid, run.launch_pdl)
+    known = (compiled.packed_metadata, None, None, None)  # no metadata of the launch, no hooks
+    scratch = (None, None)
 
-        def queue(stream: int, *operands: Any) -> None:
-            if encoded is not None:
-                operands = _replaced(operands, number, encoded)
-            raw(*start, stream, function, *options, *last, (*operands, *more))
+    def operands(addresses: list[int]) -> list[Any]:
+        if encoded is not None:
+            addresses[place : place + 1] = encoded[addresses[place]]
+        addresses += more
+        return addresses
+
+    if hasattr(run, "kernel_signature"):  # since 3.7
+        last = (*known, *scratch, run.arg_annotations, run.kernel_signature)
+
+        def queue(stream: int, addresses: list[Any]) -> None:
+            raw(*grid, stream, function, *flags, *last, operands(addresses))
 
     else:
-        middle = (None, None, packed, *nobody)
+        middle = (*scratch, *known)
 
-        def queue(stream: int, *operands: Any) -> None:
-            if encoded is not None:
-                operands = _replaced(operands, number, encoded)
-            raw(*start, stream, function, *options, *middle, *operands, *more)
+        def queue(stream: int, addresses: list[Any]) -> None:
+            raw(*grid, stream, function, *flags, *middle, *operands(addresses))
 
     return queue
 
 
-def _replaced(operands: tuple[Any, ...], number: int, encoded: _Encoded) -> tuple[Any, ...]:
-    return (*operands[:number], *encoded[operands[number]], *operands[number + 1 :])
+def _inside(encoding: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The launcher that Triton's own function calls when it has encoded descriptors, and how."""
+    names = getattr(getattr(encoding, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(encoding, "__closure__", None) or (), strict=True))
+    if not {"launcher", "tensordesc_meta"} <= cells.keys():
+        return None
+    return cells["launcher"].cell_contents, cells["tensordesc_meta"].cell_contents
 
 
 class _Encoded(dict[int, tuple[Any, ...]]):
-    """What a launch is given for matrices at an address, which it copies."""
+    """What a launch is given for matrices that it copies, by their address."""
 
-    def __init__(self, part: Part, metadata: Sequence[Any]) -> None:
+    def __init__(self, copied: Copied, metadata: Sequence[Any]) -> None:
         super().__init__()
-        self.part, self.metadata = part, metadata
+        self.copied, self.metadata = copied, metadata
 
     def __missing__(self, address: int) -> tuple[Any, ...]:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        assert self.part.copied is not None
-        descriptors = self.part.copied.at(address)
-        given = zip(descriptors, self.metadata, strict=True)
+        given = zip(self.copied.at(address), self.metadata, strict=True)
         found = tuple(one for each in given for one in make_tensordesc_arg(*each))
         if len(self) >= _KEPT:
             self.clear()
