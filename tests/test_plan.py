@@ -7,7 +7,7 @@ import pytest
 
 from econv import Central, filter_basis, plan
 from econv.engines import native
-from econv.plan import spectral_plan
+from econv.plan import SpectralPlan, spectral_plan
 
 LAYERS = [
     ("regular", "regular"),
@@ -79,6 +79,17 @@ def test_the_adjoint_of_the_adjoint_is_the_layer(group, kinds):
     assert found.adjoint.adjoint is found
     twice = found.adjoint_map @ found.adjoint.adjoint_map
     assert np.abs(twice - np.eye(found.weights)).max() <= 1e-12
+
+
+def test_a_plan_that_is_made_again_is_the_adjoint_of_its_adjoint():
+    """Plans are made once, but for those that were forgotten among many, whose adjoint was not."""
+    basis = filter_basis("p5")
+    known = spectral_plan(basis, "scalar", "regular").adjoint
+    again = SpectralPlan(basis, "scalar", "regular")
+    assert again.adjoint is known
+    assert known.adjoint is again
+    same = SpectralPlan(basis, "regular", "regular")
+    assert same.adjoint is same
 
 
 def families(found):

@@ -185,8 +185,15 @@ class SpectralPlan:
 
     @cached_property
     def adjoint(self) -> SpectralPlan:
-        """The plan of the adjoint layer, from output gradients to input gradients."""
-        return spectral_plan(self.basis, self.target, self.source)
+        """The plan of the adjoint layer, from output gradients to input gradients.
+
+        Its adjoint is this plan, even where plans that were forgotten have been made again.
+        """
+        if self.source == self.target:
+            return self
+        found = spectral_plan(self.basis, self.target, self.source)
+        vars(found)["adjoint"] = self
+        return found
 
     @cached_property
     def adjoint_map(self) -> FloatArray:
