@@ -237,7 +237,7 @@ def test_matrices_are_copied_from_where_steps_say(interpret, monkeypatch, chosen
 
 
 def test_halves_in_groups_of_images_find_what_is_theirs(interpret, monkeypatch):
-    layer, x, probe = case("p8", (5, 9), (9, 6, 6), torch.bfloat16)
+    layer, x, probe = case("p8", (5, 6), (6, 5, 5), torch.bfloat16)
     interpret()
     wanted = with_roles(layer, x, probe, halves=1)
     monkeypatch.setattr(

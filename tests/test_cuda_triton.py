@@ -10,7 +10,7 @@ import econv
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device found", allow_module_level=True)
 
-from econv.engines import auto, replayed, spectral, triton_launches, triton_ops
+from econv.engines import auto, replayed, spectral, triton_launches, triton_ops, triton_steps
 from econv.engines.spectral import Geometry
 from econv.plan import spectral_plan
 from econv.train.capture import captured
@@ -47,6 +47,30 @@ def test_layers_of_the_benchmark_err_little_more_than_the_dense_engine(group, fi
     assert ours[0].is_contiguous(memory_format=torch.channels_last)
     for a, b, truth in zip(ours, results(layer, x, probe, "dense"), wanted, strict=True):
         assert error(a, truth) <= 1.5 * error(b, truth)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+@pytest.mark.parametrize(("group", "fields", "size"), ROWS)
+def test_later_calls_are_launched_by_address_and_give_the_same(
+    monkeypatch, group, fields, size, most
+):
+    """With all images together, and in groups, which begin at other addresses."""
+    layer, x, probe = row(group, fields, size, batch=9)
+    through_triton = []
+    launch = triton_steps.Launch.__call__
+
+    def counted(self, *tensors):
+        through_triton.append(self)
+        launch(self, *tensors)
+
+    monkeypatch.setattr(triton_steps.Launch, "__call__", counted)
+    with triton_ops.tiles(bytes=most):
+        wanted = results(layer, x, probe, "spectral")
+        through_triton.clear()
+        for _ in range(2):
+            found = results(layer, x, probe, "spectral")
+            assert all(map(torch.equal, found, wanted))
+    assert not through_triton
 
 
 HOPPER = pytest.mark.skipif(

@@ -6,6 +6,7 @@ import functools
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,15 @@ def test_a_row_of_the_table_can_be_trained_on_recreated_data(
     assert "re-created" in line.cells()[-1]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT is heard, which a shell has ignored where it starts tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_command_and_the_same_one_goes_on(
     tmp_path: Path,

@@ -117,7 +117,7 @@ GROUPS += [("p6m", LOW), ("p8", LOW), ("p16", LOW), ("p8m", LOW), ("p8", {"size"
 
 @pytest.mark.parametrize(("group", "options"), GROUPS)
 def test_every_kind_of_group_equals_the_dense_engine_in_float64(group, options):
-    layer, x, probe = case(group, shape=(1, 8, 7), **options)
+    layer, x, probe = case(group, shape=(1, 6, 5), **options)
     wanted = exact(layer, x, probe)
     for ours, theirs in zip(results(layer, x, probe, "spectral"), wanted, strict=True):
         assert error(ours, theirs) <= FLOAT32
@@ -357,28 +357,8 @@ def test_operands_that_lie_elsewhere_are_found_out(monkeypatch, forgotten):
         results(layer, x, probe, "spectral")
 
 
-def test_later_calls_give_the_same_to_the_last_bit(monkeypatch):
-    """On a GPU they are launched by address."""
-    layer, x, probe = case("p4" if INTERPRETED else "p8", (2, 3), (9, 5, 5), torch.bfloat16)
-    x = x.contiguous(memory_format=torch.channels_last)
-    run, through_triton = triton_steps.Launch.__call__, []
-
-    def counted(self, *tensors):
-        through_triton.append(self)
-        run(self, *tensors)
-
-    monkeypatch.setattr(triton_steps.Launch, "__call__", counted)
-    for most in (0, 1):  # bytes: all images together, or four at a time
-        with triton_ops.tiles(bytes=most):
-            wanted = results(layer, x, probe, "spectral")
-            through_triton.clear()
-            found = results(layer, x, probe, "spectral")
-            assert all(map(torch.equal, found, wanted))
-            assert bool(through_triton) is INTERPRETED
-
-
 def test_images_in_groups_and_programs_that_share_pixels_give_the_same():
-    layer, x, probe = case("p4", (13, 13), (10, 5, 5))
+    layer, x, probe = case("p4", (9, 5), (6, 5, 5))
     wanted = results(layer, x, probe, "spectral")
     with triton_ops.tiles(bytes=1, splits=3):
         found = results(layer, x, probe, "spectral")
@@ -679,7 +659,7 @@ def test_an_exported_layer_holds_the_operator():
 
 
 def test_results_repeat_to_the_last_bit():
-    layer, x, probe = case("p8", shape=(3, 9, 9), dtype=torch.bfloat16)
+    layer, x, probe = case("p8", shape=(3, 6, 5), dtype=torch.bfloat16)
     for first, second in zip(
         *(results(layer, x, probe, "spectral") for _ in range(2)), strict=True
     ):
