@@ -119,6 +119,11 @@ def centred(pair):
 
 
 def without_eps(pair):
+    one = torch.ones(1)
+    try:  # as the norm does it that is in eval mode
+        nn.functional.batch_norm(one[None], one, one, eps=0.0)
+    except ValueError:
+        pytest.skip("this version of torch refuses an eps of 0")
     pair.norm.eps = 0.0
 
 
