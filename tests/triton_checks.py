@@ -436,6 +436,23 @@ def test_sums_of_warps_with_roles_take_no_more_either(group, fields, batch, size
         assert math.prod(share.grams[0].grid) >= 0.9 * 132  # nearly all processors have work
 
 
+def test_a_training_step_takes_as_many_launches_as_the_documents_say(monkeypatch):
+    plan = spectral_plan(filter_basis("p8"), "regular", "regular")
+    like = triton_tiles.Like(
+        (512, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, torch.device("meta")
+    )
+    geometry = Geometry(1, 1, 1, 2, 16, 16)
+    monkeypatch.setattr(hopper_launches, "INTERPRETED", False)
+    with triton_ops.tiles(gram_fields=triton_ops.Tiles().gram_fields, splits=0):
+        runs = [
+            triton_launches.ConvolutionRun(like, plan.name, back, geometry, 40, True, None, "tf32")
+            for back in (False, True)
+        ]
+        runs.append(triton_launches.GramRun(like, like, plan.name, geometry, None, "tf32"))
+    largest = 3  # of the input, of the weights, of the output's gradient
+    assert sum(len(run.steps.steps) for run in runs) + largest == 33
+
+
 def test_layers_of_many_fields_have_no_more_programs_than_a_launch_may():
     plan = spectral_plan(filter_basis("p1"), "regular", "regular")
     x = triton_tiles.Like((4, 2048, 8, 8), (131072, 1, 16384, 2048), torch.bfloat16, CPU)

@@ -124,11 +124,17 @@ class Steps:
         for launch, operands in jobs:
             launch(*operands)
         if self._queues is None and self._aligned:
-            found = [_queue(launch, parts) for launch, parts in self.steps]
-            known = [queue for queue in found if queue is not None]
-            if len(known) == len(found):
-                places = [[(part.memory, part.byte) for part in parts] for _, parts in self.steps]
-                self._queues = list(zip(known, places, strict=True))
+            self._queues = self._queued()
+
+    def _queued(self) -> list[tuple[Queue, list[tuple[int, int]]]] | None:
+        """What later calls launch; nothing where Triton has to."""
+        found = []
+        for launch, parts in self.steps:
+            queue = _queue(launch, parts)
+            if queue is None:
+                return None
+            found.append((queue, [(part.memory, part.byte) for part in parts]))
+        return found
 
 
 def _heard() -> bool:
