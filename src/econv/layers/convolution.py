@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from econv.basis import FilterBasis, Gains, filter_basis
-from econv.engines import auto, dense, note, resolve, spectral
+from econv import engines
+from econv.engines import Part, Prologue, Weight, dense
 from econv.groups import Group, GroupLike
 from econv.layers.checks import check_groups, check_maps, positive
 from econv.layers.constants import WithConstants
 from econv.layers.sampling import Enlarge2d, Upsample2d, recentre, window_count
 from econv.operators import OperatorsLike
-from econv.plan import SpectralPlan, spectral_plan
 from econv.stencils import StencilsLike, stencil_set
 
 if TYPE_CHECKING:
@@ -56,38 +54,6 @@ class ConvOptions(TypedDict, total=False):
     engine: str
     device: torch.device | str | None
     dtype: torch.dtype | None
-
-
-class _Part(NamedTuple):
-    """Input channels that transform alike, and the weight that reads them."""
-
-    source: str  # how they transform: one of econv.fourier.KINDS
-    weight: Tensor  # [out fields, in fields / groups, coordinates]
-    channels: slice
-
-
-@lru_cache(maxsize=4096)
-def _workload(
-    basis: FilterBasis,
-    target: str,
-    fields: tuple[tuple[str, int, int], ...],
-    stride: int,
-    padding: int,
-    padding_mode: str,
-    dilation: int,
-    groups: int,
-    shape: torch.Size,
-    backward: bool,
-) -> auto.Workload:
-    # Other borders than zeros are made before an engine sees the image.
-    zeros = padding if padding_mode == "zeros" else 0
-    height, width = (n + 2 * (padding - zeros) for n in shape[2:])
-    geometry = spectral.Geometry.of(basis.size, height, width, stride, zeros, dilation)
-    parts = tuple(
-        auto.Part(spectral_plan(basis, source, target), in_fields, out_fields // groups)
-        for source, in_fields, out_fields in fields
-    )
-    return auto.Workload(parts, groups, shape[0], height, width, geometry, backward)
 
 
 class PDOConv2d(WithConstants):
@@ -144,13 +110,11 @@ class PDOConv2d(WithConstants):
             raise ValueError(f"expected padding_mode in {_PADDING_MODES}; got {padding_mode!r}")
         self.padding_mode = padding_mode
         self.centred = _read_centred(centred)
-        self.engine = engine
-        resolve(engine)
+        self.engine = engines.check_name(engine)
         self.basis.scale(init)  # an unknown name fails here, not at the first reset
         self.init = init
         self._order = self.group.order
-        self._block_shapes: dict[str, tuple[tuple[int, int, int], ...]] = {}
-        self._kernel_names: dict[str, str] = {}
+        self._convolution = self._describe()
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"expected a floating-point dtype; got {dtype}")
         self.weight = nn.Parameter(
@@ -175,15 +139,7 @@ class PDOConv2d(WithConstants):
         return padding
 
     def _constants(self) -> dict[str, np.ndarray]:
-        # Operators first, so that one matrix product with the weight gives every filter.
-        constants = {"synthesis": self.basis.synthesis.swapaxes(0, 1)}
-        if self.engine == "spectral":  # kept where tracers find them
-            for plan in map(self._plan, self._parts()):
-                arrays = spectral.arrays(plan)
-                constants.update({f"{plan.source}_{n}": a for n, a in arrays.items()})
-                self._block_shapes[plan.source] = spectral.shapes(plan)
-                self._kernel_names[plan.source] = spectral.kernel_name(plan)
-        return constants
+        return dense.tables(self.convolution)
 
     def _constants_like(self, name: str) -> Tensor:
         return self.weight
@@ -202,6 +158,25 @@ class PDOConv2d(WithConstants):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._refresh_constants()
+
+    @property
+    def convolution(self) -> engines.Convolution:
+        """What the layer computes, as the engines are told."""
+        known = self._convolution
+        own = (self.stride, self.padding, self.padding_mode, self.dilation)
+        if own != (known.stride, known.padding, known.padding_mode, known.dilation):
+            known = self._convolution = self._describe()  # somebody set them
+        return known
+
+    def _describe(self) -> engines.Convolution:
+        each = {"regular": self._order, "vector": 2}[self.output_kind]
+        fields = (self._parts(), self.output_kind, self.out_channels // each, self.groups)
+        windows = (self.stride, self.padding, self.padding_mode, self.dilation)
+        return engines.convolution(self.basis, *fields, *windows)
+
+    def _parts(self) -> tuple[Part, ...]:
+        """The kinds of the input channels, in their order."""
+        raise NotImplementedError
 
     def _fan_in(self) -> int:
         """How many maps one output reads."""
@@ -241,14 +216,16 @@ class PDOConv2d(WithConstants):
 
     def filters(self) -> Tensor:
         """The dense filter bank that `conv2d` takes, channels by channels by size by size."""
+        # Filters carry the layer's accuracy: autocast must not round them before the convolution.
+        with engines.without_autocast(self.weight.device):
+            return dense.filters(self.convolution, self._weight())
+
+    def _weight(self) -> Weight:
         if not self._constants_fit():  # the weight was assigned, not converted
             self._refresh_constants()
-        # Filters carry the layer's accuracy: autocast must not round them before the convolution.
-        with _without_autocast(self.weight.device):
-            return self._filters()
-
-    def _filters(self) -> Tensor:
-        raise NotImplementedError
+        names = ("synthesis", "offsets", "offsets_back", "matrices")
+        found = (self._buffers.get(name) for name in names)
+        return Weight(self.weight, tuple(table for table in found if table is not None))
 
     def _channel_bias(self) -> Tensor | None:
         if self.bias is None:
@@ -261,23 +238,15 @@ class PDOConv2d(WithConstants):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve ``[batch, in_channels, height, width]``."""
+        x, bias = self.read(x), self._channel_bias()
+        return engines.convolve(self.convolution, x, self._weight(), bias, self.engine)
+
+    def read(self, x: Tensor) -> Tensor:
+        """What `forward` makes of its input before it is convolved."""
         self._check_input(x)
         if self.centred:
             x = recentre(x, self.points(x.shape[2]), self.points(x.shape[3]))
-        if self._engine(x) == "spectral":
-            return self._run_spectral(x)
-        if not torch.compiler.is_compiling():
-            note("dense")
-        return dense.convolve(
-            x,
-            self.filters(),
-            self._channel_bias(),
-            self.stride,
-            self.padding,
-            self.padding_mode,
-            self.dilation,
-            self.groups,
-        )
+        return x
 
     def points(self, size: int) -> int:
         """How many points of an axis the windows fill, without the padding."""
@@ -288,83 +257,23 @@ class PDOConv2d(WithConstants):
         windows = window_count(size, as_extent, self.stride, as_padding)
         return self.stride * (windows - 1) + extent - padding
 
-    def _engine(self, x: Tensor) -> str:
-        engine = resolve(self.engine)
-        if engine != "auto":
-            return engine
-        # A compiled graph holds for many sizes, and its compiler makes the most of plain filters.
-        if torch.compiler.is_compiling() or auto.negligible(x, self.filter_elements() * x.numel()):
-            return "dense"
-        backward = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        return auto.choose(x, self.workload(x.shape, backward))
-
-    def filter_elements(self) -> int:
-        """How many filter elements one input pixel of one channel meets."""
-        return self.out_channels // self.groups * self.basis.size**2
-
-    def workload(self, shape: torch.Size, backward: bool) -> auto.Workload:
-        """What a call on an input of this shape has to do, for the cost model of the engines."""
-        fields = (self.basis, self.output_kind, self._fields())
-        options = (self.stride, self.padding, self.padding_mode, self.dilation, self.groups)
-        return _workload(*fields, *options, shape, backward)
-
     def fuses(self, x: Tensor) -> bool:
-        """Whether `forward` would run kernels that can normalise and rectify ``x`` at the load.
+        """Whether `forward` would normalise and rectify ``x`` where it is read.
 
-        They are given it with :meth:`forward_activated`.
+        It is told how with :meth:`forward_activated`.
         """
-        regular = (self.input_kind, self.output_kind) == ("regular", "regular")
-        if not regular or self.centred or self.groups > 1 or spectral.result_dtype(x) != x.dtype:
+        if self.centred:
             return False
         self._check_input(x)
-        if self._engine(x) != "spectral":
-            return False
-        return auto.on_kernels(x, self.workload(x.shape, False))
+        return engines.fuses(self.convolution, x, self.weight, self.engine)
 
     def forward_activated(self, x: Tensor, affine: Tensor) -> Tensor:
-        """Convolve max(0, (x − centre)·scale + shift), which is never written, where `fuses`.
+        """Convolve max(0, (x − centre)·scale + shift), which is never written where `fuses`.
 
         ``affine`` are these numbers of each field, ``[3, fields]`` in float32.
         """
-        return self._run_spectral(x, affine)
-
-    def _run_spectral(self, x: Tensor, affine: Tensor | None = None) -> Tensor:
-        geometry = (self.stride, self.padding, self.padding_mode, self.dilation, self.groups)
-        dtype = spectral.result_dtype(x)
-        found = []
-        with _without_autocast(x.device):
-            for part in self._parts():
-                channels = x[:, part.channels].to(dtype)
-                if torch.compiler.is_compiling():
-                    tables = self._traced_tables(part.source)
-                    found.append(spectral.traced(channels, part.weight, tables, *geometry))
-                else:
-                    plan = self._plan(part)
-                    found.append(spectral.run(channels, part.weight, plan, *geometry, affine))
-            bias = self._channel_bias()
-            if bias is not None:
-                found.append(bias.to(dtype)[:, None, None])
-            return sum(found[1:], start=found[0])
-
-    def _plan(self, part: _Part) -> SpectralPlan:
-        return spectral_plan(self.basis, part.source, self.output_kind)
-
-    def _traced_tables(self, source: str) -> spectral.Tables:
-        if self.engine != "spectral":
-            raise RuntimeError(
-                'expected a layer built with engine="spectral": inside torch.compile and '
-                "torch.export the tables of that engine must be part of the layer"
-            )
-        given = {name: getattr(self, f"{source}_{name}") for name in spectral.TABLES}
-        shapes, name = self._block_shapes[source], self._kernel_names[source]
-        return spectral.Tables(**given, shapes=shapes, name=name)
-
-    def _parts(self) -> list[_Part]:
-        return [_Part("regular", self.weight.flatten(2), slice(None))]
-
-    def _fields(self) -> tuple[tuple[str, int, int], ...]:
-        """Of each of `_parts` the source, its fields, and those that they go to."""
-        raise NotImplementedError
+        given = (self._weight(), self._channel_bias(), self.engine, Prologue(affine))
+        return engines.convolve(self.convolution, x, *given)
 
     def _check_input(self, x: Tensor) -> None:
         if torch.compiler.is_compiling():
@@ -461,7 +370,6 @@ class LiftConv2d(PDOConv2d):
     """
 
     output_kind = "regular"
-    frames: Tensor
 
     def __init__(
         self,
@@ -500,34 +408,9 @@ class LiftConv2d(PDOConv2d):
             return "mixed"
         return "vector" if self.vectors else "scalar"
 
-    def _constants(self) -> dict[str, np.ndarray]:
-        constants = super()._constants()
-        if self.vectors:
-            constants["frames"] = self.group.matrices[self.group.inverse]
-        return constants
-
-    def _filters(self) -> Tensor:
-        if not self.vectors:
-            return dense.lift_filters(self.weight, self.synthesis, None)
-        scalars = self.in_channels - 2 * self.vectors
-        parts = [dense.lift_filters(self.weight[:, scalars:], self.synthesis, self.frames)]
-        if scalars:
-            parts.insert(0, dense.lift_filters(self.weight[:, :scalars], self.synthesis, None))
-        return torch.cat(parts, dim=1)
-
-    def _parts(self) -> list[_Part]:
-        scalars = self.in_channels - 2 * self.vectors
-        pairs = self.weight[:, scalars:].unflatten(1, (-1, 2)).flatten(2)
-        parts = [
-            _Part("scalar", self.weight[:, :scalars], slice(0, scalars)),
-            _Part("vector", pairs, slice(scalars, None)),
-        ]
-        return [part for part in parts if part.weight.shape[1]]
-
-    def _fields(self) -> tuple[tuple[str, int, int], ...]:
-        scalars = self.in_channels - 2 * self.vectors
-        found = (("scalar", scalars, self.out_fields), ("vector", self.vectors, self.out_fields))
-        return tuple(part for part in found if part[1])
+    def _parts(self) -> tuple[Part, ...]:
+        found = (Part("scalar", self.in_channels - 2 * self.vectors), Part("vector", self.vectors))
+        return tuple(part for part in found if part.fields)
 
     def _expected_channels(self) -> str:
         return f"{self.in_channels} image channels"
@@ -556,7 +439,6 @@ class GroupConv2d(PDOConv2d):
 
     input_kind = "regular"
     output_kind = "regular"
-    places: Tensor
 
     def __init__(
         self,
@@ -583,18 +465,11 @@ class GroupConv2d(PDOConv2d):
     def _output_channels(self, order: int) -> int:
         return self.out_fields * order
 
-    def _constants(self) -> dict[str, np.ndarray]:
-        places = dense.filter_places(self.group.relative, self.weight.shape[1])
-        return {**super()._constants(), "places": places}
-
-    def _filters(self) -> Tensor:
-        return dense.group_filters(self.weight, self.synthesis, self.places)
+    def _parts(self) -> tuple[Part, ...]:
+        return (Part("regular", self.in_fields),)
 
     def _expected_channels(self) -> str:
         return f"{self.in_channels} channels ({self.in_fields} fields of {self.group.name})"
-
-    def _fields(self) -> tuple[tuple[str, int, int], ...]:
-        return (("regular", self.in_fields // self.groups, self.out_fields),)
 
     def extra_repr(self) -> str:
         return f"{self.in_fields}, {self.out_fields}{super().extra_repr()}"
@@ -652,7 +527,6 @@ class VectorConv2d(GroupConv2d):
     """
 
     output_kind = "vector"
-    matrices: Tensor
 
     def __init__(
         self, in_fields: int, out_vectors: int, group: GroupLike, **options: Unpack[ConvOptions]
@@ -671,19 +545,6 @@ class VectorConv2d(GroupConv2d):
     def _output_scale(self) -> float:
         # The sum over orientations adds `order` maps of equal variance.
         return 1.0 / math.sqrt(self.group.order)
-
-    def _constants(self) -> dict[str, np.ndarray]:
-        return {**super()._constants(), "matrices": self.group.matrices}
-
-    def _filters(self) -> Tensor:
-        return dense.vector_filters(self.weight, self.synthesis, self.places, self.matrices)
-
-    def _parts(self) -> list[_Part]:
-        pairs = self.weight.unflatten(0, (-1, 2))  # [vectors, component, in fields, k, s]
-        return [_Part("regular", pairs.transpose(1, 2).flatten(2), slice(None))]
-
-    def _fields(self) -> tuple[tuple[str, int, int], ...]:
-        return (("regular", self.in_fields, self.out_vectors),)
 
     def extra_repr(self) -> str:
         return f"{self.in_fields}, {self.out_vectors}{PDOConv2d.extra_repr(self)}"
@@ -750,9 +611,3 @@ def _read_centred(centred: object) -> bool | tuple[int, int]:
         "expected centred as True, False or a pair (extent, padding) of whole numbers; "
         f"got {centred!r}"
     )
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()

@@ -6,7 +6,7 @@ Together, the kernels read what comes before the norm and apply both where they 
 activated map exists nowhere, neither forwards nor backwards.
 
 This room knows when that is possible; what is done then is the business of
-`econv.layers.pooled` (statistics) and `econv.engines.triton_ops` (kernels).
+`econv.layers.pooled` (statistics) and `econv.engines.spectral.triton` (kernels).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from econv.engines import native, spectral
+from econv.engines.problem import transformed, watched
+from econv.engines.spectral.triton.engine import DEVICES
 from econv.layers.convolution import GroupConv2d
 from econv.layers.normalisation import GroupBatchNorm2d
 
@@ -52,7 +53,7 @@ def norm_relu_conv(norm: nn.Module, conv: nn.Module, x: Tensor) -> Tensor:
 
 def _seen(x: Tensor) -> bool:
     """Whether kernels may take ``x``, with nobody who would want to see operations of torch."""
-    return not native.watched(x) and x.device.type in spectral.TRITON and not spectral.transformed()
+    return not watched(x) and x.device.type in DEVICES and not transformed()
 
 
 def _as_made(norm: nn.Module, conv: nn.Module) -> bool:
@@ -66,6 +67,6 @@ def _as_made(norm: nn.Module, conv: nn.Module) -> bool:
             return False
         if module._backward_hooks or module._backward_pre_hooks or module._compiled_call_impl:
             return False
-        if any(native.watched(p) for p in module._parameters.values() if p is not None):
+        if any(watched(p) for p in module._parameters.values() if p is not None):
             return False
     return True

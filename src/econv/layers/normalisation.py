@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from econv.engines import dense
+from econv.engines import memory_format
 from econv.groups import Group, GroupLike
 from econv.layers import pooled
 from econv.layers.checks import check_fields, check_groups, positive
@@ -138,7 +138,7 @@ class GroupBatchNorm2d(_BatchNorm):
 
 def by_field(x: Tensor, fields: int, normalise: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply what normalises ``[n, fields, m]`` to ``[batch, fields * order, …]``, uncopied."""
-    if x.ndim == 4 and dense.memory_format(x) is torch.channels_last:
+    if x.ndim == 4 and memory_format(x) is torch.channels_last:
         last = x.permute(0, 2, 3, 1)
         folded = last.reshape(math.prod(last.shape[:3]), fields, x.shape[1] // fields)
         return normalise(folded).view(last.shape).permute(0, 3, 1, 2)
@@ -186,7 +186,7 @@ class GroupInstanceNorm2d(_InstanceNorm):
         own = self.running_mean if self.weight is None else self.weight
         check_fields(x, self.fields, self.group, own)
         normed = super().forward(x.reshape(x.shape[0], self.fields, -1)).view(x.shape)
-        return normed.contiguous(memory_format=dense.memory_format(x))
+        return normed.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
         return f"{self.group.name}, {super().extra_repr()}"
@@ -269,7 +269,7 @@ class GroupGroupNorm2d(_FieldAffine):
         """Normalise ``[batch, fields * order, height, width]``."""
         check_fields(x, self.fields, self.group, self.weight)
         normed = functional.group_norm(x, self.num_groups, *self._by_channel(), self.eps)
-        return normed.contiguous(memory_format=dense.memory_format(x))
+        return normed.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
         return f"num_groups={self.num_groups}, {super().extra_repr()}"
@@ -304,4 +304,4 @@ class GroupLayerNorm2d(_FieldAffine):
         pixels = x.permute(0, 2, 3, 1).reshape(batch * height * width, channels)
         normed = functional.layer_norm(pixels, (channels,), *self._by_channel(), self.eps)
         maps = normed.view(batch, height, width, channels).permute(0, 3, 1, 2)
-        return maps.contiguous(memory_format=dense.memory_format(x))
+        return maps.contiguous(memory_format=memory_format(x))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from econv.engines import dense
+from econv.engines import memory_format
 from econv.groups import Group, GroupLike
 from econv.layers.checks import check_fields, check_multiple, check_rank, positive
 from econv.layers.constants import WithConstants
@@ -51,7 +51,7 @@ class GroupPool2d(nn.Module):
         # Not `amax`: its gradient compares numbers with their maximum, and a compiled network in
         # bfloat16 computes them anew without rounding, finds none equal and divides 0 by 0.
         pooled = by_orientation.max(2).values if self.reduce == "max" else by_orientation.mean(2)
-        return pooled if x.ndim == 2 else pooled.contiguous(memory_format=dense.memory_format(x))
+        return pooled if x.ndim == 2 else pooled.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
         return f"{self.group.name}, reduce={self.reduce!r}"
@@ -109,7 +109,7 @@ class Spread2d(nn.Module):
         """Spread ``[batch, channels, height, width]``, or ``[batch, channels]``."""
         check_rank(x, (2, 4))
         spread = x.repeat_interleave(self._order, dim=1)
-        return spread if x.ndim == 2 else spread.contiguous(memory_format=dense.memory_format(x))
+        return spread if x.ndim == 2 else spread.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
         return self.group.name
@@ -222,7 +222,7 @@ class Restrict2d(WithConstants):
         check_multiple(x, self.whole)
         by_orientation = x.unflatten(1, (-1, self.whole.order))
         chosen = by_orientation.index_select(2, self.places).flatten(1, 2)
-        return chosen.contiguous(memory_format=dense.memory_format(x))
+        return chosen.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
         return f"{self.whole.name}, {self.subgroup.name}"

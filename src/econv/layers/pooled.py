@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines import dense
-from econv.engines.native import watched
-from econv.engines.spectral import transformed
+from econv.engines import memory_format
+from econv.engines.problem import transformed, watched
 
 __all__ = ["Running", "affine", "normalise", "rows", "usable"]
 
@@ -64,7 +63,7 @@ def normalise(
 
     The running statistics are brought up to date; gradients are of every order.
     """
-    x = x.contiguous(memory_format=dense.memory_format(x))
+    x = x.contiguous(memory_format=memory_format(x))
     normed, mean, variance = _Normalise.apply(x, weight, bias, fields, eps)
     if running is not None:
         running.update(mean, variance, x.numel() // fields)
@@ -85,7 +84,7 @@ def affine(
     The gradient to ``x`` has the part that comes through its statistics, if what is made of the
     norm is made of the ``x`` that is given back: both parts are added in one go.
     """
-    x = x.contiguous(memory_format=dense.memory_format(x))
+    x = x.contiguous(memory_format=memory_format(x))
     x, numbers = _Affine.apply(x, weight, bias, fields, running, eps)
     return x, numbers
 
@@ -138,7 +137,7 @@ class _Normalise(torch.autograd.Function):
             out = _plain(x, weight, bias, fields, ctx.eps)
             found = iter(torch.autograd.grad(out, inputs, gradient, create_graph=True))
             return *(next(found) if needed else None for needed in wanted), None, None
-        gradient = gradient.contiguous(memory_format=dense.memory_format(x))
+        gradient = gradient.contiguous(memory_format=memory_format(x))
         order = x.shape[1] // fields
         own = spread[2] if weight is not None else None
         sums = torch.batch_norm_backward_reduce(
@@ -167,23 +166,23 @@ class _Affine(torch.autograd.Function):
         running: Running | None,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        from econv.engines import triton_ops
+        from econv.engines.spectral.triton import norms
 
-        numbers = triton_ops.field_statistics(x, fields, weight, bias, running, eps)
+        numbers = norms.field_statistics(x, fields, weight, bias, running, eps)
         ctx.save_for_backward(x, weight, bias, numbers)
         ctx.fields, ctx.eps = fields, eps
         return x, numbers[:3]
 
     @staticmethod
     def backward(ctx: Any, to_x: Tensor, to_rows: Tensor) -> tuple[Tensor | None, ...]:
-        from econv.engines import triton_ops
+        from econv.engines.spectral.triton import norms
 
         x, weight, bias, numbers = ctx.saved_tensors
         if torch.is_grad_enabled():  # for derivatives of the second order and beyond
             return _again(ctx, x, weight, bias, to_x, to_rows)
         to_weight = None if weight is None else (to_rows[1] * numbers[3]).to(weight.dtype)
         to_bias = None if bias is None else to_rows[2].to(bias.dtype)
-        through = triton_ops.statistics_backward(x, to_x, numbers, to_rows)
+        through = norms.statistics_backward(x, to_x, numbers, to_rows)
         return through, to_weight, to_bias, None, None, None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from econv.engines import dense
+from econv.engines import dense, memory_format
 from econv.layers.checks import check_rank, positive
 from econv.layers.constants import WithConstants
 
@@ -64,7 +64,7 @@ class Downsample2d(WithConstants):
         """Halve ``[batch, channels, height, width]``."""
         check_rank(x)
         halved = halve(x, self.taps, self.reduce)
-        return halved.contiguous(memory_format=dense.memory_format(x))
+        return halved.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
         return f"reduce={self.reduce!r}"
@@ -101,7 +101,7 @@ class Upsample2d(nn.Module):
                 f"expected a size of twice {tuple(x.shape[2:])}, or one less; got {size!r}"
             )
         enlarged = _double(_double(x, 2, wanted[0]), 3, wanted[1])
-        return enlarged.contiguous(memory_format=dense.memory_format(x))
+        return enlarged.contiguous(memory_format=memory_format(x))
 
 
 def halve(x: Tensor, taps: Tensor, reduce: str) -> Tensor:
@@ -191,7 +191,7 @@ def recentre(x: Tensor, height: int, width: int, fill: float = 0.0) -> Tensor:
     [0.5, 1.5, 2.5, 3.5]
     """
     found = points_about_centre(x, height, width, fill)
-    return found.contiguous(memory_format=dense.memory_format(x))
+    return found.contiguous(memory_format=memory_format(x))
 
 
 def points_about_centre(x: Tensor, height: int, width: int, fill: float = 0.0) -> Tensor:
@@ -261,7 +261,7 @@ class NearestResize2d(nn.Module):
         """Resize ``[batch, channels, …]`` to ``height`` × ``width``."""
         check_rank(x)
         resized = nearest_pixels(x, height, width)
-        return resized.contiguous(memory_format=dense.memory_format(x))
+        return resized.contiguous(memory_format=memory_format(x))
 
 
 def nearest_pixels(x: Tensor, height: int, width: int) -> Tensor:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from econv.engines import replayed
-
 _WARM_UP_STEPS = 3
 
 
@@ -24,18 +22,16 @@ def tried(step: Callable[[], None], state: Sequence[Tensor], times: int = 1) -> 
 def captured(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], None]:
     """The step as one CUDA graph; the state is afterwards what it was before.
 
-    The caller keeps what the step reads and writes: the graph knows only where it lies. Layers
-    whose engine is "auto" take what is faster without Python.
+    The caller keeps what the step reads and writes: the graph knows only where it lies.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with replayed():
-        with torch.cuda.stream(side):
-            tried(step, state, _WARM_UP_STEPS)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):  # records, and changes nothing
-            step()
+    with torch.cuda.stream(side):
+        tried(step, state, _WARM_UP_STEPS)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # records, and changes nothing
+        step()
     torch.cuda.synchronize()
     replay: Callable[[], None] = graph.replay
     return replay

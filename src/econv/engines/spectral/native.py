@@ -24,20 +24,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from econv.engines.problem import Geometry, Problem
+from econv.engines.spectral.operator import Spectral, Task
+from econv.engines.spectral.torch import arrays, spectral_weights
 from econv.files import atomic
 from econv.fourier import butterflies
 from econv.plan import SpectralPlan
 
-if TYPE_CHECKING:
-    from econv.engines.spectral import Geometry
-
-__all__ = ["available", "cache_folder", "reason", "run", "supports", "watched"]
+__all__ = ["Native", "available", "cache_folder", "reason", "run"]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _LARGEST = 9  # size of the stencils that the kernel is instantiated for
@@ -65,17 +65,57 @@ def reason(dtype: torch.dtype = torch.float32) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def watched(x: Tensor) -> bool:
-    """Whether a tracer, or whatever else watches, must see operations of torch."""
-    watching = torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
-    return watching or type(x) not in (Tensor, torch.nn.Parameter)
+class Native(Spectral):
+    """A C++ kernel for the CPU, float32 and float64."""
 
+    name = "spectral/native"
+    compiled = True
 
-def supports(x: Tensor, plan: SpectralPlan) -> bool:
-    """Whether the kernel runs this: on a CPU, in float32 or float64, for stencils up to 9×9."""
-    if watched(x) or x.device.type != "cpu":
-        return False
-    return x.dtype in _REALS and plan.basis.size <= _LARGEST and available(x.dtype)
+    def why_not(self, problem: Problem) -> str | None:
+        """It runs on a CPU, in float32 or float64, for stencils up to 9×9."""
+        if problem.device.type != "cpu":
+            return f"it runs on a CPU; the input is on {problem.device.type}"
+        if problem.context == "watched":
+            return "a tracer, a dispatch mode or a tensor subclass must see operations of torch"
+        # Half precisions run in float32 and are rounded once, at the end.
+        if torch.promote_types(problem.dtype, torch.float32) not in _REALS:
+            return f"it runs in float32 and float64; the input is {problem.dtype}"
+        size = problem.convolution.basis.size
+        if size > _LARGEST:
+            return f"it knows stencils of up to {_LARGEST}×{_LARGEST}; these are {size}×{size}"
+        return super().why_not(problem) or reason(torch.promote_types(problem.dtype, torch.float32))
+
+    def forward(
+        self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The layer."""
+        _, weights = spectral_weights(task.plan, weight, x.dtype)
+        found, _ = run(x.to(weights.dtype), weights, task.plan, task.geometry)
+        assert found is not None
+        return found.to(x.dtype), self.known_like(x)
+
+    def backward(
+        self,
+        task: Task,
+        gradient: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        affine: Tensor | None,
+        known: Tensor,
+        wanted: tuple[bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Both gradients, from one set of derivatives."""
+        table, weights = spectral_weights(task.plan, weight, x.dtype)
+        turned = (weights @ table.adjoint_map).transpose(0, 1)
+        other = x.to(weights.dtype) if wanted[1] else None
+        gradient = gradient.to(weights.dtype)
+        geometry = task.back(x)
+        to_x, total = run(gradient, turned, task.plan.adjoint, geometry, other, wanted[0])
+        to_x = None if to_x is None else to_x.to(x.dtype)
+        if total is None:
+            return to_x, None, None
+        to_weights = total.transpose(0, 1) @ table.adjoint_map.T
+        return to_x, (to_weights @ table.weight_map.T).to(weight.dtype), None
 
 
 def run(
@@ -86,7 +126,7 @@ def run(
     other: Tensor | None = None,
     output: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The layer, and with ``other`` the gradient to the weights: see `spectral.apply_with_gram`."""
+    """The layer, and with ``other`` the gradient to the weights of their inner product."""
     library = _library(_REALS[x.dtype])
     if isinstance(library, str):
         raise RuntimeError(f"the native kernel is not available: {library}")
@@ -96,11 +136,11 @@ def run(
     out_channels = plan.synthesis.shape[0]
     shape = (x.shape[0], out_fields * out_channels, geometry.height, geometry.width)
     result = x.new_empty(shape) if output else None
-    gram = None if other is None else torch.empty_like(weights)
+    weight_gradient = None if other is None else torch.empty_like(weights)
     if not x.numel() or not geometry.height or not geometry.width:
         return (
             None if result is None else result.zero_(),
-            None if gram is None else gram.zero_(),
+            None if weight_gradient is None else weight_gradient.zero_(),
         )
     job = _Job()
     job.size_of_job = ctypes.sizeof(_Job)
@@ -114,15 +154,15 @@ def run(
     program.fill(job)
     job.x, job.w = x.data_ptr(), weights.data_ptr()
     job.y = result.data_ptr() if result is not None else None
-    if other is not None and gram is not None:
+    if other is not None and weight_gradient is not None:
         other = _dense_images(other)
-        job.other, job.other_stride, job.gram = other.data_ptr(), other.stride(0), gram.data_ptr()
+        job.other, job.other_stride, job.weight_gradient = other.data_ptr(), other.stride(0), weight_gradient.data_ptr()
     code = library.econv_spectral(ctypes.byref(job))
     if code:
         stencils = f"expected stencils of up to {_LARGEST}×{_LARGEST}; got {plan.basis.size}"
         wrong = {1: "another layout of its arguments", 2: stencils, 3: "no memory"}
         raise RuntimeError(f"the native kernel failed: {wrong.get(code, code)}")
-    return result, gram
+    return result, weight_gradient
 
 
 def _dense_images(x: Tensor) -> Tensor:
@@ -134,7 +174,7 @@ def _dense_images(x: Tensor) -> Tensor:
 _SIZES = """size_of_job threads batch in_fields out_fields in_channels out_channels height width
 out_height out_width x_stride other_stride up down dilation before size stencils features slots
 weights blocks"""
-_IMAGES = "x w other y gram"
+_IMAGES = "x w other y weight_gradient"
 _COUNTS = "rows places pairs first singles"
 _TABLES = "pair single row_start row_place row_factor place_start place_row place_factor"
 _POINTERS = """class_start class_stencil class_adds class_factor feature_place feature_factor block
@@ -176,8 +216,6 @@ class _Program:
 
 @lru_cache(maxsize=512)
 def _program(plan: SpectralPlan, dtype: torch.dtype) -> _Program:
-    from econv.engines.spectral import arrays
-
     tables = arrays(plan)
     real = np.float32 if dtype == torch.float32 else np.float64
     kept: list[np.ndarray] = []

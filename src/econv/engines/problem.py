@@ -1,0 +1,335 @@
+"""What a convolution is, said once: the value that engines are asked about.
+
+A layer knows its `Convolution`. With the input's size, dtype and device it is a `Problem`. This
+room knows shapes; how a problem is run is the business of the engines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from econv.basis import FilterBasis
+from econv.fourier import KINDS
+from econv.plan import SpectralPlan, spectral_plan
+
+__all__ = [
+    "Convolution",
+    "Geometry",
+    "Part",
+    "Problem",
+    "Prologue",
+    "Weight",
+    "convolution",
+    "convolution_named",
+    "memory_format",
+    "result_dtype",
+    "transformed",
+    "watched",
+    "without_autocast",
+]
+
+
+class Geometry(NamedTuple):
+    """Which input pixels an output pixel reads, along both axes alike.
+
+    Output y reads the points y·down + t·dilation − before of the input, t = 0 … size − 1, where
+    the input was spread by ``up`` (up − 1 zeros between pixels) and is zero outside.
+    """
+
+    up: int
+    down: int
+    dilation: int
+    before: int
+    """Pixels of padding before the first; negative ones are cut off."""
+    height: int
+    """Rows of the output."""
+    width: int
+
+    @staticmethod
+    def of(
+        size: int, height: int, width: int, stride: int, padding: int, dilation: int
+    ) -> Geometry:
+        """The geometry of a layer with zeros around an input of the given height and width."""
+        reach = dilation * (size - 1) + 1
+        rows, columns = ((n + 2 * padding - reach) // stride + 1 for n in (height, width))
+        return Geometry(1, stride, dilation, padding, rows, columns)
+
+    def transposed(self, size: int, height: int, width: int) -> Geometry:
+        """The geometry of the adjoint, whose output has the given height and width."""
+        before = self.dilation * (size - 1) - self.before
+        return Geometry(self.down, self.up, self.dilation, before, height, width)
+
+
+class Part(NamedTuple):
+    """Input channels that transform alike."""
+
+    kind: str
+    """How: one of `econv.fourier.KINDS`."""
+    fields: int
+
+
+@dataclass(frozen=True, eq=False)
+class Convolution:
+    """What a layer's convolution is, whatever it reads. Equal ones are one object.
+
+    Made by `convolution`; ``in_fields`` and ``out_fields`` count all groups together.
+    """
+
+    basis: FilterBasis
+    parts: tuple[Part, ...]
+    target: str
+    out_fields: int
+    groups: int
+    stride: int
+    padding: int
+    padding_mode: str
+    dilation: int
+    name: str = field(init=False)
+    """A text that stands for the convolution in a traced graph of this process."""
+
+    def __post_init__(self) -> None:
+        for kind in (*(part.kind for part in self.parts), self.target):
+            if kind not in KINDS:
+                raise ValueError(f"unknown kind of field {kind!r}: expected one of {KINDS}")
+        object.__setattr__(self, "name", self._name())
+
+    def _name(self) -> str:
+        basis = self.basis
+        words = {
+            "group": basis.group.name,
+            "operators": basis.operators.name,
+            "stencils": repr(basis.stencils),
+            "size": basis.size,
+            "parts": [list(part) for part in self.parts],
+            "target": self.target,
+            "out": self.out_fields,
+            "groups": self.groups,
+            "stride": self.stride,
+            "padding": [self.padding, self.padding_mode],
+            "dilation": self.dilation,
+        }
+        name = json.dumps(words)
+        while _NAMED.setdefault(name, self) is not self:  # two bases that words do not tell apart
+            name += "'"
+        return name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = (getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
+        return convolution, tuple(fields)
+
+    def plan(self, part: Part) -> SpectralPlan:
+        """The spectral factorisation of the layer on one part of its input."""
+        return spectral_plan(self.basis, part.kind, self.target)
+
+    def width(self, kind: str) -> int:
+        """Channels of a field."""
+        return {"scalar": 1, "vector": 2, "regular": self.basis.group.order}[kind]
+
+    def geometry(self, height: int, width: int) -> Geometry:
+        """Of an input whose borders, if they are not zeros, were made before."""
+        zeros = self.padding if self.padding_mode == "zeros" else 0
+        return Geometry.of(self.basis.size, height, width, self.stride, zeros, self.dilation)
+
+    @cached_property
+    def filter_elements(self) -> int:
+        """How many elements of filters one pixel of one input channel meets."""
+        return self.out_fields * self.width(self.target) // self.groups * self.basis.size**2
+
+    def __str__(self) -> str:
+        into = " + ".join(f"{fields} {kind}" for kind, fields in self.parts)
+        options = f", stride {self.stride}" if self.stride > 1 else ""
+        options += f", groups {self.groups}" if self.groups > 1 else ""
+        return (
+            f"{self.basis.group.name}, {into} → {self.out_fields} {self.target}, "
+            f"{self.basis.size}×{self.basis.size}{options}"
+        )
+
+
+_NAMED: dict[str, Convolution] = {}
+
+
+@lru_cache(maxsize=None)
+def convolution(
+    basis: FilterBasis,
+    parts: tuple[Part, ...],
+    target: str,
+    out_fields: int,
+    groups: int = 1,
+    stride: int = 1,
+    padding: int = 0,
+    padding_mode: str = "zeros",
+    dilation: int = 1,
+) -> Convolution:
+    """The convolution with these properties, one object for all that ask for it.
+
+    >>> from econv import filter_basis
+    >>> print(convolution(filter_basis("p8"), (Part("regular", 4),), "regular", 6))
+    p8, 4 regular → 6 regular, 5×5
+    """
+    return Convolution(
+        basis, parts, target, out_fields, groups, stride, padding, padding_mode, dilation
+    )
+
+
+def convolution_named(name: str) -> Convolution:
+    """The convolution whose `Convolution.name` this is."""
+    return _NAMED[name]
+
+
+class Problem(NamedTuple):
+    """One call of a convolution: all that an engine may ask before it runs."""
+
+    convolution: Convolution
+    batch: int
+    height: int
+    """Of the input, without padding."""
+    width: int
+    dtype: torch.dtype
+    """Of the output; under autocast the input may have another."""
+    device: torch.device
+    channels_last: bool
+    to_input: bool
+    """Whether a gradient to the input follows."""
+    to_weight: bool
+    context: str = "eager"
+    """``"eager"``; ``"traced"`` into a graph that may hold operators of ours; ``"transformed"`` by
+    `torch.func` or forward-mode differentiation; ``"watched"`` by what must see torch's own
+    operations, such as an exporter or a tensor subclass."""
+
+    @staticmethod
+    def of(convolution: Convolution, x: Tensor, weight: Tensor, context: str | None = None) -> Problem:
+        """The problem that a call poses; symbolic sizes count as what they were seen as."""
+        batch, _, height, width = (_hint(n) for n in x.shape)
+        needed = torch.is_grad_enabled()
+        return Problem(
+            convolution,
+            batch,
+            height,
+            width,
+            result_dtype(x),
+            x.device,
+            memory_format(x) is torch.channels_last,
+            needed and x.requires_grad,
+            needed and weight.requires_grad,
+            context or _context(x, weight),
+        )
+
+    @property
+    def multiplications(self) -> int:
+        """Those of the dense engine, forwards."""
+        channels = sum(p.fields * self.convolution.width(p.kind) for p in self.convolution.parts)
+        pixels = self.height * self.width // self.convolution.stride**2
+        return self.batch * pixels * channels * self.convolution.filter_elements
+
+    @property
+    def geometry(self) -> Geometry:
+        """What engines run when other borders than zeros are made."""
+        rim = 0 if self.convolution.padding_mode == "zeros" else 2 * self.convolution.padding
+        return self.convolution.geometry(self.height + rim, self.width + rim)
+
+    def __str__(self) -> str:
+        layout = ", channels-last" if self.channels_last else ""
+        passes = "with gradients" if self.to_input or self.to_weight else "forwards"
+        return (
+            f"{self.convolution}, batch {self.batch}, {self.height}×{self.width}{layout}, "
+            f"{str(self.dtype).removeprefix('torch.')}, {passes}"
+        )
+
+
+class Weight(NamedTuple):
+    """What a layer learns, and the fixed arrays of `econv.engines.dense.tables` that expand it."""
+
+    learned: Tensor
+    tables: tuple[Tensor, ...]
+
+    def parts(self, convolution: Convolution) -> list[Tensor]:
+        """For each part of the input ``[out fields, in fields / groups, coordinates]``."""
+        weight = self.learned
+        if convolution.target == "vector":  # [2 * vectors, in fields, k, s]
+            return [weight.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)]
+        if convolution.parts[0].kind == "regular":
+            return [weight.flatten(2)]
+        found, first = [], 0
+        for kind, fields in convolution.parts:
+            each = convolution.width(kind)
+            here = weight.narrow(1, first, fields * each // convolution.groups)
+            found.append(here.unflatten(1, (-1, each)).flatten(2) if each > 1 else here)
+            first += fields * each
+        return found
+
+
+class Prologue(NamedTuple):
+    """What an engine does to its input where it reads it: max(0, (x − centre)·scale + shift)."""
+
+    affine: Tensor
+    """These numbers of each field, ``[3, fields]`` in float32."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """The same as operations of torch, in the dtype of ``x``."""
+        each = x.shape[1] // self.affine.shape[1]
+        rows = self.affine[:, :, None].expand(-1, -1, each).reshape(3, 1, -1, 1, 1)
+        centre, scale, shift = rows.unbind()
+        return torch.relu((x.to(self.affine.dtype) - centre) * scale + shift).to(x.dtype)
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """The layout of a batch of images, to be kept by what is computed from it."""
+    _, channels, height, width = x.shape
+    # One channel lies in both ways; what was made channels-last tells by its stride, as for torch.
+    if x.is_contiguous() and (channels > 1 or x.stride(1) > 1 or height * width == 1):
+        return torch.contiguous_format
+    # By the strides: inside `torch.func.vmap` torch does not answer for channels-last.
+    strides = (channels * height * width, 1, channels * width, channels)
+    last = all(
+        size == 1 or found == wanted
+        for size, found, wanted in zip(x.shape, x.stride(), strides, strict=True)
+    )
+    return torch.channels_last if last else torch.contiguous_format
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a convolution of ``x`` gives: under autocast, autocast's."""
+    kind = x.device.type
+    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def watched(x: Tensor) -> bool:
+    """Whether a tracer, or whatever else watches, must see operations of torch."""
+    watching = torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    return watching or type(x) not in (Tensor, torch.nn.Parameter)
+
+
+def transformed() -> bool:
+    """Whether functions are being transformed (vmap, jvp …) in ways that kernels do not know."""
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return forward_mode or torch._C._are_functorch_transforms_active()
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast is off inside: engines round where they say so."""
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _context(x: Tensor, weight: Tensor) -> str:
+    if watched(x) or watched(weight):
+        return "watched"
+    return "transformed" if transformed() else "eager"
+
+
+def _hint(size: Any) -> int:
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return 1 if hint is None else int(hint)
