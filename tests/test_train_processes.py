@@ -13,7 +13,7 @@ import torch
 from econv import records
 from econv.train.processes import Processes
 from econv.train.trainer import Trainer
-from tiny_training import HOW, TINY, changed, losses, start, stripes
+from tiny_training import EXECUTION, TINY, changed, losses, start, stripes
 
 WORKER = """
 import gc, json, os, signal, sys
@@ -128,4 +128,4 @@ def test_a_batch_must_be_shared_equally() -> None:
     data = stripes()
     three = Processes(0, 3, torch.device("cpu"))
     with pytest.raises(ValueError, match="3 processes can share equally; got 16"):
-        Trainer(TINY, 0, data.train, data, HOW, three)
+        Trainer(TINY, 0, data.train, data, EXECUTION, three)

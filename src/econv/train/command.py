@@ -13,7 +13,7 @@ from typing import Any
 from econv.recipes import RECIPES, Recipe, recipe
 from econv.records import path_of
 from econv.train.errors import TrainingError
-from econv.train.how import ENGINES, PRECISIONS
+from econv.train.execution import ENGINES, PRECISIONS
 from econv.train.processes import leave
 from econv.train.runs import run
 

@@ -19,7 +19,7 @@ from econv.records import Record
 from econv.train.board import open_board
 from econv.train.checkpoints import Checkpoints, clear
 from econv.train.errors import CheckpointError
-from econv.train.how import How, convolution_precision
+from econv.train.execution import Execution, convolution_precision
 from econv.train.loop import Loop
 from econv.train.processes import Processes, watched
 
@@ -84,7 +84,7 @@ def run(
     shared = _shared(shared)
     records_room.revision()  # what is wrong with it is said before training, not after
     processes = Processes.join(device)
-    how = How.choose(processes, engine, precision, channels_last)
+    execution = Execution.choose(processes, engine, precision, channels_last)
     folder = Path(output) / recipe.name / str(seed)
     place = records_room.path_of(Path(records), recipe.name, seed)
 
@@ -101,7 +101,7 @@ def run(
         "settings": recipe.settings(),
         "seed": seed,
         "data_sha256": _fingerprint(data),
-        "precision": how.precision,
+        "precision": execution.precision,
     }
     done = _finished(identity, place, processes) if resume else None
     if done is not None:
@@ -121,15 +121,17 @@ def run(
         events = Path(tensorboard) / recipe.name / str(seed)
     with (
         watched(processes, checkpoints.describe),
-        convolution_precision(how),
-        torch.random.fork_rng(devices=[how.device] if how.device.type == "cuda" else []),
+        convolution_precision(execution),
+        torch.random.fork_rng(
+            devices=[execution.device] if execution.device.type == "cuda" else []
+        ),
         open_board(events, first_step=trained + 1) as board,
     ):
         loop = Loop(
             recipe,
             seed,
             data,
-            how,
+            execution,
             processes,
             checkpoints,
             checkpoint_every,

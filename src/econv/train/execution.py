@@ -16,7 +16,7 @@ PRECISIONS = ("float64", "float32", "tf32", "bfloat16")
 
 
 @dataclass(frozen=True)
-class How:
+class Execution:
     """Device, engine and number formats of a run."""
 
     device: torch.device
@@ -31,7 +31,7 @@ class How:
         engine: str | None,
         precision: str | None,
         channels_last: bool | None,
-    ) -> How:
+    ) -> Execution:
         on_gpu = processes.device.type == "cuda"
         engine = engine or ("graph" if on_gpu and processes.world == 1 else "eager")
         precision = precision or ("tf32" if on_gpu else "float32")
@@ -60,13 +60,13 @@ class How:
 
 
 @contextmanager
-def convolution_precision(how: How) -> Iterator[None]:
+def convolution_precision(execution: Execution) -> Iterator[None]:
     """TF32 for convolutions alone: the products that make filters keep their accuracy."""
-    if how.device.type != "cuda":
+    if execution.device.type != "cuda":
         yield
         return
     backend = torch.backends.cudnn
-    wanted = how.precision != "float32"
+    wanted = execution.precision != "float32"
     value: bool | str = wanted
     holder, name = backend, "allow_tf32"
     if hasattr(backend, "conv"):  # since torch 2.9; the two ways must not be mixed

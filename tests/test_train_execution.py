@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from econv.train.how import How, convolution_precision
+from econv.train.execution import Execution, convolution_precision
 from econv.train.processes import Processes
 from tiny_training import start
 
@@ -19,8 +19,8 @@ def test_the_settings_of_torch_are_put_back(precision: str) -> None:
         return backend.benchmark, backend.allow_tf32
 
     before = settings()
-    how = How(torch.device("cuda"), "graph", precision, False)
-    with convolution_precision(how):
+    execution = Execution(torch.device("cuda"), "graph", precision, False)
+    with convolution_precision(execution):
         wanted = {"float32": ("ieee", False), "tf32": ("tf32", True)}[precision]
         assert settings()[0] is True
         assert settings()[1] in wanted
@@ -48,4 +48,4 @@ def test_what_cannot_be_run_is_refused(
 
 def test_several_processes_run_eagerly() -> None:
     with pytest.raises(ValueError, match="'eager' with several processes"):
-        How.choose(Processes(0, 2, torch.device("cpu")), "compile", None, None)
+        Execution.choose(Processes(0, 2, torch.device("cpu")), "compile", None, None)
