@@ -1,7 +1,7 @@
 """Training from end to end: images a second with each engine, in one run.
 
 Whole steps of a recipe (augmentation, forward, backward, optimiser, moving average) on pictures of
-noise of the data's size, as `econv train --engine graph` runs them: every engine is captured as a
+noise of the data's size, as `econv train --step graph` runs them: every engine is captured as a
 CUDA graph of its own, and they take turns.
 
     python benchmarks/training_speed.py --json benchmarks/results/training_cuda.json

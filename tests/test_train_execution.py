@@ -30,8 +30,8 @@ def test_the_settings_of_torch_are_put_back(precision: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"engine": "graph"}, "a GPU for the engine .graph.; got cpu"),
-        ({"engine": "fast"}, "expected an engine"),
+        ({"step": "graph"}, "a GPU for the step .graph.; got cpu"),
+        ({"step": "fast"}, "expected a step in"),
         ({"precision": "tf32"}, "a GPU for the precision .tf32.; got cpu"),
         ({"precision": "float8"}, "expected a precision"),
         ({"checkpoint_every": 0}, "checkpoint_every"),

@@ -21,14 +21,14 @@ from arguments to the record; `command`, the same from the shell.
 
 from econv.train.command import TRAINED_BEFORE, add_arguments, main
 from econv.train.errors import CheckpointError, DivergedError, TrainingError, WorkerLostError
-from econv.train.execution import ENGINES, PRECISIONS
+from econv.train.execution import PRECISIONS, STEPS
 from econv.train.parts import KeyedDropout
 from econv.train.processes import leave
 from econv.train.runs import run
 
 __all__ = [
-    "ENGINES",
     "PRECISIONS",
+    "STEPS",
     "TRAINED_BEFORE",
     "CheckpointError",
     "DivergedError",

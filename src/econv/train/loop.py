@@ -99,7 +99,7 @@ class Loop:
             "after": len(self.told["history"]),
             "revision": records.revision(),
             "source_sha256": records.source_hash(),
-            "engine": self.execution.engine,
+            "step": self.execution.step,
             "processes": self.processes.world,
             "device": _device_name(self.execution.device),
         }
@@ -235,7 +235,7 @@ class Loop:
             epochs=told["history"],
             settings=self.recipe.settings(),
             processes=self.processes.world,
-            engine=self.execution.engine,
+            step=self.execution.step,
             precision=self.execution.precision,
             revision=records.revision(),
             source_sha256=records.source_hash(),

@@ -39,7 +39,7 @@ def run(
     progress: bool = True,
     tensorboard: Path | str | None = None,
     checkpoint_every: int = 10,
-    engine: str | None = None,
+    step: str | None = None,
     precision: str | None = None,
     channels_last: bool | None = None,
     shared: int | None = None,
@@ -65,8 +65,9 @@ def run(
         progress: whether to say on stderr how far it is.
         tensorboard: a folder for TensorBoard's event files.
         checkpoint_every: epochs from one checkpoint to the next.
-        engine: ``"eager"``; ``"graph"``, the whole step in a CUDA graph; ``"compile"``, the network
-            through `torch.compile` too. By default ``"graph"`` on one GPU, otherwise ``"eager"``.
+        step: how a step is run: ``"eager"``; ``"graph"``, all of it in a CUDA graph; ``"compile"``,
+            the network through `torch.compile` too. By default ``"graph"`` on one GPU, otherwise
+            ``"eager"``.
         precision: ``"float64"``, ``"float32"``, ``"tf32"`` or ``"bfloat16"`` for convolutions; by
             default ``"tf32"`` on GPUs and ``"float32"`` elsewhere.
         channels_last: whether images are laid out with channels last; by default with bfloat16.
@@ -84,7 +85,7 @@ def run(
     shared = _shared(shared)
     records_room.revision()  # what is wrong with it is said before training, not after
     processes = Processes.join(device)
-    execution = Execution.choose(processes, engine, precision, channels_last)
+    execution = Execution.choose(processes, step, precision, channels_last)
     folder = Path(output) / recipe.name / str(seed)
     place = records_room.path_of(Path(records), recipe.name, seed)
 

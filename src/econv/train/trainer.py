@@ -128,11 +128,11 @@ class Trainer:
         self.network: Callable[[Tensor], Tensor] = self.model
         if processes.world > 1:
             self.network = shared(self.model)
-        elif execution.engine == "compile":
+        elif execution.step == "compile":
             self.network = torch.compile(self.model)
         self.convolutions: dict[str, int] = {}
         self.advance: Callable[[], None] = self._noting
-        if execution.engine != "eager":
+        if execution.step != "eager":
             state = list(self.state().values())
             with warnings.catch_warnings():
                 # On purpose: TF32 is for convolutions, the products that make filters stay exact.
@@ -266,7 +266,7 @@ class Trainer:
 
     def watch(self, split: Split) -> None:
         """Prepare to look at this split often: on a GPU its evaluation becomes a CUDA graph too."""
-        if self.execution.engine == "eager" or self.execution.device.type != "cuda":
+        if self.execution.step == "eager" or self.execution.device.type != "cuda":
             return
         classes = torch.zeros(len(split.y), dtype=torch.int64, device=self.execution.device)
         total = torch.zeros((), dtype=torch.float64, device=self.execution.device)
