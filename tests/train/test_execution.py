@@ -1,4 +1,4 @@
-"""Engines and precisions: what cannot be run is refused, and torch's settings are put back."""
+"""Steps and precisions: what cannot be run is refused, and torch's settings are put back."""
 
 from pathlib import Path
 

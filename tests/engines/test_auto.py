@@ -344,7 +344,7 @@ def test_a_block_of_replayed_calls_ends_with_an_error_too(on_a_gpu):
     assert asked == [True, False]
 
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture

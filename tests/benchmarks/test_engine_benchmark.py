@@ -268,7 +268,7 @@ def test_kernels_are_compiled_without_a_gpu(tmp_path, monkeypatch, capsys):
     assert "not all was compiled" in capsys.readouterr().out
 
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def recorded(name):
