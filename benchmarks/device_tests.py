@@ -28,12 +28,12 @@ from econv.records import revision, source_hash, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
-    "tests/test_cuda.py",
-    "tests/test_cuda_compatibility.py",
-    "tests/test_cuda_triton.py",
-    "tests/test_train_capture.py",
-    "tests/test_data_augmentation.py",
-    "tests/test_conversion_packages.py",
+    "tests/layers/test_cuda.py",
+    "tests/compatibility/test_cuda_compatibility.py",
+    "tests/engines/test_cuda_triton.py",
+    "tests/train/test_capture.py",
+    "tests/data/test_augmentation.py",
+    "tests/conversion/test_packages.py",
 )
 WITHIN = 570.0
 LONGEST = 200

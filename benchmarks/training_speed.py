@@ -1,7 +1,7 @@
 """Training from end to end: images a second with each engine, in one run.
 
 Whole steps of a recipe (augmentation, forward, backward, optimiser, moving average) on pictures of
-noise of the data's size, as `econv train --engine graph` runs them: every engine is captured as a
+noise of the data's size, as `econv train --step graph` runs them: every engine is captured as a
 CUDA graph of its own, and they take turns.
 
     python benchmarks/training_speed.py --json benchmarks/results/training_cuda.json
@@ -25,7 +25,7 @@ from econv.data import Dataset, Split
 from econv.files import write_atomically
 from econv.recipes import RECIPES, Recipe
 from econv.records import revision, source_hash
-from econv.train.how import How, convolution_precision
+from econv.train.execution import Execution, convolution_precision
 from econv.train.processes import Processes
 from econv.train.trainer import Trainer
 
@@ -45,14 +45,14 @@ def noise(recipe: Recipe, count: int, device: torch.device) -> Dataset:
     return Dataset.of(recipe.dataset, split, split, split, classes=10).to(device)
 
 
-def measure(recipe: Recipe, steps: int, rounds: int, how: How) -> dict[str, Any]:
-    processes = Processes(0, 1, how.device)
-    data = noise(recipe, recipe.batch_size * steps, how.device)
+def measure(recipe: Recipe, steps: int, rounds: int, execution: Execution) -> dict[str, Any]:
+    processes = Processes(0, 1, execution.device)
+    data = noise(recipe, recipe.batch_size * steps, execution.device)
     trainers: dict[str, Trainer] = {}
     ran: dict[str, list[str]] = {}
     for engine in ENGINES:
         with econv.engine(engine) as chosen:
-            trainers[engine] = Trainer(recipe, 0, data.train, data, how, processes)
+            trainers[engine] = Trainer(recipe, 0, data.train, data, execution, processes)
         ran[engine] = chosen  # a graph that is replayed adds nothing to what was captured
     times: dict[str, list[float]] = {engine: [] for engine in ENGINES}
     for number in range(rounds + 1):
@@ -104,11 +104,11 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     device = torch.device(args.device)
     gpu = device.type == "cuda"
-    how = How(device, args.mode, "bfloat16" if gpu else "float32", gpu)
+    execution = Execution(device, args.mode, "bfloat16" if gpu else "float32", gpu)
     record: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if gpu else device.type,
         "mode": args.mode,
-        "precision": how.precision,
+        "precision": execution.precision,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "revision": revision(),
@@ -117,8 +117,8 @@ def main(arguments: list[str] | None = None) -> None:
     }
     for name in args.recipes:
         changes = {"batch_size": str(args.batch)} if args.batch else {}
-        with convolution_precision(how):
-            found = measure(RECIPES[name].with_changes(changes), args.steps, args.rounds, how)
+        with convolution_precision(execution):
+            found = measure(RECIPES[name].with_changes(changes), args.steps, args.rounds, execution)
         record["runs"].append(found)
         speed = found["images_per_second"]
         print(

@@ -322,7 +322,7 @@ def test_a_head_keeps_its_own_pooling():
 def test_importing_econv_imports_none_of_its_friends():
     code = (
         "import sys, econv; friends = {'timm', 'huggingface_hub', 'safetensors', 'onnx', "
-        "'torchao', 'econv.timm', 'econv.plain'}; "
+        "'torchao', 'econv.timm'}; "
         "print(sorted(friends & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -35,7 +35,7 @@ def record(**changes: object) -> Record:
         ],
         "settings": {"name": "mnist_rot_p8"},
         "processes": 1,
-        "engine": "eager",
+        "step": "eager",
         "precision": "float32",
         "revision": "unknown",
         "source_sha256": "2" * 64,
@@ -123,7 +123,7 @@ LAST = {"phase": "select", "epoch": 2, "loss": 0.1, "validation_error": 1.5}
         {"parts": {}},
         {"shared": 0},
         {"shared": True},
-        {"format": 2},
+        {"format": 3},
     ],
 )
 def test_wrong_values_are_refused(changes: dict[str, object]) -> None:
@@ -151,6 +151,30 @@ def test_an_edited_file_is_refused_by_name(tmp_path: Path, edit, message: str) -
     with pytest.raises(RecordError, match=message) as caught:
         records.load(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_record_of_the_first_format_means_what_it_did(tmp_path: Path) -> None:
+    part = {
+        "after": 0,
+        "revision": "unknown",
+        "source_sha256": "2" * 64,
+        "step": "graph",
+        "processes": 1,
+        "device": "cpu, 2 threads",
+    }
+    known = record(step="graph", parts=[part])
+    path = records.save(known, tmp_path)
+    told = json.loads(path.read_text())
+    for each in (told, told["parts"][0]):
+        each["engine"] = each.pop("step")
+    told["format"] = 1
+    path.write_text(json.dumps(told))
+    assert records.load(path) == known
+    assert json.loads(path.read_text()) == told  # reading changes no file
+    told["format"] = 2
+    path.write_text(json.dumps(told))
+    with pytest.raises(RecordError, match=r"missing \['step'\], unknown \['engine'\]"):
+        records.load(path)
 
 
 def test_a_record_from_before_a_field_says_that_it_is_not_known(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_unlike_runs_are_not_averaged(changes: dict[str, object]) -> None:
 
 
 def test_rows_say_how_they_were_run() -> None:
-    found = [made(seed=s, engine=e) for s, e in enumerate(("eager", "graph", "eager"))]
+    found = [made(seed=s, step=e) for s, e in enumerate(("eager", "graph", "eager"))]
     assert row(report.rows(found)).cells()[7] == "eager, float32; graph, float32"
     others = {"x": found}
     assert "eager, float32; graph, float32" in report.as_text([], others)

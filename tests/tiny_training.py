@@ -10,12 +10,12 @@ from econv import train
 from econv.data import Dataset, Split
 from econv.recipes import Recipe
 from econv.records import Record
-from econv.train.how import How
+from econv.train.execution import Execution
 from econv.train.processes import Processes
 from econv.train.trainer import Trainer
 
 ONE = Processes(0, 1, torch.device("cpu"))
-HOW = How(torch.device("cpu"), "eager", "float64", False)
+EXECUTION = Execution(torch.device("cpu"), "eager", "float64", False)
 
 TINY = Recipe(
     name="tiny",
@@ -87,9 +87,9 @@ def losses(record: Record) -> list[float]:
     return [e[name] for e in record.epochs for name in ("loss", "validation_loss")]
 
 
-def trainer(recipe: Recipe = TINY, data: Dataset | None = None, **how: object) -> Trainer:
+def trainer(recipe: Recipe = TINY, data: Dataset | None = None, **changes: object) -> Trainer:
     data = data or stripes()
-    chosen = dataclasses.replace(HOW, **how)
+    chosen = dataclasses.replace(EXECUTION, **changes)
     return Trainer(recipe, 0, data.train, data, chosen, ONE)
 
 

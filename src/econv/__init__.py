@@ -4,12 +4,13 @@ Filters are partial differential operators (PDO-eConvs, ICML 2020): turned exact
 ``pn`` or ``pnm``, and brought to the pixel grid by finite-difference stencils.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from econv import models, testing
 from econv.basis import FilterBasis, filter_basis
 from econv.conversion import ConversionError, convert
 from econv.engines import engine
+
+# Here and not when first used: loading the module of this name later would hide the function.
+from econv.export import export
 from econv.groups import Group
 from econv.layers import (
     CentredAvgPool2d,
@@ -42,9 +43,6 @@ from econv.operators import OperatorSet, Polynomial, operator_set
 from econv.parameters import parameter_groups
 from econv.pretrained import from_pretrained
 from econv.stencils import Central, Stencil, central, stencil_set
-
-if TYPE_CHECKING:
-    from econv.plain import export
 
 __version__ = "0.1.0"
 
@@ -93,11 +91,3 @@ __all__ = [
     "stencil_set",
     "testing",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "export":  # torch.fx would triple the time of an import that few networks need
-        from econv.plain import export
-
-        return export
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,7 +38,7 @@ from econv.lab import (
     plain_twin,
     windowed,
 )
-from econv.lab.flow import input_kind_of
+from econv.lab.kinds import input_kind_of
 from econv.lab.measure import MARGIN, disc_mask, relative_error
 from econv.testing import _undisturbed, rotate
 

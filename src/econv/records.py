@@ -29,13 +29,15 @@ __all__ = [
     "load_all",
     "parse",
     "path_of",
+    "renamed",
     "revision",
     "save",
     "strays",
     "versions",
 ]
 
-FORMAT = 1
+FORMAT = 2
+"""In format 1 ``step`` had the name ``engine``."""
 
 
 class RecordError(ValueError):
@@ -75,7 +77,8 @@ class Record:
     settings: dict[str, Any]
     """The whole recipe."""
     processes: int
-    engine: str
+    step: str
+    """How a step was run: ``eager``, ``graph`` or ``compile``."""
     precision: str
     revision: str
     """Of the code: the commit, with ``+changes`` if files differ; where there is no git, what
@@ -91,7 +94,7 @@ class Record:
     """Whether images were laid out with channels last; None if not known."""
     parts: list[dict[str, Any]] | None = None
     """What took part in turn: for each stretch ``after``, the number of epochs before it, and its
-    revision, source_sha256, engine, processes and device. One for a run by the same code in the
+    revision, source_sha256, step, processes and device. One for a run by the same code in the
     same way, however often it was interrupted; None if not known."""
     shared: int | None = None
     """How many runs shared the device, this one among them; None if not known."""
@@ -153,7 +156,7 @@ _PART = {
     "after": "int",
     "revision": "str",
     "source_sha256": "str",
-    "engine": "str",
+    "step": "str",
     "processes": "int",
     "device": "str",
 }
@@ -203,6 +206,7 @@ def parse(content: bytes, path: Path) -> Record:
         told = json.loads(content)
     except ValueError as error:
         raise RecordError(f"{path} is no record: {error}") from None
+    told = _current(told)
     names = {field.name for field in fields(Record)}
     # What older records do not have has a value that says so.
     needed = {f.name for f in fields(Record) if f.default is MISSING} | {"format"}
@@ -221,6 +225,23 @@ def parse(content: bytes, path: Path) -> Record:
             f"{path} holds the record of {record.recipe}, seed {record.seed}: moved or edited"
         )
     return record
+
+
+def _current(told: Any) -> Any:
+    """What a file of an older format says, in the present one."""
+    if not isinstance(told, dict) or told.get("format") != 1:
+        return told
+    found = renamed(told) | {"format": FORMAT}
+    if isinstance(found.get("parts"), list):
+        found["parts"] = [renamed(part) for part in found["parts"]]
+    return found
+
+
+def renamed(told: Any) -> Any:
+    """A record or part of format 1 under the present names."""
+    if not isinstance(told, dict) or "step" in told:
+        return told
+    return {"step" if name == "engine" else name: value for name, value in told.items()}
 
 
 def load_all(folder: Path) -> list[Record]:

@@ -67,12 +67,12 @@ _RUN_HEADS = (
     "seconds",
     "set-up",
     "device",
-    "engine",
+    "step",
     "torch",
     "revision",
     "finished",
 )
-_WORDS = ("run as", "data", "device", "engine", "torch", "revision", "finished")
+_WORDS = ("run as", "data", "device", "step", "torch", "revision", "finished")
 RETRAINED = "retrained on all"
 NOTE = (
     "Test errors are the mean ± sample standard deviation (n − 1) over seeds. They are those of "
@@ -143,7 +143,7 @@ class Row:
 
 
 def _run_as(record: Record) -> str:
-    return f"{record.engine}, {record.precision}"
+    return f"{record.step}, {record.precision}"
 
 
 def _seconds(records: Sequence[Record]) -> str:

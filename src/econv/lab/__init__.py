@@ -1,11 +1,11 @@
 """The laboratory: is a model equivariant, where does the error come from, does training keep it?
 
-Functions that return numbers, as frozen records with ``to_dict``. They know models, images and the
+Functions that return numbers, as frozen results with ``to_dict``. They know models, images and the
 checkers of `testing`; they draw nothing and write no files.
 """
 
-from econv.lab.flow import element_name, find_group
 from econv.lab.images import load_images, windowed
+from econv.lab.kinds import element_name, find_group
 from econv.lab.measure import (
     angle_curve,
     error_sources,
@@ -13,7 +13,7 @@ from econv.lab.measure import (
     operator_symbols,
     resolution_curve,
 )
-from econv.lab.records import (
+from econv.lab.results import (
     AngleCurve,
     ErrorSources,
     LayerError,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from econv.basis import FilterBasis
 from econv.groups import FloatArray, Group, GroupLike
-from econv.lab.flow import (
+from econv.lab.kinds import (
     ACTIVATIONS,
     Flow,
     Map,
@@ -30,7 +30,7 @@ from econv.lab.flow import (
     turn_channels,
     turn_map,
 )
-from econv.lab.records import (
+from econv.lab.results import (
     AngleCurve,
     ErrorSources,
     LayerError,

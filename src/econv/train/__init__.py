@@ -12,23 +12,23 @@ rounding: in float64 losses agree to 1e-9 and better, in float32 to 1e-6 in the 
 since training amplifies rounding. Networks this small gain nothing from sharded optimisers, which
 is what larger frameworks would add.
 
-The rooms, from the bottom up: `errors`; `processes`, who trains together; `how`, device, engine and
-number formats; `capture`, a step as a CUDA graph; `parts`, dropout and norms for both; `optimise`,
-all parameters as one vector; `trainer`, one state and its step; `checkpoints`; `progress` and
-`board`, what is told meanwhile; `loop`, phases and epochs; `runs`, from arguments to the record;
-`command`, the same from the shell.
+The rooms, from the bottom up: `errors`; `processes`, who trains together; `execution`, device,
+way of running a step and number formats; `capture`, a step as a CUDA graph; `parts`, dropout and
+norms for both; `optimise`, all parameters as one vector; `trainer`, one state and its step;
+`checkpoints`; `messages` and `board`, what is told meanwhile; `loop`, phases and epochs; `runs`,
+from arguments to the record; `command`, the same from the shell.
 """
 
 from econv.train.command import TRAINED_BEFORE, add_arguments, main
 from econv.train.errors import CheckpointError, DivergedError, TrainingError, WorkerLostError
-from econv.train.how import ENGINES, PRECISIONS
+from econv.train.execution import PRECISIONS, STEPS
 from econv.train.parts import KeyedDropout
 from econv.train.processes import leave
 from econv.train.runs import run
 
 __all__ = [
-    "ENGINES",
     "PRECISIONS",
+    "STEPS",
     "TRAINED_BEFORE",
     "CheckpointError",
     "DivergedError",

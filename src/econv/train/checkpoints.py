@@ -75,7 +75,7 @@ class Checkpoints:
                 return
             try:
                 text = self.path.read_bytes()
-                content = self._tensors(json.loads(text))
+                content = self._tensors(_parsed(text))
             except (ValueError, KeyError, TypeError, OSError, CheckpointError) as error:
                 raise CheckpointError(
                     f"the checkpoint in {self.folder} cannot be used: {error}; start anew with "
@@ -86,7 +86,7 @@ class Checkpoints:
         text, content = self.processes.share(text), self.processes.share(content)
         if text is None or content is None:
             return None
-        told = json.loads(text)["told"]
+        told = _parsed(text)["told"]
         self.last = (told["phase"], told["epoch"])
         return Saved(told, _safetensors().load(content))
 
@@ -113,6 +113,15 @@ class Checkpoints:
         self.path.unlink(missing_ok=True)
         for tensors in self.folder.glob("checkpoint-*.safetensors"):
             tensors.unlink()
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """A checkpoint's JSON; the parts that an older version noted come under the present names."""
+    whole: dict[str, Any] = json.loads(text)
+    told = whole["told"]
+    if isinstance(told, dict) and isinstance(told.get("parts"), list):
+        told["parts"] = [records.renamed(part) for part in told["parts"]]
+    return whole
 
 
 def _check_told(told: Any, settings: Mapping[str, Any]) -> None:

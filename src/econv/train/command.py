@@ -13,11 +13,22 @@ from typing import Any
 from econv.recipes import RECIPES, Recipe, recipe
 from econv.records import path_of
 from econv.train.errors import TrainingError
-from econv.train.how import ENGINES, PRECISIONS
+from econv.train.execution import PRECISIONS, STEPS
 from econv.train.processes import leave
 from econv.train.runs import run
 
 TRAINED_BEFORE = "trained before; --fresh trains it anew"
+
+
+class _Renamed(argparse.Action):
+    """``--engine``, under which older notes and scripts have ``--step``."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> None:
+        parser.error(
+            f"expected --step {'|'.join(STEPS)}, as --engine is called now; got --engine {values}"
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no progress")
     add("--tensorboard", type=Path, metavar="FOLDER", help="write event files for TensorBoard")
     add("--checkpoint-every", type=int, default=10, metavar="EPOCHS", help="default: %(default)s")
-    add("--engine", choices=ENGINES, help="default: graph on one GPU, otherwise eager")
+    add(
+        "--step",
+        choices=STEPS,
+        help="how a step is run (default: graph on one GPU, otherwise eager)",
+    )
+    add("--engine", action=_Renamed, help=argparse.SUPPRESS)
     add("--precision", choices=PRECISIONS, help="default: tf32 on GPUs, otherwise float32")
     add(
         "--shared",
@@ -102,7 +118,7 @@ def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> No
         progress=not options.quiet,
         tensorboard=options.tensorboard,
         checkpoint_every=options.checkpoint_every,
-        engine=options.engine,
+        step=options.step,
         precision=options.precision,
         channels_last=options.channels_last,
         shared=options.shared,

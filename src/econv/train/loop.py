@@ -19,9 +19,9 @@ from econv.records import Record
 from econv.train.board import Board
 from econv.train.checkpoints import Checkpoints, Saved
 from econv.train.errors import CheckpointError, DivergedError
-from econv.train.how import How
+from econv.train.execution import Execution
+from econv.train.messages import RunMessages
 from econv.train.processes import Processes
-from econv.train.progress import RunProgress
 from econv.train.trainer import Trainer, batches
 
 
@@ -33,7 +33,7 @@ class Loop:
         recipe: Recipe,
         seed: int,
         data: Dataset,
-        how: How,
+        execution: Execution,
         processes: Processes,
         checkpoints: Checkpoints,
         checkpoint_every: int,
@@ -41,21 +41,21 @@ class Loop:
         progress: bool,
         shared: int | None,
     ) -> None:
-        self.recipe, self.seed, self.how, self.processes = recipe, seed, how, processes
-        self.data = data.to(how.device)
+        self.recipe, self.seed, self.execution, self.processes = recipe, seed, execution, processes
+        self.data = data.to(execution.device)
         self.checkpoints, self.checkpoint_every = checkpoints, checkpoint_every
         self.board = board
         self.shared = shared
         self.phases = ["select", "retrain"] if recipe.retrain_on_all else ["select"]
         images = len(data.train), len(data.train) + len(data.validation)
-        self.say = RunProgress(
+        self.say = RunMessages(
             recipe,
             seed,
             [
                 math.prod(batches(recipe, count))
                 for count, _ in zip(images, self.phases, strict=False)
             ],
-            steps_settle=how.device.type != "cuda",
+            steps_settle=execution.device.type != "cuda",
             enabled=progress and processes.first,
         )
         # What goes into the checkpoint's JSON, next to the tensors.
@@ -99,9 +99,9 @@ class Loop:
             "after": len(self.told["history"]),
             "revision": records.revision(),
             "source_sha256": records.source_hash(),
-            "engine": self.how.engine,
+            "step": self.execution.step,
             "processes": self.processes.world,
-            "device": _device_name(self.how.device),
+            "device": _device_name(self.execution.device),
         }
         parts = self.told["parts"]
         other = [key for key in part if parts and key != "after" and parts[-1][key] != part[key]]
@@ -114,7 +114,7 @@ class Loop:
         data = self.data
         if self.phases[self.told["phase"]] == "retrain":
             data = data.with_validation_in_training()
-        trainer = Trainer(self.recipe, self.seed, data.train, data, self.how, self.processes)
+        trainer = Trainer(self.recipe, self.seed, data.train, data, self.execution, self.processes)
         if saved is not None:
             state = trainer.state()
             given = {n: t for n, t in saved.tensors.items() if not n.startswith("best.")}
@@ -126,7 +126,7 @@ class Loop:
             for name, tensor in state.items():
                 tensor.copy_(given[name])
             self.best = {
-                name.removeprefix("best."): tensor.to(self.how.device)
+                name.removeprefix("best."): tensor.to(self.execution.device)
                 for name, tensor in saved.tensors.items()
                 if name.startswith("best.")
             }
@@ -227,7 +227,7 @@ class Loop:
             test_error=error,
             seconds=told["seconds"],
             setup_seconds=told["setup_seconds"],
-            device=_device_name(self.how.device),
+            device=_device_name(self.execution.device),
             selected_epoch=best["epoch"],
             retrained=retrained,
             data_sha256=self.checkpoints.identity["data_sha256"],
@@ -235,14 +235,14 @@ class Loop:
             epochs=told["history"],
             settings=self.recipe.settings(),
             processes=self.processes.world,
-            engine=self.how.engine,
-            precision=self.how.precision,
+            step=self.execution.step,
+            precision=self.execution.precision,
             revision=records.revision(),
             source_sha256=records.source_hash(),
             versions=records.versions(),
             finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             unverified=self.data.unverified,
-            channels_last=self.how.channels_last,
+            channels_last=self.execution.channels_last,
             parts=told["parts"],
             shared=self.shared,
             convolutions=trainer.convolutions or None,

@@ -46,12 +46,12 @@ class KeyedDropout(nn.Module):
 
 def shared(model: nn.Module) -> nn.Module:
     """The network whose gradients are means over the processes."""
-    engine = nn.parallel.DistributedDataParallel
+    parallel = nn.parallel.DistributedDataParallel
     # The norms' statistics are equal everywhere; sending them would be in vain.
-    names = inspect.signature(engine).parameters
+    names = inspect.signature(parallel).parameters
     send = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
     options: dict[str, Any] = {send: False}
-    return engine(model, **options)
+    return parallel(model, **options)
 
 
 def replace(model: nn.Module, kind: type, make: Callable[[Any, int], nn.Module]) -> None:

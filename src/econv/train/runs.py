@@ -19,7 +19,7 @@ from econv.records import Record
 from econv.train.board import open_board
 from econv.train.checkpoints import Checkpoints, clear
 from econv.train.errors import CheckpointError
-from econv.train.how import How, convolution_precision
+from econv.train.execution import Execution, convolution_precision
 from econv.train.loop import Loop
 from econv.train.processes import Processes, watched
 
@@ -39,7 +39,7 @@ def run(
     progress: bool = True,
     tensorboard: Path | str | None = None,
     checkpoint_every: int = 10,
-    engine: str | None = None,
+    step: str | None = None,
     precision: str | None = None,
     channels_last: bool | None = None,
     shared: int | None = None,
@@ -65,8 +65,9 @@ def run(
         progress: whether to say on stderr how far it is.
         tensorboard: a folder for TensorBoard's event files.
         checkpoint_every: epochs from one checkpoint to the next.
-        engine: ``"eager"``; ``"graph"``, the whole step in a CUDA graph; ``"compile"``, the network
-            through `torch.compile` too. By default ``"graph"`` on one GPU, otherwise ``"eager"``.
+        step: how a step is run: ``"eager"``; ``"graph"``, all of it in a CUDA graph; ``"compile"``,
+            the network through `torch.compile` too. By default ``"graph"`` on one GPU, otherwise
+            ``"eager"``.
         precision: ``"float64"``, ``"float32"``, ``"tf32"`` or ``"bfloat16"`` for convolutions; by
             default ``"tf32"`` on GPUs and ``"float32"`` elsewhere.
         channels_last: whether images are laid out with channels last; by default with bfloat16.
@@ -84,7 +85,7 @@ def run(
     shared = _shared(shared)
     records_room.revision()  # what is wrong with it is said before training, not after
     processes = Processes.join(device)
-    how = How.choose(processes, engine, precision, channels_last)
+    execution = Execution.choose(processes, step, precision, channels_last)
     folder = Path(output) / recipe.name / str(seed)
     place = records_room.path_of(Path(records), recipe.name, seed)
 
@@ -101,7 +102,7 @@ def run(
         "settings": recipe.settings(),
         "seed": seed,
         "data_sha256": _fingerprint(data),
-        "precision": how.precision,
+        "precision": execution.precision,
     }
     done = _finished(identity, place, processes) if resume else None
     if done is not None:
@@ -121,15 +122,17 @@ def run(
         events = Path(tensorboard) / recipe.name / str(seed)
     with (
         watched(processes, checkpoints.describe),
-        convolution_precision(how),
-        torch.random.fork_rng(devices=[how.device] if how.device.type == "cuda" else []),
+        convolution_precision(execution),
+        torch.random.fork_rng(
+            devices=[execution.device] if execution.device.type == "cuda" else []
+        ),
         open_board(events, first_step=trained + 1) as board,
     ):
         loop = Loop(
             recipe,
             seed,
             data,
-            how,
+            execution,
             processes,
             checkpoints,
             checkpoint_every,

@@ -19,7 +19,7 @@ from econv.layers import convert_sync_batchnorm
 from econv.models import ConvNet, ResNet, create_model
 from econv.recipes import Recipe
 from econv.train.capture import captured, tried
-from econv.train.how import How
+from econv.train.execution import Execution
 from econv.train.optimise import Optimizer, Vector
 from econv.train.parts import KeyedDropout, replace, shared
 from econv.train.processes import Processes
@@ -70,11 +70,11 @@ class Trainer:
         seed: int,
         train: Split,
         data: Dataset,
-        how: How,
+        execution: Execution,
         processes: Processes,
     ) -> None:
-        self.recipe, self.seed, self.how, self.processes = recipe, seed, how, processes
-        device, dtype = how.device, how.dtype
+        self.recipe, self.seed, self.execution, self.processes = recipe, seed, execution, processes
+        device, dtype = execution.device, execution.dtype
         self.split = train
         count = len(train.y)
         batch, self.steps = batches(recipe, count)
@@ -128,11 +128,11 @@ class Trainer:
         self.network: Callable[[Tensor], Tensor] = self.model
         if processes.world > 1:
             self.network = shared(self.model)
-        elif how.engine == "compile":
+        elif execution.step == "compile":
             self.network = torch.compile(self.model)
         self.convolutions: dict[str, int] = {}
         self.advance: Callable[[], None] = self._noting
-        if how.engine != "eager":
+        if execution.step != "eager":
             state = list(self.state().values())
             with warnings.catch_warnings():
                 # On purpose: TF32 is for convolutions, the products that make filters stay exact.
@@ -148,7 +148,7 @@ class Trainer:
         pictures = self.split.x[:1]
         self.model.eval()
         try:
-            with self.how.autocast():
+            with self.execution.autocast():
                 scores = self.model(self.images(pictures))
         except RuntimeError as error:
             raise ValueError(
@@ -187,11 +187,11 @@ class Trainer:
 
     def images(self, x: Tensor, drawn: Tensor | None = None) -> Tensor:
         """Pictures of bytes as the network reads them, augmented as drawn."""
-        images = x.to(self.how.dtype) / 255
+        images = x.to(self.execution.dtype) / 255
         if drawn is not None:
             images = self.augmentation.apply(images, drawn)
         images = (images - self.mean) / self.deviation
-        if self.how.channels_last:
+        if self.execution.channels_last:
             # Of one channel torch keeps either layout as it is; only this one says which is meant.
             last = images.permute(0, 2, 3, 1)
             images = last.flatten().view(last.shape).permute(0, 3, 1, 2)
@@ -230,10 +230,10 @@ class Trainer:
         pictures = self.split.x.index_select(0, indices)
         drawn = self.drawn.index_select(0, indices) if self.augmentation else None
         images = self.images(pictures, drawn)
-        with self.how.autocast():
+        with self.execution.autocast():
             scores = self.network(images)
         return functional.cross_entropy(
-            scores.to(self.how.dtype),
+            scores.to(self.execution.dtype),
             self.split.y.index_select(0, indices),
             label_smoothing=self.recipe.label_smoothing,
         )
@@ -251,11 +251,11 @@ class Trainer:
     def epoch(self, number: int, tick: Callable[[int, int, int], None]) -> list[float]:
         """Train for one epoch, counted from 0; the losses of its steps."""
         count = len(self.order)
-        self.order.copy_(permutation(count, self.seed, number, self.how.device))
+        self.order.copy_(permutation(count, self.seed, number, self.execution.device))
         if self.augmentation:
-            everyone = torch.arange(count, device=self.how.device)
+            everyone = torch.arange(count, device=self.execution.device)
             self.drawn.copy_(self.augmentation.draw(self.seed, number, everyone))
-        if self.how.device.type == "cuda":
+        if self.execution.device.type == "cuda":
             torch.cuda.manual_seed(self.seed * 1_000_003 + number)
         for step in range(self.steps):
             self.advance()
@@ -266,10 +266,10 @@ class Trainer:
 
     def watch(self, split: Split) -> None:
         """Prepare to look at this split often: on a GPU its evaluation becomes a CUDA graph too."""
-        if self.how.engine == "eager" or self.how.device.type != "cuda":
+        if self.execution.step == "eager" or self.execution.device.type != "cuda":
             return
-        classes = torch.zeros(len(split.y), dtype=torch.int64, device=self.how.device)
-        total = torch.zeros((), dtype=torch.float64, device=self.how.device)
+        classes = torch.zeros(len(split.y), dtype=torch.int64, device=self.execution.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.execution.device)
         with self._evaluating():
             self.watched = captured(lambda: self._score(split, classes, total), [])
         self.watching, self.seen = split, (classes, total)
@@ -281,8 +281,8 @@ class Trainer:
             self.watched()
             classes, total = self.seen
             return classes.clone(), float(total) / len(split.y)
-        classes = torch.zeros(len(split.y), dtype=torch.int64, device=self.how.device)
-        total = torch.zeros((), dtype=torch.float64, device=self.how.device)
+        classes = torch.zeros(len(split.y), dtype=torch.int64, device=self.execution.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.execution.device)
         with self._evaluating():
             self._score(split, classes, total)
         self.processes.sum(classes)
@@ -303,13 +303,13 @@ class Trainer:
         count = len(split.y)
         part = -(-count // self.processes.world)
         start, stop = self.processes.rank * part, min(count, (self.processes.rank + 1) * part)
-        size = 2048 if self.how.device.type == "cuda" else 256
+        size = 2048 if self.execution.device.type == "cuda" else 256
         total.zero_()
         for low in range(start, stop, size):
             high = min(low + size, stop)
-            with self.how.autocast():
+            with self.execution.autocast():
                 scores = self.evaluated(self.images(split.x[low:high]))
-            scores = scores.to(self.how.dtype)
+            scores = scores.to(self.execution.dtype)
             classes[low:high] = scores.argmax(1)
             total += functional.cross_entropy(scores, split.y[low:high], reduction="sum")
 

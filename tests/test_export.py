@@ -23,8 +23,8 @@ from econv import (
     Upsample2d,
     export,
 )
+from econv.export import plain_form
 from econv.models import ResNet
-from econv.plain import plain_form
 
 
 def assert_equal(plain, network, x, tolerance=1e-5):
@@ -79,6 +79,15 @@ def test_half_precision_stays(dtype):
     x = torch.randn(2, 1, 28, 28, dtype=dtype)
     assert plain(x).dtype == dtype
     assert_equal(plain, network, x, 0.02 if dtype is torch.float16 else 0.1)
+
+
+@pytest.mark.parametrize(
+    "first", ["import econv", "import econv.export", "from econv.export import plain_form"]
+)
+def test_importing_the_module_of_the_same_name_leaves_the_function(first):
+    code = f"{first}; import econv, econv.export, torch; print(econv.export(torch.nn.ReLU()))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "ReLU()\n"
 
 
 def test_the_original_is_left_alone():

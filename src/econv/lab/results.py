@@ -1,4 +1,4 @@
-"""What the laboratory finds, as frozen records that become JSON."""
+"""What the laboratory finds, as frozen dataclasses that become JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from econv.groups import FloatArray, Group
 
 
-class _Record:
+class _Result:
     """A frozen dataclass that knows how to become JSON."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -21,7 +21,7 @@ class _Record:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, _Record):
+    if isinstance(value, _Result):
         return value.to_dict()
     if isinstance(value, Group):
         return value.name
@@ -35,7 +35,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class LayerError(_Record):
+class LayerError(_Result):
     """How far the map after one layer is from turning with the input."""
 
     name: str
@@ -49,7 +49,7 @@ class LayerError(_Record):
 
 
 @dataclass(frozen=True)
-class OutputError(_Record):
+class OutputError(_Result):
     """How far the output for one turned input is from the turned output."""
 
     element: int
@@ -62,7 +62,7 @@ class OutputError(_Record):
 
 
 @dataclass(frozen=True)
-class LayerErrors(_Record):
+class LayerErrors(_Result):
     """The table of :func:`layer_errors`."""
 
     group: Group
@@ -95,7 +95,7 @@ class LayerErrors(_Record):
 
 
 @dataclass(frozen=True)
-class AngleCurve(_Record):
+class AngleCurve(_Result):
     """Error over the angle of rotation."""
 
     kind: str
@@ -106,7 +106,7 @@ class AngleCurve(_Record):
 
 
 @dataclass(frozen=True)
-class ResolutionCurve(_Record):
+class ResolutionCurve(_Result):
     """Error over the length of a pixel, and the order with which it vanishes."""
 
     element: int
@@ -117,7 +117,7 @@ class ResolutionCurve(_Record):
 
 
 @dataclass(frozen=True, eq=False)
-class OperatorSymbol(_Record):
+class OperatorSymbol(_Result):
     """The frequency response of one operator's stencil beside the ideal one."""
 
     name: str
@@ -133,7 +133,7 @@ class OperatorSymbol(_Record):
 
 
 @dataclass(frozen=True)
-class ErrorSources(_Record):
+class ErrorSources(_Result):
     """Where the error of the last map comes from; the shares are of the squared error.
 
     Below the accuracy of rounding there is nothing to share out, and all shares are zero.

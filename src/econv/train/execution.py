@@ -1,4 +1,4 @@
-"""How a step is run: device, engine and number formats."""
+"""How a step is run: eagerly, captured or compiled; on which device, in which number formats."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 from econv.train.processes import Processes
 
-ENGINES = ("eager", "graph", "compile")
+STEPS = ("eager", "graph", "compile")
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16")
 
 
 @dataclass(frozen=True)
-class How:
-    """Device, engine and number formats of a run."""
+class Execution:
+    """Device, way of running a step and number formats of a run."""
 
     device: torch.device
-    engine: str
+    step: str
     precision: str
     channels_last: bool
 
@@ -28,25 +28,25 @@ class How:
     def choose(
         cls,
         processes: Processes,
-        engine: str | None,
+        step: str | None,
         precision: str | None,
         channels_last: bool | None,
-    ) -> How:
+    ) -> Execution:
         on_gpu = processes.device.type == "cuda"
-        engine = engine or ("graph" if on_gpu and processes.world == 1 else "eager")
+        step = step or ("graph" if on_gpu and processes.world == 1 else "eager")
         precision = precision or ("tf32" if on_gpu else "float32")
-        if engine not in ENGINES:
-            raise ValueError(f"expected an engine in {ENGINES}; got {engine!r}")
+        if step not in STEPS:
+            raise ValueError(f"expected a step in {STEPS}; got {step!r}")
         if precision not in PRECISIONS:
             raise ValueError(f"expected a precision in {PRECISIONS}; got {precision!r}")
-        if engine == "graph" and not on_gpu:
-            raise ValueError(f"expected a GPU for the engine 'graph'; got {processes.device}")
-        if engine != "eager" and processes.world > 1:
-            raise ValueError(f"expected the engine 'eager' with several processes; got {engine!r}")
+        if step == "graph" and not on_gpu:
+            raise ValueError(f"expected a GPU for the step 'graph'; got {processes.device}")
+        if step != "eager" and processes.world > 1:
+            raise ValueError(f"expected the step 'eager' with several processes; got {step!r}")
         if precision == "tf32" and not on_gpu:
             raise ValueError(f"expected a GPU for the precision 'tf32'; got {processes.device}")
         last = precision == "bfloat16" if channels_last is None else channels_last
-        return cls(processes.device, engine, precision, last)
+        return cls(processes.device, step, precision, last)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,13 +60,13 @@ class How:
 
 
 @contextmanager
-def convolution_precision(how: How) -> Iterator[None]:
+def convolution_precision(execution: Execution) -> Iterator[None]:
     """TF32 for convolutions alone: the products that make filters keep their accuracy."""
-    if how.device.type != "cuda":
+    if execution.device.type != "cuda":
         yield
         return
     backend = torch.backends.cudnn
-    wanted = how.precision != "float32"
+    wanted = execution.precision != "float32"
     value: bool | str = wanted
     holder, name = backend, "allow_tf32"
     if hasattr(backend, "conv"):  # since torch 2.9; the two ways must not be mixed

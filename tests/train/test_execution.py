@@ -1,11 +1,11 @@
-"""Engines and precisions: what cannot be run is refused, and torch's settings are put back."""
+"""Steps and precisions: what cannot be run is refused, and torch's settings are put back."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from econv.train.how import How, convolution_precision
+from econv.train.execution import Execution, convolution_precision
 from econv.train.processes import Processes
 from tiny_training import start
 
@@ -19,8 +19,8 @@ def test_the_settings_of_torch_are_put_back(precision: str) -> None:
         return backend.benchmark, backend.allow_tf32
 
     before = settings()
-    how = How(torch.device("cuda"), "graph", precision, False)
-    with convolution_precision(how):
+    execution = Execution(torch.device("cuda"), "graph", precision, False)
+    with convolution_precision(execution):
         wanted = {"float32": ("ieee", False), "tf32": ("tf32", True)}[precision]
         assert settings()[0] is True
         assert settings()[1] in wanted
@@ -30,8 +30,8 @@ def test_the_settings_of_torch_are_put_back(precision: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"engine": "graph"}, "a GPU for the engine .graph.; got cpu"),
-        ({"engine": "fast"}, "expected an engine"),
+        ({"step": "graph"}, "a GPU for the step .graph.; got cpu"),
+        ({"step": "fast"}, "expected a step in"),
         ({"precision": "tf32"}, "a GPU for the precision .tf32.; got cpu"),
         ({"precision": "float8"}, "expected a precision"),
         ({"checkpoint_every": 0}, "checkpoint_every"),
@@ -48,4 +48,4 @@ def test_what_cannot_be_run_is_refused(
 
 def test_several_processes_run_eagerly() -> None:
     with pytest.raises(ValueError, match="'eager' with several processes"):
-        How.choose(Processes(0, 2, torch.device("cpu")), "compile", None, None)
+        Execution.choose(Processes(0, 2, torch.device("cpu")), "compile", None, None)

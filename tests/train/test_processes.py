@@ -13,15 +13,15 @@ import torch
 from econv import records
 from econv.train.processes import Processes
 from econv.train.trainer import Trainer
-from tiny_training import HOW, TINY, changed, losses, start, stripes
+from tiny_training import EXECUTION, TINY, changed, losses, start, stripes
 
 WORKER = """
 import gc, json, os, signal, sys
 import torch
 from pathlib import Path
 torch.set_num_threads(1)
-sys.path.insert(0, {tests!r})
-import test_train_processes
+sys.path[:0] = {tests!r}
+import test_processes
 from econv import train
 from econv.train.trainer import Trainer
 HOLDERS = ("DistributedDataParallel", "ProcessGroupGloo")  # of what must not outlive Python
@@ -37,7 +37,7 @@ if kill_at and rank == 1:
         original(self)
     Trainer.step = step
 try:
-    record = test_train_processes.start(folder, test_train_processes.PAIR, precision=precision)
+    record = test_processes.start(folder, test_processes.PAIR, precision=precision)
 except train.TrainingError as error:
     print(f"{{type(error).__name__}}: {{error}}", file=sys.stderr, flush=True)
     os._exit(3)
@@ -61,7 +61,7 @@ def pair(folder: Path, precision: str, kill_at: int = 0) -> list[tuple[int, str]
     """Two processes of one run: their exit codes and what they wrote to stderr."""
     folder.mkdir(parents=True)
     script = folder / "worker.py"
-    script.write_text(WORKER.format(tests=str(Path(__file__).parent)))
+    script.write_text(WORKER.format(tests=[str(folder) for folder in Path(__file__).parents[:2]]))
     environment = {
         **os.environ,
         "WORLD_SIZE": "2",
@@ -128,4 +128,4 @@ def test_a_batch_must_be_shared_equally() -> None:
     data = stripes()
     three = Processes(0, 3, torch.device("cpu"))
     with pytest.raises(ValueError, match="3 processes can share equally; got 16"):
-        Trainer(TINY, 0, data.train, data, HOW, three)
+        Trainer(TINY, 0, data.train, data, EXECUTION, three)

@@ -133,6 +133,13 @@ def test_losses_say_so_where_the_choice_is_wrong(record):
     assert choices.losses(found, turned).max() > 0.5
 
 
+def test_what_auto_itself_takes_includes_the_choice():
+    times = {"dense": 2.0, "spectral": 4.0, "auto": 3.0}
+    layer = {name: {"least": times, "median": {**times, "auto": 2.5}} for name in cases.PASSES}
+    assert choices.taken({"layers": [layer]}).tolist() == [0.5, 0.5]
+    assert choices.taken({"kind": "cuda", "layers": [layer]}).tolist() == [0.25, 0.25]
+
+
 def test_a_layer_without_kernels_is_dense_and_not_fitted(record):
     found, _ = choices.measured(record)
     lifts = np.array([name.startswith("lift") for name in found.names])
@@ -268,7 +275,7 @@ def test_kernels_are_compiled_without_a_gpu(tmp_path, monkeypatch, capsys):
     assert "not all was compiled" in capsys.readouterr().out
 
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def recorded(name):

@@ -9,7 +9,7 @@ import pytest
 
 from econv import records, report
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 
 pytestmark = pytest.mark.skipif(not README.exists(), reason="no README beside the tests")

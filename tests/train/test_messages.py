@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from econv import progress
-from econv.train.progress import RunProgress
+from econv.train.messages import RunMessages
 from econv.train.trainer import batches
 from terminals import use_terminal
 from tiny_training import TINY, changed, interrupt_at, start
@@ -47,7 +47,7 @@ def test_progress_ends_where_the_run_does(
 def test_all_images_of_all_phases_are_counted() -> None:
     assert batches(TINY, 70) == (16, 4)
     assert batches(TINY, 9) == (9, 1)
-    told = RunProgress(TINY, 0, [64, 96], steps_settle=True, enabled=False)
+    told = RunMessages(TINY, 0, [64, 96], steps_settle=True, enabled=False)
     assert told.bar._total == 4 * (64 + 96)
     told.resumed(1, 3)
     assert told.bar._done == 4 * 64 + 3 * 96
@@ -59,7 +59,7 @@ def test_all_images_of_all_phases_are_counted() -> None:
 
 @pytest.mark.parametrize("settle", [True, False])
 def test_only_steps_that_are_done_count_for_the_rate(settle: bool) -> None:
-    told = RunProgress(TINY, 0, [64], steps_settle=settle, enabled=False)
+    told = RunMessages(TINY, 0, [64], steps_settle=settle, enabled=False)
     told.phase("select", 16)
     told.step(0, 0, 4)
     assert told.bar._settled == (16 if settle else 0)

@@ -34,6 +34,17 @@ def command(*arguments: str) -> int:
     return train.main(parser.parse_args(arguments))
 
 
+def test_the_old_name_of_step_is_an_error_that_says_the_new_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command("digits_p8", "--engine", "graph")
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert "expected --step eager|graph|compile, as --engine is called now" in told
+    assert "got --engine graph" in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

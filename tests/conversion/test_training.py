@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 from econv import ConversionError, convert
 from plain_networks import conv_norm
-from test_conversion import Of, between, converted, images
+from test_convert import Of, between, converted, images
 
 
 def drop_path(x, p, training):

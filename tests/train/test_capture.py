@@ -81,7 +81,7 @@ def test_trying_a_step_leaves_no_trace() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device found")
 @pytest.mark.parametrize(
-    "engine",
+    "step",
     [
         "graph",
         pytest.param(
@@ -93,11 +93,11 @@ def test_trying_a_step_leaves_no_trace() -> None:
         ),
     ],
 )
-def test_a_captured_step_trains_as_an_eager_one(tmp_path: Path, engine: str) -> None:
+def test_a_captured_step_trains_as_an_eager_one(tmp_path: Path, step: str) -> None:
     recipe = with_options(dropout=0.0)
     options: dict[str, object] = {"device": "cuda", "precision": "float64"}
-    eager = start(tmp_path / "eager", recipe, engine="eager", **options)
-    captured = start(tmp_path / "captured", recipe, engine=engine, **options)
+    eager = start(tmp_path / "eager", recipe, step="eager", **options)
+    captured = start(tmp_path / "captured", recipe, step=step, **options)
     assert losses(captured) == pytest.approx(losses(eager), abs=1e-6)
     on_cpu = start(tmp_path / "cpu", recipe, precision="float64")
     assert losses(captured) == pytest.approx(losses(on_cpu), abs=1e-6)

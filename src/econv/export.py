@@ -433,7 +433,7 @@ def _check_layer(layer: nn.Module) -> None:
     if type(layer).forward is not known.forward:
         raise ValueError(
             f"expected the forward of {known.__name__}; {type(layer).__name__} has its own: "
-            "register its plain form with @econv.plain.plain_form.register"
+            "register its plain form with @plain_form.register, from econv.export"
         )
     if _has_hooks(layer):
         raise ValueError(f"expected no forward hooks, which would be lost, on {layer}")

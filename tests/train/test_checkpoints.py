@@ -186,6 +186,23 @@ def test_a_checkpoint_or_record_of_another_run_is_refused(
         start(tmp_path, **change)
 
 
+def test_a_checkpoint_with_older_names_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 10, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path)
+    path = tmp_path / "out" / "tiny" / "0" / "checkpoint.json"
+    whole = json.loads(path.read_text())
+    (part,) = whole["told"]["parts"]
+    part["engine"] = part.pop("step")
+    path.write_text(json.dumps(whole))
+    record = start(tmp_path)
+    assert record.parts is not None
+    assert [(each["after"], each["step"]) for each in record.parts] == [(0, "eager")]
+
+
 def test_everything_that_took_part_in_a_resumed_run_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,7 +226,7 @@ def test_everything_that_took_part_in_a_resumed_run_is_named(
         (2, "b" * 40),
     ]
     assert record.parts[1]["source_sha256"] == record.source_sha256 == "c" * 64
-    assert record.parts[1]["engine"] == record.engine
+    assert record.parts[1]["step"] == record.step
     page = report.as_html([], {"tiny": [record]})
     assert "aaaaaaaaaa, bbbbbbbbbb" in page
 

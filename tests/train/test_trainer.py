@@ -156,10 +156,10 @@ def test_only_the_compilers_advice_on_number_formats_is_silenced(
 
     monkeypatch.setattr(torch, "compile", compiled)
     if silent:
-        trainer(engine="compile")
+        trainer(step="compile")
     else:
         with pytest.warns(UserWarning, match=text):
-            trainer(engine="compile")
+            trainer(step="compile")
 
 
 @pytest.mark.parametrize("precision", ["float64", "bfloat16"])

@@ -137,7 +137,7 @@ def test_tests_do_not_start_side_by_side_without_what_that_takes(monkeypatch):
 
 def test_the_files_are_there():
     for file in device_tests.FILES:
-        assert (Path(__file__).parent.parent / file).exists(), file
+        assert (Path(__file__).parents[2] / file).exists(), file
 
 
 def test_without_a_record_the_page_says_so():

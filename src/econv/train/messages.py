@@ -10,8 +10,8 @@ from econv.recipes import Recipe
 from econv.records import Record
 
 
-class RunProgress:
-    """The progress of one run, counted in images.
+class RunMessages:
+    """What one run says of its progress, counted in images.
 
     Args:
         recipe: that is trained.
@@ -38,7 +38,7 @@ class RunProgress:
         self.retraining = ""
         self.metrics = ""
 
-    def __enter__(self) -> RunProgress:
+    def __enter__(self) -> RunMessages:
         self.bar.__enter__()
         return self
 

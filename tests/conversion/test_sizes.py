@@ -11,7 +11,7 @@ from torch.nn import functional
 import econv
 from econv import convert
 from plain_networks import UNet, conv_norm
-from test_conversion import Of, converted, images, quarter_turn_error
+from test_convert import Of, converted, images, quarter_turn_error
 
 SIZES = (24, 25, 26, 27, 30, 32, 35)
 

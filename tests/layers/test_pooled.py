@@ -1,7 +1,7 @@
 """Batch norm from pooled statistics of channels: the same as torch's norm of fields.
 
 The kernels that it calls exist on GPUs alone; here stand-ins do what torch's documentation of
-`SyncBatchNorm` says of them. tests/test_cuda.py runs the kernels themselves.
+`SyncBatchNorm` says of them. tests/layers/test_cuda.py runs the kernels themselves.
 """
 
 import copy

@@ -15,7 +15,7 @@ from interpreting import pass_interpreted
 
 triton = pytest.importorskip("triton", minversion="3.6", reason="no Triton 3.6 or later")
 
-HERE = Path(__file__).parent
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PARTS = {"1": "reference or dense_engine", "2": "not (reference or dense_engine)"}
 
 
@@ -27,7 +27,7 @@ def test_interpreted(chosen):
 
 def compiled(layer, folder, *options):
     """What the kernels of a layer compile to, in a process without the interpreter."""
-    command = [sys.executable, str(HERE.parent / "benchmarks" / "triton_compile.py")]
+    command = [sys.executable, str(BENCHMARKS / "triton_compile.py")]
     command += ["--layer", layer, "--json", str(folder / "found.json"), *options]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache")}
     environment.pop("TRITON_INTERPRET", None)
@@ -59,7 +59,7 @@ def test_compiled_for_a_gpu_that_is_not_there(tmp_path):
 
 def test_kernels_of_a_layer_are_there_soon(tmp_path):
     """Compiled in threads, as at a first call, and from an empty cache."""
-    command = [sys.executable, str(HERE.parent / "benchmarks" / "triton_compile.py"), "--wait"]
+    command = [sys.executable, str(BENCHMARKS / "triton_compile.py"), "--wait"]
     command += ["--layer", "p16,4,4,8,bfloat16,order<=1"]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)

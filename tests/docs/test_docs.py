@@ -14,7 +14,7 @@ from econv import cli
 from econv.recipes import RECIPES, recipe
 from econv.train.trainer import augmentation_of, network_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
 pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="no docs beside the tests")
