@@ -21,9 +21,9 @@ from econv.conversion.report import Line, Report
 from econv.conversion.trace import ConversionError, trace, value_of
 from econv.conversion.widths import Sizes, match_widths
 from econv.groups import Group, GroupLike
-from econv.lab import calibrate
 from econv.layers import ConvOptions
 from econv.layers.checks import expect
+from econv.layers.normalisation import calibrate
 from econv.testing import equivariance_error, transform
 
 __all__ = ["MATCHES", "convert"]

@@ -27,7 +27,6 @@ from econv.conversion.resizing import PADS, Resizing, adaptive_size, resize
 from econv.conversion.shapes import IMAGE, VECTOR, reshape
 from econv.conversion.trace import ConversionError, value_of
 from econv.conversion.widths import Sizes, Width, join, slice_runs
-from econv.lab.flow import ACTIVATIONS
 from econv.layers import (
     CentredAvgPool2d,
     CentredMaxPool2d,
@@ -40,6 +39,7 @@ from econv.layers import (
     GroupLayerNorm2d,
     GroupPReLU2d,
 )
+from econv.layers.activations import ACTIVATIONS
 
 __all__ = [
     "POINTWISE",
