@@ -12,10 +12,9 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from econv.conversion.fit import Kept
-from econv.conversion.functions import convert_node, pair_with_training
 from econv.conversion.heads import find_heads
-from econv.conversion.modules import is_leaf
 from econv.conversion.network import ConvertedNetwork
+from econv.conversion.operations import convert_node, is_leaf, pair_with_training
 from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
 from econv.conversion.report import Line, Report
 from econv.conversion.trace import ConversionError, trace, value_of
