@@ -7,7 +7,7 @@ widths and built for one. What each operation becomes is the business of `rules`
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,8 +137,10 @@ class Emission:
     def function(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(target, args, kwargs)
 
-    def copy(self, node: fx.Node) -> fx.Node:
-        return self.graph.node_copy(node, lambda n: self.found[n])
+    def copy(self, node: fx.Node, readers: Mapping[fx.Node, Step] | None = None) -> fx.Node:
+        """A node of the source, with what these steps write in place of some that it reads."""
+        here = {read: reader(self) for read, reader in (readers or {}).items()}
+        return self.graph.node_copy(node, lambda n: here.get(n, self.found.get(n, n)))
 
 
 Step = Callable[[Emission], Any]
@@ -269,17 +271,12 @@ class Plan:
                 readers[read] = self.pooled(read, value, owner(node) or node.name)
         if node.op == "call_module":
             self.keep(node, "left alone")
-
-        def step(e: Emission) -> fx.Node:
-            here = {read: reader(e) for read, reader in readers.items()}
-            return e.graph.node_copy(node, lambda n: here.get(n, e.found.get(n, n)))
-
         # What leaves an image an image does not keep the layers after it from lifting it.
         images = [v for v in map(self.value, node.all_input_nodes) if v.kind == "image"]
         out = value_of(node)
         if images and not readers and isinstance(out, Tensor) and out.ndim == len(images[0].axes):
-            return self.emit(node, images[0], step)
-        return self.emit(node, Value("left"), step)
+            return self.emit(node, images[0], lambda e: e.copy(node, readers))
+        return self.emit(node, Value("left"), lambda e: e.copy(node, readers))
 
     def pooled(self, node: fx.Node, value: Value, beside: str) -> Step:
         """A step that pools a node over orientations and gives it the source's axes."""
@@ -325,12 +322,7 @@ class Plan:
                 self.notes.append(
                     f"the output {read.name} has as many channels as its features have fields"
                 )
-
-        def step(e: Emission) -> fx.Node:
-            here = {read: reader(e) for read, reader in pooled.items()}
-            return e.graph.node_copy(node, lambda n: here.get(n, e.found.get(n, n)))
-
-        self.steps.append((node, step))
+        self.steps.append((node, lambda e: e.copy(node, pooled)))
 
     # What becomes of the plan
 

@@ -275,10 +275,9 @@ def transposed_convolution(plan: Plan, node: fx.Node) -> Value:
         return _again(plan, node, value)
     side = min(value_of(node).shape[2:])
     plain = Windows(windows.kernel, 1, windows.extent - 1, windows.dilation)
-    operators, _, _ = _operators(plan, plain, side)
     options: ConvOptions = {
         **plan.options,
-        "operators": operators,
+        "operators": _operators(plan, plain, side)[0],
         "dilation": windows.dilation,
         "bias": module.bias is not None,
     }

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 from econv.conversion.arguments import no_rule, why_positional
 from econv.conversion.per_field import field_parameter
-from econv.conversion.plan import IMAGE, VECTOR, Emission, Plan, Step, Value
+from econv.conversion.plan import IMAGE, VECTOR, Plan, Step, Value
 from econv.conversion.registry import rule
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import join, runs
@@ -64,12 +64,7 @@ def elementwise(plan: Plan, node: fx.Node) -> Value:
     readers: dict[fx.Node, Step] = {}
     for read in tensors:
         _join_operand(plan, node, read, whole, readers)
-
-    def step(e: Emission) -> fx.Node:
-        here = {read: reader(e) for read, reader in readers.items()}
-        return e.graph.node_copy(node, lambda n: here.get(n, e.found.get(n, n)))
-
-    return plan.emit(node, whole, step)
+    return plan.emit(node, whole, lambda e: e.copy(node, readers))
 
 
 def _join_operand(
