@@ -5,6 +5,7 @@ import functools
 import inspect
 import io
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.nn import functional
 
 import econv
 from econv import ConversionError, Group, convert, filter_basis
-from econv.conversion import fit_filter
+from econv.conversion import fit_filter, registry, rules
+from econv.conversion.registry import rule
 from econv.lab import calibrate
 from econv.testing import equivariance_error
 from plain_networks import (
@@ -780,6 +782,93 @@ def test_an_asymmetric_kernel_left_alone_breaks_what_the_others_keep():
     assert quarter_turn_error(network, images()) > 1e-2
 
 
+# Rules
+
+
+@pytest.fixture
+def own_rules(monkeypatch):
+    """Rules that are registered in a test are forgotten after it."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+
+
+def as_it_is(plan, node):
+    return plan.copy(node, plan.value(node.args[0]))
+
+
+class Waves(nn.Module):
+    """A leaf, if it has a rule: what it calls has none."""
+
+    def forward(self, x):
+        return x + torch.sinc(x)
+
+
+@pytest.mark.usefixtures("own_rules")
+@pytest.mark.parametrize(
+    ("operations", "options", "names"),
+    [
+        ((torch.sinc,), {}, ["0", "2"]),
+        (("sinc",), {}, ["0", "2"]),
+        ((Waves,), {}, ["0", "1", "2"]),
+        ((), {"classes": ("Waves",)}, ["0", "1", "2"]),
+    ],
+)
+def test_a_new_operation_needs_one_function_with_a_decorator(operations, options, names):
+    source = between(Waves())
+    with pytest.raises(ConversionError, match="no rule for the function sinc of Waves"):
+        converted(source)
+
+    @rule(*operations, **options)
+    def new(plan, node):
+        calls.append(node.name)
+        return plan.copy(node, plan.value(node.args[0]))
+
+    calls = []
+    network = converted(source)
+    assert len(calls) == 1
+    assert [line.name for line in network.report.lines if "_" not in line.name] == names
+    assert quarter_turn_error(network, images()) <= 1e-12
+
+
+@pytest.mark.usefixtures("own_rules")
+def test_a_subclass_with_a_forward_of_its_own_has_its_base_s_rule_only_if_that_is_said():
+    class Base(nn.Module):
+        def forward(self, x):
+            return x
+
+    class Other(Base):
+        def forward(self, x):
+            return x * 2
+
+    rule(Base, variants=("Same",))(as_it_is)
+    same = type("Same", (Other,), {})
+    assert registry.rule_of_module(Other()) is None
+    assert registry.rule_of_module(same()) is registry.rule_of_module(Base())
+
+
+@pytest.mark.usefixtures("own_rules")
+@pytest.mark.parametrize(
+    ("operation", "options", "name"),
+    [
+        (nn.ReLU, {}, "ReLU"),
+        (torch.cat, {}, "cat"),
+        ("relu_", {}, "relu"),
+        ("zeros", {"constants": True}, "zeros"),
+    ],
+)
+def test_no_operation_has_two_rules(operation, options, name):
+    of_here = r"test_conversion\.as_it_is"
+    with pytest.raises(ValueError, match=rf"one rule for {name}; got econv\..* and {of_here}"):
+        rule(operation, **options)(as_it_is)
+    with pytest.raises(ValueError, match=rf"one rule for DropPath; got econv\..* and {of_here}"):
+        rule(classes=("DropPath",))(as_it_is)
+
+
+def test_every_file_of_rules_is_found():
+    files = {path.stem for path in Path(rules.__path__[0]).glob("[!_]*.py")}
+    found = {rule.convert.__module__ for rule in registry._RULES.values()}
+    assert {f"econv.conversion.rules.{file}" for file in files} == found
+
+
 class Sided(nn.Module):
     """A leaf that looks harmless and is not."""
 
@@ -787,8 +876,9 @@ class Sided(nn.Module):
         return x.roll(1, 3)
 
 
-def test_a_network_that_a_quarter_turn_changes_is_refused_whatever_it_is_made_of(monkeypatch):
-    monkeypatch.setattr("econv.conversion.modules._POINTWISE_NAMES", {"Sided"})
+@pytest.mark.usefixtures("own_rules")
+def test_a_network_that_a_quarter_turn_changes_is_refused_whatever_it_is_made_of():
+    rule(classes=("Sided",))(as_it_is)
     for dtype in (torch.float32, torch.float64):
         source, x = between(Sided()).to(dtype), images().to(dtype)
         with pytest.raises(ConversionError, match=r"changes the output by .*, far above"):

@@ -1,9 +1,9 @@
 """Any CNN → its equivariant version.
 
-The source is traced (`trace`), every operation planned (`plan`, `modules`, `functions`, `shapes`)
-for widths that are chosen last (`widths`), built as a network with the source's call signature
-(`network`), given the source's weights where that is wanted (`fit`), and reported (`report`);
-`convert` is the one call for all of it.
+The source is traced (`trace`) and every operation of it (`operations`) planned (`plan`) by its rule
+(`rules`, `registry`), for widths that are chosen last (`widths`). The plan is built as a network
+with the source's call signature (`network`), given the source's weights where that is wanted
+(`fit`) and reported (`report`). `convert` is the one call for all of it.
 """
 
 from econv.conversion.convert import MATCHES, convert

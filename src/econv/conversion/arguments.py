@@ -1,16 +1,26 @@
-"""The arguments of a call in the source, and steps that all rules take."""
+"""The arguments of a call in the source, and what they must be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
-from econv.conversion.plan import Plan, Value
-from econv.conversion.trace import value_of
+from econv.conversion.plan import IMAGE, Plan, Value
+from econv.conversion.trace import ConversionError, name_of, owner, value_of
 
-__all__ = ["argument", "is_channel_axis", "known", "module_step", "why_positional"]
+__all__ = [
+    "argument",
+    "check_map",
+    "equal",
+    "is_channel_axis",
+    "known",
+    "known_arguments",
+    "no_rule",
+    "reads_extrema",
+    "why_positional",
+]
 
 
 def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
@@ -22,8 +32,37 @@ def known(argument: Any) -> Any:
     return fx.node.map_arg(argument, value_of) if argument is not None else None
 
 
+def known_arguments(plan: Plan, node: fx.Node, **defaults: Any) -> Any:
+    """The module that a node calls, or the arguments of its function as such a module has them."""
+    if node.op == "call_module":
+        return plan.module(node)
+    names = enumerate(defaults.items(), start=1)
+    return SimpleNamespace(**{n: known(argument(node, place, n, d)) for place, (n, d) in names})
+
+
+def equal(pair: Any, what: str) -> Any:
+    """The number that rows and columns share."""
+    both = tuple(pair) if isinstance(pair, tuple | list) else (pair, pair)
+    if len(both) == 1:
+        both = both * 2
+    if len(both) != 2 or both[0] != both[1]:
+        raise ConversionError("", f"{what}: a quarter turn would exchange {both}")
+    return both[0]
+
+
+def check_map(value: Value, *other: tuple[str, ...]) -> None:
+    """Refuse axes other than those of a map, or these."""
+    if value.axes not in (IMAGE, *other):
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
+
+
 def is_channel_axis(value: Value, axis: Any) -> bool:
     return bool(value.axes) and value.axes[known(axis)] == "C"
+
+
+def reads_extrema(node: fx.Node) -> bool:
+    """Whether a node takes the numbers, not the places, from what `max` along an axis returns."""
+    return name_of(node) in ("getitem", "getattr") and known(node.args[1]) in (0, "values")
 
 
 def why_positional(shape: tuple[int, ...], axes: tuple[str, ...]) -> str | None:
@@ -37,7 +76,9 @@ def why_positional(shape: tuple[int, ...], axes: tuple[str, ...]) -> str | None:
     )
 
 
-def module_step(plan: Plan, node: fx.Node, value: Value, make: Callable[[], nn.Module]) -> Value:
-    read: Any = node.args[0]
-    part = plan.insert(str(node.meta.get("owner", "")), node.name, make)
-    return plan.emit(node, value, lambda e: e.module(part, e[read]))
+def no_rule(plan: Plan, node: fx.Node, why: str = "") -> ConversionError:
+    """The error about a function that has no rule."""
+    inside = type(plan.trace.modules.get(owner(node))).__name__
+    return ConversionError(
+        "", f"there is no rule for the function {name_of(node)} of {inside}{why}"
+    )

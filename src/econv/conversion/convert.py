@@ -12,18 +12,17 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from econv.conversion.fit import Kept
-from econv.conversion.functions import convert_node, pair_with_training
 from econv.conversion.heads import find_heads
-from econv.conversion.modules import is_leaf
 from econv.conversion.network import ConvertedNetwork
+from econv.conversion.operations import convert_node, is_leaf, pair_with_training
 from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
 from econv.conversion.report import Line, Report
 from econv.conversion.trace import ConversionError, trace, value_of
 from econv.conversion.widths import Sizes, match_widths
 from econv.groups import Group, GroupLike
-from econv.lab import calibrate
 from econv.layers import ConvOptions
 from econv.layers.checks import expect
+from econv.layers.normalisation import calibrate
 from econv.testing import equivariance_error, transform
 
 __all__ = ["MATCHES", "convert"]

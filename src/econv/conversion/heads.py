@@ -4,30 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, fx, nn
 
-from econv.conversion.names import PERMUTATIONS, POINTWISE, RESHAPES, SOFTMAX
-from econv.conversion.trace import name_of, value_of
+from econv.conversion.rules import rule_of
+from econv.conversion.trace import value_of
 
 __all__ = ["find_heads"]
-
-_TRANSPARENT_MODULES: tuple[type[nn.Module], ...] = (
-    nn.AdaptiveAvgPool2d,
-    nn.Flatten,
-    nn.Identity,
-    nn.LogSoftmax,
-    nn.ReLU,
-    nn.Sigmoid,
-    nn.Softmax,
-    nn.Tanh,
-    nn.Upsample,
-    nn.Dropout,
-)
-_TRANSPARENT = (
-    POINTWISE
-    | RESHAPES
-    | SOFTMAX
-    | PERMUTATIONS
-    | {"add", "iadd", "sub", "mean", "interpolate", "adaptive_avg_pool2d", "argmax", "cat"}
-)
 
 
 def find_heads(graph: fx.Graph, modules: dict[str, nn.Module]) -> set[fx.Node]:
@@ -49,9 +29,7 @@ def find_heads(graph: fx.Graph, modules: dict[str, nn.Module]) -> set[fx.Node]:
             module = modules.get(str(node.target)) if node.op == "call_module" else None
             if isinstance(module, nn.Conv2d | nn.ConvTranspose2d | nn.Linear):
                 found.add(node)
-            elif isinstance(module, _TRANSPARENT_MODULES) or (
-                node.op in ("call_function", "call_method") and name_of(node) in _TRANSPARENT
-            ):
+            elif (rule := rule_of(node, modules)) is not None and rule.after_head:
                 stack += [r for r in node.all_input_nodes if isinstance(value_of(r), Tensor)]
             elif node.op != "placeholder":
                 whole = False

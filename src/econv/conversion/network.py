@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.graph_module import reduce_graph_module
 
 from econv.groups import Group
@@ -12,7 +12,7 @@ from econv.groups import Group
 if TYPE_CHECKING:
     from econv.conversion.report import Report
 
-__all__ = ["ConvertedNetwork"]
+__all__ = ["ConvertedNetwork", "sizes_in_order"]
 
 
 class ConvertedNetwork(fx.GraphModule):
@@ -58,3 +58,8 @@ def _unpickle(
     network = ConvertedNetwork(plain, plain.graph, name).describe_as(**told)
     network.training = training
     return network
+
+
+def sizes_in_order(x: Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of a tensor, in the order of the axes that the source had."""
+    return tuple(x.shape[i] for i in order)

@@ -1,24 +1,40 @@
 """What becomes of each operation: the kind of every tensor, the parts to be built, the steps.
 
 The plan is made once, for widths that are not known yet; the same plan is then counted for many
-widths and built for one. What each operation becomes is the business of `modules` and `functions`.
+widths and built for one. What each operation becomes is the business of `rules`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from econv.conversion.trace import ConversionError, Trace, owner, value_of
-from econv.conversion.widths import Sizes, Width, count_of, runs
+from econv.conversion.widths import Sizes, Width, count_of, join, runs
 from econv.groups import Group
 from econv.layers import ConvOptions, GroupPool2d, PDOConv2d, Spread2d, Upsample2d
 
-__all__ = ["Emission", "Part", "Plan", "Row", "Value", "multiply_adds"]
+__all__ = [
+    "FLAT",
+    "IMAGE",
+    "PATHS",
+    "VECTOR",
+    "Emission",
+    "Plan",
+    "PlannedModule",
+    "Row",
+    "Value",
+    "multiply_adds",
+]
+
+IMAGE = ("N", "C", "H", "W")
+VECTOR = ("N", "C")
+PATHS = ("N", "P", "C", "H", "W")
+FLAT = (("N", "CHW"), ("N", "HWC"))
 
 Make = Callable[[Sizes, dict[str, Any]], nn.Module]
 
@@ -80,8 +96,8 @@ class Row:
 
 
 @dataclass
-class Part:
-    """A module of the converted network."""
+class PlannedModule:
+    """A module of the converted network, to be made for widths that are chosen later."""
 
     name: str
     make: Make
@@ -121,8 +137,10 @@ class Emission:
     def function(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(target, args, kwargs)
 
-    def copy(self, node: fx.Node) -> fx.Node:
-        return self.graph.node_copy(node, lambda n: self.found[n])
+    def copy(self, node: fx.Node, readers: Mapping[fx.Node, Step] | None = None) -> fx.Node:
+        """A node of the source, with what these steps write in place of some that it reads."""
+        here = {read: reader(self) for read, reader in (readers or {}).items()}
+        return self.graph.node_copy(node, lambda n: here.get(n, self.found.get(n, n)))
 
 
 Step = Callable[[Emission], Any]
@@ -138,7 +156,7 @@ class Plan:
     options: ConvOptions
     strict: bool
     values: dict[fx.Node, Value] = field(default_factory=dict)
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, PlannedModule] = field(default_factory=dict)
     steps: list[tuple[fx.Node, Step]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
@@ -155,7 +173,15 @@ class Plan:
         """The value of an argument of a node."""
         return self.values[argument] if isinstance(argument, fx.Node) else OTHER
 
-    def module(self, node: fx.Node) -> nn.Module:
+    def first(self, node: fx.Node) -> tuple[Any, Value]:
+        """The first argument of a node, and its value."""
+        return node.args[0], self.value(node.args[0])
+
+    def values_read(self, node: fx.Node) -> list[Value]:
+        """The values of everything that a node reads."""
+        return [self.value(read) for read in node.all_input_nodes]
+
+    def module(self, node: fx.Node) -> Any:
         """The source's module that a node calls."""
         return self.trace.modules[str(node.target)]
 
@@ -182,29 +208,46 @@ class Plan:
             self.keep(node)
         return self.emit(node, value, lambda e: e.copy(node))
 
+    def copy_constant(self, node: fx.Node) -> Value:
+        """Let a node be what it is, where nothing that it reads turns."""
+        kinds = {value.kind for value in self.values_read(node)}
+        learned = node.op != "call_module" and "invariant" not in kinds
+        return self.copy(node, Value("parameter" if learned else "invariant"))
+
     def keep(self, node: fx.Node, became: str = "as it is") -> None:
         """Take a module of the source as it is."""
         name = str(node.target)
         source = self.trace.modules[name]
         part = self.parts.get(name)
         if part is None:
-            part = Part(name, lambda sizes, where: copy.deepcopy(source), source, kept=True)
+            part = PlannedModule(
+                name, lambda sizes, where: copy.deepcopy(source), source, kept=True
+            )
             self.parts[name] = part
             self.rows.append(Row(name, describe(source), became))
         part.positions += positions_of(node, source)
 
-    def add_part(self, part: Part, became: str | None = None) -> str:
-        """Add a module to the network, and a line to the report."""
+    def add_part(
+        self, part: PlannedModule, became: str | None = None, source: str | None = None
+    ) -> str:
+        """Add a module to the network, and a line to the report if the source has it too."""
         self.parts[part.name] = part
-        if part.source is not None or became is not None:
-            source = describe(part.source) if part.source is not None else "–"
-            self.rows.append(Row(part.name, source, became or describe))
+        source = describe(part.source) if part.source is not None else source
+        if source is not None or became is not None:
+            self.rows.append(Row(part.name, source or "–", became or describe))
         return part.name
+
+    def add_shared(self, part: PlannedModule, became: str | None = None, **row: str) -> None:
+        """Add a module that the source may use twice, on tensors of equal widths."""
+        if part.name in self.parts:
+            join(self.parts[part.name].into, part.into)
+        else:
+            self.add_part(part, became, **row)
 
     def insert(self, beside: str, suffix: str, module: Callable[[], nn.Module]) -> str:
         """Add a module without parameters that the source does not have."""
         name = self.new_name(f"{beside}_{suffix}" if beside else suffix)
-        self.add_part(Part(name, lambda sizes, where: module()), describe(module()))
+        self.add_part(PlannedModule(name, lambda sizes, where: module()), describe(module()))
         return name
 
     def leave(self, node: fx.Node, reason: str) -> Value:
@@ -228,17 +271,12 @@ class Plan:
                 readers[read] = self.pooled(read, value, owner(node) or node.name)
         if node.op == "call_module":
             self.keep(node, "left alone")
-
-        def step(e: Emission) -> fx.Node:
-            here = {read: reader(e) for read, reader in readers.items()}
-            return e.graph.node_copy(node, lambda n: here.get(n, e.found.get(n, n)))
-
         # What leaves an image an image does not keep the layers after it from lifting it.
         images = [v for v in map(self.value, node.all_input_nodes) if v.kind == "image"]
         out = value_of(node)
         if images and not readers and isinstance(out, Tensor) and out.ndim == len(images[0].axes):
-            return self.emit(node, images[0], step)
-        return self.emit(node, Value("left"), step)
+            return self.emit(node, images[0], lambda e: e.copy(node, readers))
+        return self.emit(node, Value("left"), lambda e: e.copy(node, readers))
 
     def pooled(self, node: fx.Node, value: Value, beside: str) -> Step:
         """A step that pools a node over orientations and gives it the source's axes."""
@@ -261,7 +299,7 @@ class Plan:
 
     def spread(self, node: fx.Node, value: Value, beside: str) -> tuple[Value, Step]:
         """An image as group features that are the same in every orientation."""
-        if value.axes not in (("N", "C", "H", "W"), ("N", "C")):
+        if value.axes not in (IMAGE, VECTOR):
             raise ConversionError(beside, f"it joins group features and an image {value.axes}")
         channels = int(value_of(node).shape[1])
         width = Width(channels, beside)
@@ -284,12 +322,7 @@ class Plan:
                 self.notes.append(
                     f"the output {read.name} has as many channels as its features have fields"
                 )
-
-        def step(e: Emission) -> fx.Node:
-            here = {read: reader(e) for read, reader in pooled.items()}
-            return e.graph.node_copy(node, lambda n: here.get(n, e.found.get(n, n)))
-
-        self.steps.append((node, step))
+        self.steps.append((node, lambda e: e.copy(node, pooled)))
 
     # What becomes of the plan
 
@@ -319,7 +352,7 @@ class Plan:
             )
         return total
 
-    def _blank(self, part: Part, sizes: Sizes) -> nn.Module:
+    def _blank(self, part: PlannedModule, sizes: Sizes) -> nn.Module:
         """A part without data, made once for each of its widths."""
         of_blocks = tuple(sizes.block(width) for width in runs(part.into))
         key = (part.name, sizes.fields(part.into), sizes.fields(part.out), of_blocks)

@@ -31,6 +31,7 @@ __all__ = [
     "live_nodes",
     "name_of",
     "owner",
+    "plain_name",
     "trace",
     "value_of",
 ]
@@ -114,7 +115,11 @@ def owner(node: fx.Node) -> str:
 
 def name_of(node: fx.Node) -> str:
     """The plain name of the function or method that a node calls."""
-    target: Any = node.target
+    return plain_name(node.target)
+
+
+def plain_name(target: Any) -> str:
+    """What a function, method or operator is called, in place or not."""
     for name in ("max_pool2d", "adaptive_max_pool2d"):  # dispatchers without a name of their own
         if target is getattr(functional, name) or target is getattr(torch, name, None):
             return name

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from econv.conversion.trace import ConversionError
 
-__all__ = ["Sizes", "Width", "count_of", "join", "match_widths", "runs", "slice_runs"]
+__all__ = ["Sizes", "Width", "count_of", "divide", "join", "match_widths", "runs", "slice_runs"]
 
 
 class Width:
@@ -132,6 +132,15 @@ def slice_runs(widths: Iterable[Width], start: int, stop: int) -> tuple[list[Wid
             within.append(width)
         position += width.channels
     return before, within
+
+
+def divide(widths: Iterable[Width], number: int) -> tuple[Width, ...]:
+    """The widths of one of so many equal parts."""
+    each = count_of(widths) // number
+    rows = [slice_runs(widths, i * each, (i + 1) * each)[1] for i in range(number)]
+    for row in rows[1:]:
+        join(rows[0], row)
+    return tuple(rows[0])
 
 
 class Sizes:

@@ -22,7 +22,8 @@ from econv.lab.results import (
     OutputError,
     ResolutionCurve,
 )
-from econv.lab.twins import calibrate, plain_twin
+from econv.lab.twins import plain_twin
+from econv.layers.normalisation import calibrate
 
 __all__ = [
     "AngleCurve",

@@ -20,6 +20,7 @@ from econv.layers import (
     GroupDropout2d,
     Upsample2d,
 )
+from econv.layers.activations import ACTIVATIONS
 from econv.testing import rotate, transform
 
 
@@ -58,28 +59,6 @@ def find_group(model: nn.Module, group: GroupLike | None = None) -> Group:
     return chosen
 
 
-ACTIVATIONS: tuple[type[nn.Module], ...] = (
-    nn.CELU,
-    nn.ELU,
-    nn.GELU,
-    nn.Hardshrink,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.Hardtanh,
-    nn.Identity,
-    nn.LeakyReLU,
-    nn.LogSigmoid,
-    nn.Mish,
-    nn.ReLU,
-    nn.SELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Softshrink,
-    nn.Softsign,
-    nn.Tanh,
-    nn.Tanhshrink,
-)
 _CHANNELWISE: tuple[type[nn.Module], ...] = (
     *ACTIVATIONS,
     nn.AdaptiveAvgPool2d,

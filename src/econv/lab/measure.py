@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from econv.basis import FilterBasis
 from econv.groups import FloatArray, Group, GroupLike
 from econv.lab.kinds import (
-    ACTIVATIONS,
     Flow,
     Map,
     element_name,
@@ -44,6 +43,7 @@ from econv.layers import (
     GroupPool2d,
     PDOConv2d,
 )
+from econv.layers.activations import ACTIVATIONS
 from econv.stencils import coordinates
 from econv.testing import _disc, _undisturbed, convergence_order, transform
 

@@ -39,29 +39,6 @@ def plain_twin(model: nn.Module, seed: int = 0) -> nn.Module:
         return _twin(copy.deepcopy(model))
 
 
-def calibrate(model: nn.Module, images: Tensor) -> nn.Module:
-    """Set the running statistics of every batch norm to those of these images.
-
-    An untrained network in eval mode otherwise applies statistics that it has never seen.
-    Returns the model, in eval mode.
-    """
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    model.eval()
-    kept = [(norm, norm.momentum) for norm in norms if norm.track_running_stats]
-    for norm, _ in kept:
-        norm.reset_running_stats()
-        norm.momentum = None
-        norm.train()
-    try:
-        with torch.no_grad():
-            model(images)
-    finally:
-        for norm, momentum in kept:
-            norm.momentum = momentum
-            norm.eval()
-    return model
-
-
 def _twin(module: nn.Module) -> nn.Module:
     weight = getattr(module, "weight", None)
     options: dict[str, Any] = {}

@@ -17,7 +17,13 @@ from econv.groups import Group, GroupLike
 from econv.layers import pooled
 from econv.layers.checks import check_fields, check_groups, positive
 
-__all__ = ["GroupBatchNorm2d", "GroupGroupNorm2d", "GroupInstanceNorm2d", "GroupLayerNorm2d"]
+__all__ = [
+    "GroupBatchNorm2d",
+    "GroupGroupNorm2d",
+    "GroupInstanceNorm2d",
+    "GroupLayerNorm2d",
+    "calibrate",
+]
 
 
 class GroupBatchNorm2d(_BatchNorm):
@@ -305,3 +311,26 @@ class GroupLayerNorm2d(_FieldAffine):
         normed = functional.layer_norm(pixels, (channels,), *self._by_channel(), self.eps)
         maps = normed.view(batch, height, width, channels).permute(0, 3, 1, 2)
         return maps.contiguous(memory_format=memory_format(x))
+
+
+def calibrate(model: nn.Module, images: Tensor) -> nn.Module:
+    """Set the running statistics of every batch norm to those of these images.
+
+    An untrained network in eval mode otherwise applies statistics that it has never seen.
+    Returns the model, in eval mode.
+    """
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    model.eval()
+    kept = [(norm, norm.momentum) for norm in norms if norm.track_running_stats]
+    for norm, _ in kept:
+        norm.reset_running_stats()
+        norm.momentum = None
+        norm.train()
+    try:
+        with torch.no_grad():
+            model(images)
+    finally:
+        for norm, momentum in kept:
+            norm.momentum = momentum
+            norm.eval()
+    return model

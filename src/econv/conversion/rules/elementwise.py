@@ -1,23 +1,55 @@
-"""Sums, products and what else meets element by element."""
+"""Functions of single numbers, sums, products and what else meets element by element."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-from econv.conversion.arguments import why_positional
-from econv.conversion.plan import Emission, Part, Plan, Row, Step, Value
-from econv.conversion.shapes import IMAGE, VECTOR
-from econv.conversion.trace import ConversionError, name_of, owner, value_of
+from econv.conversion.arguments import no_rule, why_positional
+from econv.conversion.per_field import field_parameter
+from econv.conversion.plan import IMAGE, VECTOR, Plan, Step, Value
+from econv.conversion.registry import rule
+from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import join, runs
-from econv.layers import FieldParameter, GroupPool2d
+from econv.layers import GroupPool2d
+from econv.layers.activations import ACTIVATIONS
 
-__all__ = ["elementwise", "expand", "field_parameter"]
+# The activations that may follow the last layer of a network without hiding that it is the last.
+_ENDS = (nn.Identity, nn.ReLU, nn.Sigmoid, nn.Tanh)
 
 
+@rule(*_ENDS, variants=("Sigmoid", "Tanh"), after_head=True)
+@rule(
+    *(found for found in ACTIVATIONS if found not in _ENDS),
+    *(nn.Threshold, nn.RReLU),
+    variants=("GELU",),
+    classes=("Swish", "HardSwish", "HardSigmoid", "GELUTanh"),
+)
+@rule(
+    *("abs", "celu", "clamp", "clamp_min", "clamp_max", "elu", "exp", "gelu", "hardsigmoid"),
+    *("hardswish", "hardtanh", "leaky_relu", "log", "log1p", "mish", "neg", "relu", "relu6"),
+    *("rsqrt", "selu", "sigmoid", "silu", "softplus", "softsign", "sqrt", "square", "tanh"),
+    *("threshold", "logsigmoid", "sin", "cos", "erf", "reciprocal", "sign", "logical_not"),
+    *("clone", "contiguous", "detach", "to", "float", "double", "half", "bfloat16", "type"),
+    *("type_as", "requires_grad", "zeros_like", "ones_like", "full_like"),
+    after_head=True,
+)
+def pointwise(plan: Plan, node: fx.Node) -> Value:
+    """A function of one tensor that treats all its numbers alike."""
+    values = plan.values_read(node)
+    if len([value for value in values if value.kind != "other"]) != 1:
+        raise no_rule(plan, node)
+    return plan.copy(node, values[0])
+
+
+@rule("add", "iadd", "sub", "pow", after_head=True)
+@rule(
+    *("radd", "isub", "rsub", "mul", "imul", "rmul", "div", "idiv", "truediv", "itruediv"),
+    *("rtruediv", "maximum", "minimum", "multiply", "subtract", "addcmul", "addcdiv", "lerp"),
+    *("where", "hypot", "masked_fill", "logical_and", "logical_or", "and", "or", "invert"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+)
 def elementwise(plan: Plan, node: fx.Node) -> Value:
     reads = node.all_input_nodes
     tensors = [r for r in reads if isinstance(value_of(r), Tensor) and value_of(r).ndim > 0]
@@ -32,14 +64,7 @@ def elementwise(plan: Plan, node: fx.Node) -> Value:
     readers: dict[fx.Node, Step] = {}
     for read in tensors:
         _join_operand(plan, node, read, whole, readers)
-    axes = whole.axes
-    pixels = [plan.value(r) for r in fields if plan.value(r).axes == axes]
-
-    def step(e: Emission) -> fx.Node:
-        here = {read: reader(e) for read, reader in readers.items()}
-        return e.graph.node_copy(node, lambda n: here.get(n, e.found.get(n, n)))
-
-    return plan.emit(node, pixels[0] if whole not in pixels else whole, step)
+    return plan.emit(node, whole, lambda e: e.copy(node, readers))
 
 
 def _join_operand(
@@ -81,59 +106,6 @@ def _join_operand(
     readers[read] = reader
 
 
-def field_parameter(plan: Plan, node: fx.Node, read: fx.Node, whole: Value) -> Step:
-    """A parameter with one number per channel, as one with one number per field."""
-    tensor = value_of(read)
-    shape = tuple(tensor.shape)
-    if tensor.numel() == 1:
-        return lambda e: e[read]
-    place = len(shape) - len(whole.axes) + whole.axes.index("C")
-    positional = why_positional(shape, whole.axes)
-    if positional or place < 0 or shape[place] != tensor.numel():
-        raise ConversionError("", positional or f"a parameter of shape {shape} meets an image")
-    if tensor.numel() != whole.channels:
-        raise ConversionError("", f"a parameter of shape {shape} meets {whole.channels} channels")
-    source = _parameter_behind(read)
-    name = str(source.target)
-    given = plan.trace.attribute(name)
-    widths = whole.widths
-    learned = isinstance(given, nn.Parameter) and given.requires_grad
-    initial = float(given.detach().double().mean()) if not given.is_meta else 1.0
-    pixels = whole.axes != VECTOR
-
-    def make(sizes: Any, where: dict[str, Any]) -> nn.Module:
-        module = FieldParameter(sizes.fields(widths), plan.group, initial, pixels, **where)
-        return module.requires_grad_(learned)
-
-    def fit(kept: Any, module: Any) -> float | None:
-        with torch.no_grad():
-            module.weight.copy_(given.detach().flatten()[kept.channels(widths)])
-        return None
-
-    if name in plan.parts:
-        join(plan.parts[name].into, widths)
-    else:
-        plan.add_part(Part(name, make, None, 0, widths, (), fit))
-        plan.rows.append(Row(name, f"Parameter{shape}", f"FieldParameter({plan.group.name})"))
-    return lambda e: e.module(name)
-
-
-def _parameter_behind(node: fx.Node) -> fx.Node:
-    """The attribute that an expression of one parameter reads."""
-    while node.op != "get_attr":
-        reads = [r for r in node.all_input_nodes if isinstance(value_of(r), Tensor)]
-        same = node.op == "call_method" and node.target in (
-            *("view", "reshape", "unsqueeze", "to", "type_as", "expand", "expand_as", "contiguous"),
-            *("squeeze", "float"),
-        )
-        if len(reads) != 1 or not (same or name_of(node) in ("getitem", "reshape", "unsqueeze")):
-            raise ConversionError(
-                "", f"it computes a number for every channel: {node.format_node()}"
-            )
-        node = reads[0]
-    return node
-
-
 def _elementwise_images(
     plan: Plan, node: fx.Node, tensors: list[fx.Node], shape: tuple[int, ...]
 ) -> Value:
@@ -148,10 +120,10 @@ def _elementwise_images(
     return plan.copy(node, longest)
 
 
+@rule("expand", "expand_as")
 def expand(plan: Plan, node: fx.Node) -> Value:
     """Broadcasting does what an expansion says; the operation that follows does it by itself."""
-    read: Any = node.args[0]
-    value = plan.value(read)
+    read, value = plan.first(node)
     before, after = value_of(read).shape, value_of(node).shape
     if value.kind != "fields":
         axes = value.axes if value.kind == "image" else IMAGE[-len(after) :]
@@ -163,3 +135,19 @@ def expand(plan: Plan, node: fx.Node) -> Value:
     if len(before) != len(after) or before[place] != after[place] or before[0] != after[0]:
         raise ConversionError("", f"it expands {tuple(before)} to {tuple(after)}")
     return plan.emit(node, value, lambda e: e[read])
+
+
+@rule("expand", "expand_as", "repeat", constants=True)
+def uniform_image(plan: Plan, node: fx.Node) -> Value:
+    """An image where an expansion gives every pixel the same numbers."""
+    before, after = value_of(node.args[0]), value_of(node)  # type: ignore[arg-type]
+    if before.ndim == after.ndim == 4 and before.shape[2:].numel() == 1:
+        return plan.copy(node, Value("image", IMAGE))
+    return plan.copy_constant(node)
+
+
+@rule("zeros", "ones", "full", constants=True)
+def constant_image(plan: Plan, node: fx.Node) -> Value:
+    if value_of(node).ndim == 4:
+        return plan.copy(node, Value("image", IMAGE))
+    return plan.copy_constant(node)

@@ -1,26 +1,29 @@
-"""Rows of channels: joined, divided, read by number."""
+"""Rows of channels: joined, divided, gated by each other."""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from econv.conversion.arguments import argument, is_channel_axis, known, why_positional
-from econv.conversion.modules import pool_step
-from econv.conversion.plan import Emission, Plan, Step, Value
-from econv.conversion.reductions import values_of_extrema
-from econv.conversion.resizing import crop
-from econv.conversion.shapes import IMAGE, PATHS, reshape
+from econv.conversion.arguments import (
+    argument,
+    is_channel_axis,
+    known,
+    known_arguments,
+    why_positional,
+)
+from econv.conversion.plan import IMAGE, PATHS, Emission, Plan, Step, Value
+from econv.conversion.registry import rule
 from econv.conversion.trace import ConversionError, owner, value_of
-from econv.conversion.widths import Width, join, slice_runs
-from econv.layers import CentredAvgPool2d
-
-__all__ = ["concatenate", "getitem", "split", "stack"]
+from econv.conversion.widths import Width, divide, join, slice_runs
 
 
+@rule("cat", after_head=True)
+@rule("concat", "concatenate")
 def concatenate(plan: Plan, node: fx.Node) -> Value:
     parts: Any = argument(node, 0, "tensors")
     axis = argument(node, 1, "dim", 0)
@@ -54,6 +57,7 @@ def concatenate(plan: Plan, node: fx.Node) -> Value:
     return plan.emit(node, replace(whole, widths=tuple(widths)), step)
 
 
+@rule("stack")
 def stack(plan: Plan, node: fx.Node) -> Value:
     """Maps of equally many fields, as paths."""
     parts: Any = argument(node, 0, "tensors")
@@ -81,9 +85,9 @@ def _check_positions(parts: Any, values: list[Value], whole: Value) -> None:
                 raise ConversionError("", positional)
 
 
+@rule("chunk", "split", "tensor_split")
 def split(plan: Plan, node: fx.Node) -> Value:
-    read: Any = node.args[0]
-    value = plan.value(read)
+    read, value = plan.first(node)
     axis = argument(node, 2, "dim", 0)
     if value.kind == "image" and is_channel_axis(value, axis):
         return plan.copy(node, Value("list", items=(value,) * len(value_of(node))))
@@ -100,55 +104,20 @@ def split(plan: Plan, node: fx.Node) -> Value:
     return plan.emit(node, Value("list", value.axes, items=tuple(items)), lambda e: e[read])
 
 
-def getitem(plan: Plan, node: fx.Node) -> Value:
-    read: Any = node.args[0]
-    index: Any = node.args[1]
-    value = plan.value(read)
-    if value.kind == "list":
-        if value.axes == ("extrema",):
-            return values_of_extrema(plan, node, value)
-        item = value.items[known(index)]
-        if item.kind == "image":
-            return plan.copy(node, item)
-        return plan.emit(node, item, _slice_fields(read, item))
-    if value.kind == "invariant":
-        return plan.copy(node, value)
-    entries = index if isinstance(index, tuple) else (index,)
-    if None in entries and all(entry in (None, slice(None)) for entry in entries):
-        return reshape(plan, node)
-    if Ellipsis in entries or len(entries) > len(value.axes):
-        raise ConversionError("", f"it indexes group features by {index}")
-    if any(not isinstance(entry, slice) for entry in entries):
-        raise ConversionError("", f"it takes out single rows, columns or channels: {index}")
-    full = slice(None)
-    given = dict(zip(value.axes, (*entries, *[full] * len(value.axes)), strict=False))
-    by_axis = {axis: known(entry) for axis, entry in given.items()}
-    sizes = dict(zip(value.axes, value_of(read).shape, strict=True))
-    if by_axis["N"] != full:
-        raise ConversionError("", "it takes out images of the batch")
-    rows, columns = (by_axis.get(axis, full) for axis in "HW")
-    if (rows, columns) != (full, full):
-        if by_axis["C"] != full or value.axes != IMAGE:
-            raise ConversionError("", f"it indexes group features by {index}")
-        from_first = rows.start in (None, 0) and rows.stop is None and rows == columns
-        if from_first and rows.step is not None:
-            stride = int(rows.step)
-            return pool_step(plan, node, value, lambda: CentredAvgPool2d(1, stride))
-        return crop(plan, node, value, given["H"], given["W"])
-    start, stop, step = by_axis["C"].indices(sizes["C"])
+@rule(nn.GLU, "glu")
+def gate_halves(plan: Plan, node: fx.Node) -> Value:
+    """The first half of the channels, times a sigmoid of the second."""
+    read, value = plan.first(node)
+    dim = known_arguments(plan, node, dim=-1).dim
+    if value.axes[dim] != "C":
+        raise ConversionError("", f"it halves the axis {value.axes[dim]}")
     if value.kind == "image":
         return plan.copy(node, value)
-    if step != 1:
-        raise ConversionError("", f"it takes every {step}th channel")
-    before, within = slice_runs(value.widths, start, stop)
-    item = replace(value, widths=tuple(within), start=tuple(before))
-    return plan.emit(node, replace(item, start=()), _slice_fields(read, item))
+    widths = divide(value.widths, 2)
 
+    def step(e: Emission) -> Any:
+        number = e.sizes.fields(widths) * e.plan.group.order
+        first, gate = (e.method("narrow", e[read], 1, start, number) for start in (0, number))
+        return e.function(operator.mul, first, e.method("sigmoid", gate))
 
-def _slice_fields(read: fx.Node, item: Value) -> Step:
-    def step(e: Emission) -> fx.Node:
-        order = e.plan.group.order
-        start = e.sizes.fields(item.start) * order
-        return e.method("narrow", e[read], 1, start, e.sizes.fields(item.widths) * order)
-
-    return step
+    return plan.emit(node, replace(value, widths=widths), step)

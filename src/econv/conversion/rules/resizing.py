@@ -1,9 +1,8 @@
-"""Padding, cropping and resizing: symmetric about the centre on every size."""
+"""Padding, resizing and pooling to a size: symmetric about the centre on every size."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -11,35 +10,23 @@ from typing import Any
 from torch import fx, nn
 from torch.nn import functional
 
-from econv.conversion.plan import Emission, Part, Plan, Value, describe
-from econv.conversion.shapes import IMAGE
+from econv.conversion.arguments import argument, check_map, equal
+from econv.conversion.plan import Emission, Plan, Value
+from econv.conversion.registry import rule
+from econv.conversion.steps import about_centre, in_its_place
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import Width
-from econv.layers import NearestResize2d, Recentre2d
-
-__all__ = ["PADS", "Resizing", "adaptive_size", "check_map", "crop", "equal", "pad", "resize"]
+from econv.layers import NearestResize2d
 
 
-def equal(pair: Any, what: str) -> Any:
-    """The number that rows and columns share."""
-    both = tuple(pair) if isinstance(pair, tuple | list) else (pair, pair)
-    if len(both) == 1:
-        both = both * 2
-    if len(both) != 2 or both[0] != both[1]:
-        raise ConversionError("", f"{what}: a quarter turn would exchange {both}")
-    return both[0]
-
-
-def check_map(value: Value) -> None:
-    """Whether a value is a map of the usual layout."""
-    if value.axes != IMAGE:
-        raise ConversionError("", f"it reads a tensor with axes {value.axes}")
-
-
-def adaptive_size(plan: Plan, node: fx.Node, size: Any) -> Value:
+@rule(nn.AdaptiveAvgPool2d, "adaptive_avg_pool2d", after_head=True)
+@rule(nn.AdaptiveMaxPool2d, "adaptive_max_pool2d")
+def pool_to_size(plan: Plan, node: fx.Node) -> Value:
     """Pooling to a size, which must be the same along both sides."""
     value = plan.value(node.args[0])
     check_map(value)
+    is_module = node.op == "call_module"
+    size = plan.module(node).output_size if is_module else argument(node, 1, "output_size")
     _check_size(node, size, "its output sizes are unequal")
     return plan.copy(node, value)
 
@@ -60,7 +47,7 @@ def _check_size(node: fx.Node, size: Any, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class Resizing:
+class _Resizing:
     """The arguments of an interpolation."""
 
     size: Any = None
@@ -70,15 +57,34 @@ class Resizing:
     antialias: bool = False
 
 
-def resize(plan: Plan, node: fx.Node, given: Resizing) -> Value:
+@rule(nn.Upsample, after_head=True)
+def upsample(plan: Plan, node: fx.Node) -> Value:
+    module = plan.module(node)
+    given = _Resizing(module.size, module.scale_factor, module.mode, module.align_corners)
+    return _resize(plan, node, given)
+
+
+@rule("interpolate", after_head=True)
+@rule("upsample")
+def interpolate(plan: Plan, node: fx.Node) -> Value:
+    given = _Resizing(
+        argument(node, 1, "size"),
+        argument(node, 2, "scale_factor"),
+        str(argument(node, 3, "mode", "nearest")),
+        argument(node, 4, "align_corners"),
+        bool(argument(node, 6, "antialias", False)),
+    )
+    return _resize(plan, node, given)
+
+
+def _resize(plan: Plan, node: fx.Node, given: _Resizing) -> Value:
     """An interpolation that commutes with quarter turns on every size.
 
     A whole factor does so as it is. Any other leaves a rest that torch puts to one side: there the
     size is computed and given instead.
     """
-    value = plan.value(node.args[0])
+    read, value = plan.first(node)
     check_map(value)
-    read: Any = node.args[0]
     factor: Any = None
     if given.size is not None:
         _check_size(node, given.size, "its sizes are unequal")
@@ -93,7 +99,7 @@ def resize(plan: Plan, node: fx.Node, given: Resizing) -> Value:
         plan.notes.append(
             f"{owner(node) or node.name}: where two pixels are equally near, it takes their mean"
         )
-        name = _in_its_place(plan, node, NearestResize2d)
+        name = in_its_place(plan, node, NearestResize2d)
     ratio = None if factor is None else Fraction(float(factor)).limit_denominator(1000)
 
     def step(e: Emission) -> fx.Node:
@@ -126,21 +132,23 @@ def _two(e: Emission, size: Any) -> list[Any]:
     return [both[0], both[-1]]
 
 
-def _in_its_place(plan: Plan, node: fx.Node, make: Callable[[], nn.Module]) -> str:
-    """A module without parameters, under the name of the source's if it has one."""
-    if node.op != "call_module":
-        return plan.insert(owner(node), node.name, make)
-    name = str(node.target)
-    if name not in plan.parts:
-        part = Part(name, lambda sizes, where: make(), plan.module(node))
-        plan.add_part(part, describe(make()))
-    return name
+@rule(nn.ConstantPad2d, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d, nn.CircularPad2d)
+def pad_module(plan: Plan, node: fx.Node) -> Value:
+    module = plan.module(node)
+    constant = isinstance(module, nn.ConstantPad2d | nn.ZeroPad2d)
+    mode = "constant" if constant else type(module).__name__
+    return _pad(plan, node, list(module.padding), mode, getattr(module, "value", 0.0))
 
 
-def pad(plan: Plan, node: fx.Node, amounts: Any, mode: str, fill: Any) -> Value:
+@rule("pad")
+def pad(plan: Plan, node: fx.Node) -> Value:
+    mode, fill = argument(node, 2, "mode", "constant"), argument(node, 3, "value", 0.0)
+    return _pad(plan, node, argument(node, 1, "pad"), str(mode), fill)
+
+
+def _pad(plan: Plan, node: fx.Node, amounts: Any, mode: str, fill: Any) -> Value:
     """Padding of pixels, about the centre, or of channels."""
-    read: Any = node.args[0]
-    value = plan.value(read)
+    read, value = plan.first(node)
     check_map(value)
     known = [int(n) for n in fx.node.map_arg(amounts, value_of)]
     sides = [*known[:4], *[0] * (4 - len(known[:4]))]
@@ -165,7 +173,7 @@ def pad(plan: Plan, node: fx.Node, amounts: Any, mode: str, fill: Any) -> Value:
                 _sum(e, e.method("size", e[read], 3), left, right),
             ]
 
-        return _about_centre(plan, node, value, sizes, float(fill or 0.0))
+        return about_centre(plan, node, value, sizes, float(fill or 0.0))
     channels = [*known[4:], 0, 0][:2]
     if not same or any(sides) or len(known) > 6 or min(channels) < 0:
         raise ConversionError("", f"it pads by {known}, with mode {mode!r}")
@@ -187,70 +195,3 @@ def _sum(e: Emission, first: Any, *others: Any) -> Any:
     for other in others:
         first = e.function(operator.add, first, other)
     return first
-
-
-def _about_centre(plan: Plan, node: fx.Node, value: Value, sizes: Any, fill: float = 0.0) -> Value:
-    read: Any = node.args[0]
-    name = _in_its_place(plan, node, lambda: Recentre2d(fill))
-    return plan.emit(node, value, lambda e: e.module(name, e[read], *sizes(e)))
-
-
-def crop(plan: Plan, node: fx.Node, value: Value, rows: slice, columns: slice) -> Value:
-    """A part of a map about its centre; ``rows`` and ``columns`` are the source's, with nodes."""
-    read: Any = node.args[0]
-    shape = value_of(read).shape[2:]
-    ends = []
-    for given, size in zip((rows, columns), shape, strict=True):
-        start, stop, step = fx.node.map_arg(given, value_of).indices(size)
-        if step != 1 or abs(start - (size - stop)) > 1:
-            raise ConversionError("", f"it crops an image to one side: {node.args[1]}")
-        ends.append((start, stop))
-    fixed = not any(
-        isinstance(edge, fx.Node) for given in (rows, columns) for edge in (given.start, given.stop)
-    )
-    if fixed and (rows.start, rows.stop) != (columns.start, columns.stop):
-        raise ConversionError("", f"it takes rows and columns differently: {node.args[1]}")
-    if fixed and _same_at_both_ends(rows):
-        return plan.copy(node, value)
-
-    def sizes(e: Emission) -> list[Any]:
-        return [_length(e, e[read], axis, e.args(g)) for axis, g in ((2, rows), (3, columns))]
-
-    return _about_centre(plan, node, value, sizes)
-
-
-def _same_at_both_ends(given: slice) -> bool:
-    start, stop = given.start or 0, given.stop
-    return (start == 0 and stop is None) or (isinstance(stop, int) and stop < 0 and start == -stop)
-
-
-def _length(e: Emission, x: fx.Node, axis: int, given: slice) -> Any:
-    """How many pixels a slice takes."""
-    start, stop = given.start, given.stop
-    size = e.method("size", x, axis)
-    if stop is None:
-        stop = size
-    elif isinstance(stop, int) and stop < 0:
-        stop = e.function(operator.add, size, stop)
-    if isinstance(start, int) and start < 0:
-        start = e.function(operator.add, size, start)
-    return stop if start in (None, 0) else e.function(operator.sub, stop, start)
-
-
-_PADS: tuple[type[nn.Module], ...] = (
-    nn.ConstantPad2d,
-    nn.ZeroPad2d,
-    nn.ReflectionPad2d,
-    nn.ReplicationPad2d,
-    nn.CircularPad2d,
-)
-
-
-def pad_module(plan: Plan, node: fx.Node, module: Any) -> Value:
-    """A module that pads."""
-    constant = isinstance(module, nn.ConstantPad2d | nn.ZeroPad2d)
-    mode = "constant" if constant else type(module).__name__
-    return pad(plan, node, list(module.padding), mode, getattr(module, "value", 0.0))
-
-
-PADS = dict.fromkeys(_PADS, pad_module)

@@ -9,24 +9,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 
-from econv.conversion.plan import Emission, Plan, Value
+from econv.conversion.arguments import known
+from econv.conversion.plan import FLAT, IMAGE, PATHS, VECTOR, Emission, Plan, Value
+from econv.conversion.registry import rule
 from econv.conversion.trace import ConversionError, owner, value_of
-from econv.conversion.widths import join, slice_runs
-
-__all__ = ["FLAT", "IMAGE", "PATHS", "VECTOR", "permute", "reshape"]
-
-IMAGE = ("N", "C", "H", "W")
-VECTOR = ("N", "C")
-PATHS = ("N", "P", "C", "H", "W")
-FLAT = (("N", "CHW"), ("N", "HWC"))
+from econv.conversion.widths import divide
 
 
+@rule(
+    *(nn.Flatten, "flatten", "reshape", "view", "squeeze", "unsqueeze", "reshape_as", "view_as"),
+    after_head=True,
+)
 def reshape(plan: Plan, node: fx.Node) -> Value:
     """A change of shape, whatever it is called: what it does follows from the shapes."""
-    read: Any = node.args[0]
-    value = plan.value(read)
+    read, value = plan.first(node)
     before, after = tuple(value_of(read).shape), tuple(value_of(node).shape)
     if value.kind != "fields":
         return plan.copy(node, _of_image(value, before, after, node))
@@ -88,10 +87,7 @@ def _divided(value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> V
     paths, channels = after[1:3]
     if after != (before[0], paths, channels, *before[2:]) or paths * channels != before[1]:
         return None
-    rows = [slice_runs(value.widths, i * channels, (i + 1) * channels)[1] for i in range(paths)]
-    for row in rows[1:]:
-        join(rows[0], row)
-    return replace(value, axes=PATHS, widths=tuple(rows[0]))
+    return replace(value, axes=PATHS, widths=divide(value.widths, paths))
 
 
 def _of_image(
@@ -115,13 +111,33 @@ def _of_image(
     )
 
 
-def permute(plan: Plan, node: fx.Node, order: tuple[int, ...]) -> Value:
+@rule("permute", "transpose", "swapaxes", "movedim", after_head=True)
+def permute(plan: Plan, node: fx.Node) -> Value:
     """A permutation of axes."""
-    read: Any = node.args[0]
-    value = plan.value(read)
+    order = _order(node)
+    read, value = plan.first(node)
     if len(value.axes) != len(order):
         raise ConversionError(owner(node), f"it permutes the axes {value.axes}")
     axes = tuple(value.axes[i] for i in order)
     if value.kind != "fields":
         return plan.copy(node, replace(value, axes=axes))
     return plan.emit(node, replace(value, axes=axes), lambda e: e[read])
+
+
+def _order(node: fx.Node) -> tuple[int, ...]:
+    """The permutation of a permuting function, read off a tensor of small sizes."""
+    rank = value_of(node.args[0]).ndim  # type: ignore[arg-type]
+    probe = torch.empty(tuple(range(1, rank + 1)))
+    args, kwargs = known(node.args[1:]), known(node.kwargs)
+    target: Any = node.target
+    moved = (
+        getattr(probe, target)(*args, **kwargs)
+        if node.op == "call_method"
+        else target(probe, *args, **kwargs)
+    )
+    return tuple(size - 1 for size in moved.shape)
+
+
+@rule(nn.PixelShuffle, nn.PixelUnshuffle)
+def sub_pixels(plan: Plan, node: fx.Node) -> Value:
+    raise ConversionError("", "it lays channels out as pixels in a frame that does not turn")

@@ -1,4 +1,4 @@
-"""Sums, means, extrema and softmax over axes."""
+"""Sums, means and extrema over axes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from econv.conversion.arguments import argument, is_channel_axis, known
-from econv.conversion.elementwise import elementwise
-from econv.conversion.plan import OTHER, Emission, Plan, Value
-from econv.conversion.shapes import IMAGE, PATHS, VECTOR
+from econv.conversion.arguments import argument, is_channel_axis, known, reads_extrema
+from econv.conversion.plan import Emission, Plan, Value
+from econv.conversion.registry import rule, rule_for
 from econv.conversion.trace import ConversionError, name_of, value_of
 
-__all__ = ["extremum", "place_of_extremum", "reduce", "softmax", "values_of_extrema"]
 
-
-def reduce(plan: Plan, node: fx.Node, name: str) -> Value:
-    read: Any = node.args[0]
-    value = plan.value(read)
+@rule("mean", after_head=True)
+@rule("sum", "amax", "amin", "std", "var", "norm", "logsumexp", "vector_norm")
+def reduce(plan: Plan, node: fx.Node) -> Value:
+    name = name_of(node)
+    read, value = plan.first(node)
     dims, keep, options = _reduction(node, name)
     if dims is None:
         dims = tuple(range(len(value.axes)))
@@ -83,28 +82,21 @@ def _reduction(node: fx.Node, name: str) -> tuple[Any, bool, dict[str, Any]]:
     return options.pop("dim", None), bool(options.pop("keepdim", False)), options
 
 
+@rule("max", "min")
 def extremum(plan: Plan, node: fx.Node) -> Value:
     """`max` and `min`: of two tensors, or along an axis, with the places beside the numbers."""
     if len([r for r in node.all_input_nodes if isinstance(value_of(r), Tensor)]) > 1:
-        return elementwise(plan, node)
+        return rule_for("maximum")(plan, node)
     if isinstance(value_of(node), Tensor):
-        return reduce(plan, node, name_of(node))
-    if any(user.users and not _reads_values(user) for user in node.users):
+        return reduce(plan, node)
+    if any(user.users and not reads_extrema(user) for user in node.users):
         raise ConversionError("", "it reads the places of extrema, which a rotation exchanges")
-    found = reduce(plan, node, name_of(node))
+    found = reduce(plan, node)
     return Value("list", ("extrema",), items=(found,))
 
 
-def _reads_values(node: fx.Node) -> bool:
-    return name_of(node) in ("getitem", "getattr") and known(node.args[1]) in (0, "values")
-
-
-def values_of_extrema(plan: Plan, node: fx.Node, value: Value) -> Value:
-    if not _reads_values(node):  # and nothing reads it
-        return plan.emit(node, OTHER, lambda e: None)
-    return plan.emit(node, value.items[0], lambda e: e[node.args[0]])  # type: ignore[index]
-
-
+@rule("argmax", after_head=True)
+@rule("argmin")
 def place_of_extremum(plan: Plan, node: fx.Node) -> Value:
     """`argmax` of the classes of a map that has been read out."""
     value = plan.value(node.args[0])
@@ -117,15 +109,3 @@ def place_of_extremum(plan: Plan, node: fx.Node) -> Value:
 
 def _without(axes: tuple[str, ...], gone: set[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis not in gone)
-
-
-def softmax(plan: Plan, node: fx.Node) -> Value:
-    value = plan.value(node.args[0])
-    if value.kind == "image":
-        return plan.copy(node, value)
-    axis = argument(node, 1, "dim")
-    if axis is not None and value.axes == PATHS and known(axis) == 1:
-        return plan.copy(node, value)
-    if axis is None or not is_channel_axis(value, axis) or value.axes not in (IMAGE, VECTOR):
-        raise ConversionError("", "softmax over positions: attention has no counterpart here")
-    return plan.copy(node, value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +12,21 @@ from torch import fx, nn
 
 from econv.basis import filter_basis
 from econv.conversion.answers import expect_that
-from econv.conversion.plan import Emission, Part, Plan, Value, positions_of
-from econv.conversion.resizing import equal
-from econv.conversion.shapes import FLAT, IMAGE, VECTOR
+from econv.conversion.arguments import equal, no_rule
+from econv.conversion.plan import (
+    FLAT,
+    IMAGE,
+    VECTOR,
+    Emission,
+    Plan,
+    PlannedModule,
+    Value,
+    positions_of,
+)
+from econv.conversion.registry import rule
 from econv.conversion.trace import ConversionError, value_of
 from econv.conversion.widths import Sizes, Width, join, runs
+from econv.conversion.windows import Windows
 from econv.layers import (
     ConvOptions,
     GroupConv2d,
@@ -27,14 +36,6 @@ from econv.layers import (
     LiftConv2d,
 )
 from econv.operators import OperatorsLike
-
-__all__ = [
-    "Geometry",
-    "convolution",
-    "linear",
-    "plain_convolution",
-    "transposed_convolution",
-]
 
 _OPERATORS: dict[int, OperatorsLike] = {
     1: "order<=0",
@@ -48,52 +49,20 @@ _OPERATORS: dict[int, OperatorsLike] = {
 _LARGEST = 11
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Where the windows of a convolution or pooling lie."""
-
-    kernel: int
-    stride: int
-    padding: int
-    """Of both ends of an axis together."""
-    dilation: int = 1
-
-    @property
-    def extent(self) -> int:
-        """Pixels from the first to the last that a window reads."""
-        return self.dilation * (self.kernel - 1) + 1
-
-    @classmethod
-    def of(cls, module: Any) -> Geometry:
-        """Read off a module; an error where rows and columns are treated differently."""
-        kernel = equal(module.kernel_size, "its kernel is not square")
-        strides = module.kernel_size if module.stride is None else module.stride
-        stride = equal(strides, "its strides are unequal")
-        dilation = equal(getattr(module, "dilation", 1), "its dilations are unequal")
-        reach = dilation * (kernel - 1)
-        if type(module).__name__ == "Conv2dSame":  # ⌈n / stride⌉ samples, as TensorFlow pads
-            padding = reach
-        elif isinstance(module.padding, str):
-            padding = reach if module.padding == "same" else 0
-        else:
-            padding = 2 * equal(module.padding, "its paddings are unequal")
-        return cls(kernel, stride, padding, dilation)
-
-
-def _operators(plan: Plan, geometry: Geometry, side: int) -> tuple[OperatorsLike, int, str]:
+def _operators(plan: Plan, windows: Windows, side: int) -> tuple[OperatorsLike, int, str]:
     """The operators that replace a kernel, the size of their stencils, and what to say of it."""
-    if geometry.kernel > _LARGEST:
+    if windows.kernel > _LARGEST:
         raise ConversionError(
             "",
-            f"a kernel of {geometry.kernel}×{geometry.kernel} reaches further than derivatives of "
+            f"a kernel of {windows.kernel}×{windows.kernel} reaches further than derivatives of "
             f"sixth order; the largest that has a counterpart is {_LARGEST}×{_LARGEST}",
         )
-    operators = _OPERATORS[min(geometry.kernel, 7)]
+    operators = _OPERATORS[min(windows.kernel, 7)]
     size = _stencil_size(plan, operators)
     note = ""
-    if geometry.dilation * (size - 1) + 1 > side:
+    if windows.dilation * (size - 1) + 1 > side:
         # Stencils must fit into the map: beyond it there is only padding.
-        order = (side - 1) // geometry.dilation // 2 * 2
+        order = (side - 1) // windows.dilation // 2 * 2
         operators = f"order<={min(order, 6)}"
         size = _stencil_size(plan, operators)
         note = f" (the map has {side} pixels only)"
@@ -111,56 +80,87 @@ def _stencil_size(plan: Plan, operators: OperatorsLike) -> int:
     ).size
 
 
-def _conv_options(plan: Plan, geometry: Geometry, module: Any, side: int) -> ConvOptions:
+def _conv_options(
+    plan: Plan, windows: Windows, module: Any, operators: OperatorsLike, size: int
+) -> ConvOptions:
     """Everything but the groups of a convolution that samples where the source's does."""
-    operators, size, _ = _operators(plan, geometry, side)
-    extent = geometry.dilation * (size - 1) + 1
-    padding = max(0, geometry.padding + extent - geometry.extent)
+    extent = windows.dilation * (size - 1) + 1
+    padding = max(0, windows.padding + extent - windows.extent)
     options: ConvOptions = {
         **plan.options,
         "operators": operators,
-        "stride": geometry.stride,
-        "dilation": geometry.dilation,
+        "stride": windows.stride,
+        "dilation": windows.dilation,
         "padding": (padding + 1) // 2,
         "bias": module.bias is not None,
     }
     mode = getattr(module, "padding_mode", "zeros")
     if mode != "zeros":
         options["padding_mode"] = mode
-    like = (geometry.extent, geometry.padding)
-    if geometry.padding + extent - geometry.extent != padding or padding % 2:
-        options["centred"] = like
-    elif geometry.stride > 1:
+    if windows.padding + extent - windows.extent != padding or padding % 2:
+        options["centred"] = (windows.extent, windows.padding)
+    elif windows.stride > 1:
         options["centred"] = True
     return options
 
 
-def _smaller_side(node: Any) -> int:
-    return int(min(value_of(node).shape[2:]))
+def _plain_convolution(plan: Plan, node: fx.Node, reason: str) -> Value:
+    """A convolution that cannot be converted, on the channels of the group features."""
+    module, value = plan.module(node), plan.value(node.args[0])
+    name = str(node.target)
+    plan.left.append((name, reason))
+    into = value.widths
+    if value.axes != IMAGE or name in plan.parts:
+        return plan.as_in_source(node)
+    out = _grouped_width(node, module, value) if into else _new_width(node, module.out_channels)
+    order = plan.group.order
+
+    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+        channels = sizes.fields(into) * order if into else module.in_channels
+        groups = _groups(sizes, into, out, module) if into else 1
+        return nn.Conv2d(
+            channels,
+            sizes.fields(out) * order,
+            module.kernel_size,
+            module.stride,
+            module.padding,
+            module.dilation,
+            groups,
+            module.bias is not None,
+            module.padding_mode,
+            **where,
+        )
+
+    plan.add_part(
+        PlannedModule(name, make, module, positions_of(node, module), into, out),
+        "left alone, as Conv2d",
+    )
+    return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
 
 
-def convolution(plan: Plan, node: fx.Node, module: nn.Conv2d) -> Value:
-    read: Any = node.args[0]
-    value = plan.value(read)
+@rule(nn.Conv2d, variants=("Conv2dSame",), otherwise=_plain_convolution)
+def convolution(plan: Plan, node: fx.Node) -> Value:
+    module = plan.module(node)
+    read, value = plan.first(node)
     if value.axes != IMAGE:
         raise ConversionError("", f"it reads a tensor with axes {value.axes}, not {IMAGE}")
-    geometry = Geometry.of(module)
-    pointwise = geometry.kernel == 1 and geometry.stride == 1 and not geometry.padding
+    windows = Windows.of(module)
+    pointwise = windows.kernel == 1 and windows.stride == 1 and not windows.padding
     if value.kind == "image" and pointwise:
         return plan.copy(node, Value("image", IMAGE))
     if value.kind == "fields" and pointwise and node in plan.heads and module.groups == 1:
         return _read_out(plan, node, module, value)
     if str(node.target) in plan.parts:
         return _again(plan, node, value)
-    options = _conv_options(plan, geometry, module, _smaller_side(read))
-    pixels = positions_of(node, module)
+    side = int(min(value_of(read).shape[2:]))
+    operators, size, note = _operators(plan, windows, side)
+    options = _conv_options(plan, windows, module, operators, size)
     name = str(node.target)
-    if value.kind == "image":
-        into: tuple[Width, ...] = ()
-        out = _new_width(plan, node, module.out_channels, module.groups)
+    into = value.widths
+    if into:
+        out = _grouped_width(node, module, value)
     else:
-        into = value.widths
-        out = _grouped_width(plan, node, module, value)
+        out = _new_width(node, module.out_channels, module.groups)
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         fields = sizes.fields(out)
@@ -170,16 +170,11 @@ def convolution(plan: Plan, node: fx.Node, module: nn.Conv2d) -> Value:
         own = {**options, "groups": _groups(sizes, into, out, module)}
         return GroupConv2d(sizes.fields(into), fields, plan.group, **own, **where)
 
-    fit = _fit_convolution(geometry, _smaller_side(read), into, out)
-    plan.add_part(Part(name, make, module, pixels, into, out, fit))
-    _say_if_smaller(plan, name, geometry, _smaller_side(read))
-    return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
-
-
-def _say_if_smaller(plan: Plan, name: str, geometry: Geometry, side: int) -> None:
-    note = _operators(plan, geometry, side)[2]
+    fit = _fit_convolution(windows, side, into, out)
+    plan.add_part(PlannedModule(name, make, module, positions_of(node, module), into, out, fit))
     if note:
         plan.notes.append(f"{name}: its operators fit into a small map{note}")
+    return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
 
 
 def _maybe_head(plan: Plan, node: fx.Node, name: str, value: Value) -> Value:
@@ -187,13 +182,18 @@ def _maybe_head(plan: Plan, node: fx.Node, name: str, value: Value) -> Value:
     read: Any = node.args[0]
     if node not in plan.heads:
         return plan.emit(node, value, lambda e: e.module(name, e[read]))
-    for width in runs(value.widths):
-        width.fix(width.channels)
-    pool = plan.insert(name, "orientations", lambda: GroupPool2d(plan.group, plan.reduce))
+    pool = _pool_of_head(plan, name, value.widths)
     kind = "image" if value.has_pixels else "invariant"
     return plan.emit(
         node, Value(kind, value.axes), lambda e: e.module(pool, e.module(name, e[read]))
     )
+
+
+def _pool_of_head(plan: Plan, name: str, widths: tuple[Width, ...]) -> str:
+    """Pooling over orientations after a head, which has a field for every channel of the source."""
+    for width in runs(widths):
+        width.fix(width.channels)
+    return plan.insert(name, "orientations", lambda: GroupPool2d(plan.group, plan.reduce))
 
 
 def _again(plan: Plan, node: fx.Node, value: Value) -> Value:
@@ -206,7 +206,7 @@ def _again(plan: Plan, node: fx.Node, value: Value) -> Value:
     return _maybe_head(plan, node, part.name, Value("fields", value.axes, part.out))
 
 
-def _new_width(plan: Plan, node: fx.Node, channels: int, groups: int = 1) -> tuple[Width, ...]:
+def _new_width(node: fx.Node, channels: int, groups: int = 1) -> tuple[Width, ...]:
     width = Width(channels, str(node.target))
     width.blocks = groups
     return (width,)
@@ -216,7 +216,7 @@ def _is_depthwise(module: Any) -> bool:
     return bool(module.groups > 1 and module.groups == module.in_channels)
 
 
-def _grouped_width(plan: Plan, node: fx.Node, module: Any, value: Value) -> tuple[Width, ...]:
+def _grouped_width(node: fx.Node, module: Any, value: Value) -> tuple[Width, ...]:
     times = module.out_channels // module.in_channels
     if _is_depthwise(module) and times == 1:
         return value.widths
@@ -227,7 +227,7 @@ def _grouped_width(plan: Plan, node: fx.Node, module: Any, value: Value) -> tupl
     if module.groups > 1:
         for width in runs(value.widths):
             width.blocks = max(width.blocks, module.groups)
-    return _new_width(plan, node, module.out_channels, module.groups)
+    return _new_width(node, module.out_channels, module.groups)
 
 
 def _groups(sizes: Sizes, into: tuple[Width, ...], out: tuple[Width, ...], module: Any) -> int:
@@ -258,71 +258,32 @@ def _read_out(plan: Plan, node: fx.Node, module: Any, value: Value) -> Value:
 
     if name in plan.parts:
         raise ConversionError("", "it is called twice, on tensors that turn differently")
-    plan.add_part(Part(name, make, module, positions_of(node, module), into, (), fit))
+    plan.add_part(PlannedModule(name, make, module, positions_of(node, module), into, (), fit))
     kind = "image" if value.has_pixels else "invariant"
     return plan.emit(node, Value(kind, value.axes), lambda e: e.module(name, pool(e)))
 
 
-def plain_convolution(plan: Plan, node: fx.Node, module: nn.Conv2d, reason: str) -> Value:
-    """A convolution that cannot be converted, on the channels of the group features."""
-    read: Any = node.args[0]
-    value = plan.value(read)
-    name = str(node.target)
-    plan.left.append((name, reason))
-    into = value.widths
-    if value.axes != IMAGE or name in plan.parts:
-        return plan.as_in_source(node)
-    out = (
-        _grouped_width(plan, node, module, value)
-        if into
-        else _new_width(plan, node, module.out_channels)
-    )
-    order = plan.group.order
-
-    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
-        channels = sizes.fields(into) * order if into else module.in_channels
-        groups = _groups(sizes, into, out, module) if into else 1
-        return nn.Conv2d(
-            channels,
-            sizes.fields(out) * order,
-            module.kernel_size,  # type: ignore[arg-type]
-            module.stride,  # type: ignore[arg-type]
-            module.padding,  # type: ignore[arg-type]
-            module.dilation,  # type: ignore[arg-type]
-            groups,
-            module.bias is not None,
-            module.padding_mode,
-            **where,
-        )
-
-    plan.add_part(
-        Part(name, make, module, positions_of(node, module), into, out), "left alone, as Conv2d"
-    )
-    return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
-
-
-def transposed_convolution(plan: Plan, node: fx.Node, module: nn.ConvTranspose2d) -> Value:
-    read: Any = node.args[0]
-    value = plan.value(read)
+@rule(nn.ConvTranspose2d)
+def transposed_convolution(plan: Plan, node: fx.Node) -> Value:
+    module, value = plan.module(node), plan.value(node.args[0])
     if value.axes != IMAGE or value.kind != "fields":
         raise ConversionError("", "a transposed convolution is converted on group features only")
-    geometry = Geometry.of(module)
+    windows = Windows.of(module)
     more = equal(module.output_padding, "its output paddings are unequal")
-    excess = geometry.extent - geometry.stride - geometry.padding + more
+    excess = windows.extent - windows.stride - windows.padding + more
     if str(node.target) in plan.parts:
         return _again(plan, node, value)
     side = min(value_of(node).shape[2:])
-    plain = Geometry(geometry.kernel, 1, geometry.extent - 1, geometry.dilation)
-    operators, _, _ = _operators(plan, plain, side)
+    plain = Windows(windows.kernel, 1, windows.extent - 1, windows.dilation)
     options: ConvOptions = {
         **plan.options,
-        "operators": operators,
-        "dilation": geometry.dilation,
+        "operators": _operators(plan, plain, side)[0],
+        "dilation": windows.dilation,
         "bias": module.bias is not None,
     }
     name = str(node.target)
     into = value.widths
-    out = _grouped_width(plan, node, module, value)
+    out = _grouped_width(node, module, value)
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         own: ConvOptions = {**options, "groups": _groups(sizes, into, out, module)}
@@ -330,7 +291,7 @@ def transposed_convolution(plan: Plan, node: fx.Node, module: nn.ConvTranspose2d
             sizes.fields(into),
             sizes.fields(out),
             plan.group,
-            factor=geometry.stride,
+            factor=windows.stride,
             excess=excess,
             **own,
             **where,
@@ -341,13 +302,14 @@ def transposed_convolution(plan: Plan, node: fx.Node, module: nn.ConvTranspose2d
     def fit(kept: Any, layer: nn.Module) -> float | None:
         return kept.fit_transposed(layer, into, out)
 
-    plan.add_part(Part(name, make, module, pixels, into, out, fit))
+    plan.add_part(PlannedModule(name, make, module, pixels, into, out, fit))
     return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
 
 
-def linear(plan: Plan, node: fx.Node, module: nn.Linear) -> Value:
-    read: Any = node.args[0]
-    value = plan.value(read)
+@rule(nn.Linear, variants=("Linear",))
+def linear(plan: Plan, node: fx.Node) -> Value:
+    module = plan.module(node)
+    read, value = plan.first(node)
     if value.kind == "image":
         if value.axes[-1] == "C":
             return plan.copy(node, value)
@@ -363,14 +325,14 @@ def linear(plan: Plan, node: fx.Node, module: nn.Linear) -> Value:
     if str(node.target) in plan.parts:
         return _again(plan, node, value)
     name = str(node.target)
-    into, out = value.widths, _new_width(plan, node, module.out_features)
+    into, out = value.widths, _new_width(node, module.out_features)
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         bias = module.bias is not None
         return GroupLinear(sizes.fields(into), sizes.fields(out), plan.group, bias, **where)
 
-    fit = _fit_convolution(Geometry(1, 1, 0), 1, into, out)
-    plan.add_part(Part(name, make, module, 1, into, out, fit))
+    fit = _fit_convolution(Windows(1, 1, 0), 1, into, out)
+    plan.add_part(PlannedModule(name, make, module, 1, into, out, fit))
     return plan.emit(node, Value("fields", VECTOR, out), lambda e: e.module(name, e[read]))
 
 
@@ -400,15 +362,15 @@ def _channels_last(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -
         return _again(plan, node, value)
     if node in plan.heads:  # pooled features have the source's axes, channels last
         return _read_out(plan, node, module, value)
-    into, out = value.widths, _new_width(plan, node, module.out_features)
+    into, out = value.widths, _new_width(node, module.out_features)
     options: ConvOptions = {**plan.options, "operators": "order<=0"}
     options["bias"] = module.bias is not None
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         return GroupConv2d(sizes.fields(into), sizes.fields(out), plan.group, **options, **where)
 
-    fit = _fit_convolution(Geometry(1, 1, 0), 1, into, out)
-    plan.add_part(Part(name, make, module, positions_of(node, module), into, out, fit))
+    fit = _fit_convolution(Windows(1, 1, 0), 1, into, out)
+    plan.add_part(PlannedModule(name, make, module, positions_of(node, module), into, out, fit))
     return plan.emit(node, Value("fields", value.axes, out), lambda e: e.module(name, e[read]))
 
 
@@ -425,8 +387,8 @@ def _window(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value
     if height != width:
         raise ConversionError("", f"it reads a map of {height}×{width} pixels, which is not square")
     side = min(height, _WINDOW)
-    into, out = value.widths, _new_width(plan, node, module.out_features)
-    geometry = Geometry(side, 1, 0)
+    into, out = value.widths, _new_width(node, module.out_features)
+    windows = Windows(side, 1, 0)
     options: ConvOptions = {
         **plan.options,
         "operators": f"order<={(side - 1) // 2 * 2}",
@@ -445,14 +407,10 @@ def _window(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value
     fit = None
     if smaller is None:
         first = value.axes[1] == "CHW"
-        fit = _fit_convolution(geometry, side, into, out, window=first)
-    plan.add_part(Part(name, make, module, 1, into, out, fit))
+        fit = _fit_convolution(windows, side, into, out, window=first)
+    plan.add_part(PlannedModule(name, make, module, 1, into, out, fit))
     head = node in plan.heads
-    pool = None
-    if head:
-        for run in runs(out):
-            run.fix(run.channels)
-        pool = plan.insert(name, "orientations", lambda: GroupPool2d(plan.group, plan.reduce))
+    pool = _pool_of_head(plan, name, out) if head else None
 
     def step(e: Emission) -> fx.Node:
         for axis in (2, 3):
@@ -472,17 +430,47 @@ def _window(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value
     )
 
 
+@rule(nn.Conv1d)
+def along_channels(plan: Plan, node: fx.Node) -> Value:
+    """A filter along the channels, as in efficient channel attention: along fields, for each
+    orientation alone.
+    """
+    module = plan.module(node)
+    read, value = plan.first(node)
+    reach = module.dilation[0] * (module.kernel_size[0] - 1)
+    same = module.padding == "same" or (module.stride[0], 2 * int(module.padding[0])) == (1, reach)
+    one = module.in_channels == module.out_channels == 1
+    if value.kind != "fields" or value.axes != ("N", "1", "C") or not one or not same:
+        raise ConversionError("", f"it filters a tensor with axes {value.axes}")
+    plan.keep(node, "as it is, along the fields of every orientation")
+
+    def step(e: Emission) -> fx.Node:
+        order = e.plan.group.order
+        fields = e.method("transpose", e.method("unflatten", e[read], 1, (-1, order)), 1, 2)
+        rows = e.method("unsqueeze", e.method("flatten", fields, 0, 1), 1)
+        found = e.method("squeeze", e.module(str(node.target), rows), 1)
+        back = e.method("transpose", e.method("unflatten", found, 0, (-1, order)), 1, 2)
+        return e.method("flatten", back, 1)
+
+    return plan.emit(node, value, step)
+
+
+@rule("conv1d", "conv2d", "conv_transpose2d", "linear", "unfold", "conv3d")
+def filtering(plan: Plan, node: fx.Node) -> Value:
+    raise no_rule(plan, node, ": only modules with filters of their own become PDO-eConvs")
+
+
 # Fitting
 
 
 def _fit_convolution(
-    geometry: Geometry,
+    windows: Windows,
     side: int,
     into: tuple[Width, ...],
     out: tuple[Width, ...],
     window: bool | None = None,
 ) -> Callable[[Any, nn.Module], float | None]:
     def fit(kept: Any, layer: nn.Module) -> float | None:
-        return kept.fit_filters(layer, geometry.kernel, geometry.dilation, side, into, out, window)
+        return kept.fit_filters(layer, windows.kernel, windows.dilation, side, into, out, window)
 
     return fit

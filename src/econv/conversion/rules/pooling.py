@@ -1,0 +1,51 @@
+"""Pooling over windows."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from econv.conversion.arguments import known_arguments
+from econv.conversion.plan import Plan, Value
+from econv.conversion.registry import rule
+from econv.conversion.steps import map_step
+from econv.conversion.trace import ConversionError, value_of
+from econv.conversion.windows import Windows
+from econv.layers import CentredAvgPool2d, CentredMaxPool2d, Downsample2d
+
+_WINDOWS = {"kernel_size": None, "stride": None, "padding": 0}
+
+
+@rule(nn.MaxPool2d, "max_pool2d")
+def max_pool(plan: Plan, node: fx.Node) -> Value:
+    given = known_arguments(
+        plan, node, **_WINDOWS, dilation=1, ceil_mode=False, return_indices=False
+    )
+    windows = Windows.of(given)
+    if windows.dilation != 1:
+        raise ConversionError("", "its windows are dilated")
+    if given.return_indices:
+        raise ConversionError("", "it returns the places of the maxima, which a rotation exchanges")
+    numbers = windows.kernel, windows.stride, windows.padding // 2
+    return map_step(plan, node, lambda: CentredMaxPool2d(*numbers, given.ceil_mode))
+
+
+@rule(nn.AvgPool2d, "avg_pool2d")
+def avg_pool(plan: Plan, node: fx.Node) -> Value:
+    given = known_arguments(
+        plan, node, **_WINDOWS, ceil_mode=False, count_include_pad=True, divisor_override=None
+    )
+    windows = Windows.of(given)
+    if given.divisor_override is not None:
+        raise ConversionError("", "its divisor is not the size of its windows")
+    numbers = windows.kernel, windows.stride, windows.padding // 2
+    return map_step(
+        plan, node, lambda: CentredAvgPool2d(*numbers, given.ceil_mode, given.count_include_pad)
+    )
+
+
+@rule(classes=("BlurPool2d",))
+def blur_pool(plan: Plan, node: fx.Node) -> Value:
+    read, out = value_of(node.args[0]), value_of(node)  # type: ignore[arg-type]
+    if tuple(out.shape[2:]) != tuple((n + 1) // 2 for n in read.shape[2:]):
+        raise ConversionError("", "it blurs without halving")
+    return map_step(plan, node, Downsample2d)

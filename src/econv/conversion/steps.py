@@ -1,0 +1,58 @@
+"""Modules without parameters in place of operations: steps that several rules take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+from econv.conversion.arguments import check_map
+from econv.conversion.plan import Emission, Plan, PlannedModule, Value, describe
+from econv.conversion.trace import owner
+from econv.layers import Recentre2d
+
+__all__ = ["about_centre", "in_its_place", "map_step", "module_step"]
+
+
+def in_its_place(plan: Plan, node: fx.Node, make: Callable[[], nn.Module]) -> str:
+    """Add a module, under the name of the source's if it has one."""
+    if node.op != "call_module":
+        return plan.insert(owner(node), node.name, make)
+    name = str(node.target)
+    if name not in plan.parts:
+        part = PlannedModule(name, lambda sizes, where: make(), plan.module(node))
+        plan.add_part(part, describe(make()))
+    return name
+
+
+def module_step(plan: Plan, node: fx.Node, value: Value, make: Callable[[], nn.Module]) -> Value:
+    """A module in place of an operation on one tensor."""
+    read: Any = node.args[0]
+    name = in_its_place(plan, node, make)
+    return plan.emit(node, value, lambda e: e.module(name, e[read]))
+
+
+def map_step(plan: Plan, node: fx.Node, make: Callable[[], nn.Module]) -> Value:
+    """A module in place of an operation on one map; the report names a function."""
+    read, value = plan.first(node)
+    check_map(value)
+    if node.op == "call_module":
+        return module_step(plan, node, value, make)
+    name = plan.new_name(f"{owner(node)}.{node.name}" if owner(node) else node.name)
+    part = PlannedModule(name, lambda sizes, where: make())
+    plan.add_part(part, describe(make()), source=str(node.target).split(" at ")[0])
+    return plan.emit(node, value, lambda e: e.module(name, e[read]))
+
+
+def about_centre(
+    plan: Plan,
+    node: fx.Node,
+    value: Value,
+    sizes: Callable[[Emission], list[Any]],
+    fill: float = 0.0,
+) -> Value:
+    """Pad or crop a map to these sizes, about its centre."""
+    read: Any = node.args[0]
+    name = in_its_place(plan, node, lambda: Recentre2d(fill))
+    return plan.emit(node, value, lambda e: e.module(name, e[read], *sizes(e)))

@@ -1,0 +1,41 @@
+"""Where the windows of a convolution or pooling lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from econv.conversion.arguments import equal
+
+__all__ = ["Windows"]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a convolution or pooling, the same along rows and columns."""
+
+    kernel: int
+    stride: int
+    padding: int
+    """Of both ends of an axis together."""
+    dilation: int = 1
+
+    @property
+    def extent(self) -> int:
+        """Pixels from the first to the last that a window reads."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    @classmethod
+    def of(cls, given: Any) -> Windows:
+        """Read off a module or arguments; an error where rows and columns differ."""
+        kernel = equal(given.kernel_size, "its kernel is not square")
+        stride = equal(given.stride or given.kernel_size, "its strides are unequal")
+        dilation = equal(getattr(given, "dilation", 1), "its dilations are unequal")
+        reach = dilation * (kernel - 1)
+        if type(given).__name__ == "Conv2dSame":  # ⌈n / stride⌉ samples, as TensorFlow pads
+            padding = reach
+        elif isinstance(given.padding, str):
+            padding = reach if given.padding == "same" else 0
+        else:
+            padding = 2 * equal(given.padding, "its paddings are unequal")
+        return cls(kernel, stride, padding, dilation)
