@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from econv.engines.kernel_counts import Kernels, KernelsWithRoles
 
 import econv
 from econv.engines import kernel_counts
-from econv.engines.kernel_counts import Kernels, KernelsWithRoles
 from econv.engines.spectral import Geometry
 from econv.engines.triton_scheme import scheme
 from econv.plan import spectral_plan

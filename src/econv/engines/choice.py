@@ -211,9 +211,7 @@ def _capturing(device: torch.device) -> bool:
 # Measuring
 
 
-def measured(
-    problem: Problem, dtype: torch.dtype, may_run: bool = True
-) -> dict[str, Times] | None:
+def measured(problem: Problem, dtype: torch.dtype, may_run: bool = True) -> dict[str, Times] | None:
     """The times of the candidates: remembered, shared by the first process, or measured now."""
     memory, text = _Disk.of(problem.device), _text(problem)
     names = {one.name for one in candidates(problem)}

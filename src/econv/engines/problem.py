@@ -10,7 +10,7 @@ import dataclasses
 import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -156,7 +156,7 @@ class Convolution:
 _NAMED: dict[str, Convolution] = {}
 
 
-@lru_cache(maxsize=None)
+@cache
 def convolution(
     basis: FilterBasis,
     parts: tuple[Part, ...],
@@ -205,7 +205,9 @@ class Problem(NamedTuple):
     operations, such as an exporter or a tensor subclass."""
 
     @staticmethod
-    def of(convolution: Convolution, x: Tensor, weight: Tensor, context: str | None = None) -> Problem:
+    def of(
+        convolution: Convolution, x: Tensor, weight: Tensor, context: str | None = None
+    ) -> Problem:
         """The problem that a call poses; symbolic sizes count as what they were seen as."""
         batch, _, height, width = (_hint(n) for n in x.shape)
         needed = torch.is_grad_enabled()

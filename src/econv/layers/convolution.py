@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from econv.basis import FilterBasis, Gains, filter_basis
 from econv import engines
+from econv.basis import Gains, filter_basis
 from econv.engines import Part, Prologue, Weight, dense
 from econv.groups import Group, GroupLike
 from econv.layers.checks import check_groups, check_maps, positive

@@ -156,7 +156,11 @@ def run(
     job.y = result.data_ptr() if result is not None else None
     if other is not None and weight_gradient is not None:
         other = _dense_images(other)
-        job.other, job.other_stride, job.weight_gradient = other.data_ptr(), other.stride(0), weight_gradient.data_ptr()
+        job.other, job.other_stride, job.weight_gradient = (
+            other.data_ptr(),
+            other.stride(0),
+            weight_gradient.data_ptr(),
+        )
     code = library.econv_spectral(ctypes.byref(job))
     if code:
         stencils = f"expected stencils of up to {_LARGEST}×{_LARGEST}; got {plan.basis.size}"

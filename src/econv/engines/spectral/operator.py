@@ -113,7 +113,9 @@ class Spectral:
                 found.append(self._convolve(problem, task, here, own, affine))
             else:
                 pairs = zip(
-                    here.chunk(convolution.groups, dim=1), own.chunk(convolution.groups), strict=True
+                    here.chunk(convolution.groups, dim=1),
+                    own.chunk(convolution.groups),
+                    strict=True,
                 )
                 each = [self._convolve(problem, task, *pair, None) for pair in pairs]
                 found.append(torch.cat(each, dim=1))
@@ -176,7 +178,11 @@ class _Convolve(torch.autograd.Function):
             given = (gradients[0], x, weight, affine, known, pair)
             to_x, to_weight, to_affine = ctx.engine.backward(ctx.task, *given)
         found_all = (to_x, to_weight, to_affine)
-        return *(g if need else None for g, need in zip(found_all, wanted, strict=False)), None, None
+        return (
+            *(g if need else None for g, need in zip(found_all, wanted, strict=False)),
+            None,
+            None,
+        )
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -46,7 +46,9 @@ class Triton(Spectral):
 
     def why_not(self, problem: Problem) -> str | None:
         """It runs layers between group features, on recent GPUs."""
-        return _unavailable(problem.device) or self._not_covered(problem) or super().why_not(problem)
+        return (
+            _unavailable(problem.device) or self._not_covered(problem) or super().why_not(problem)
+        )
 
     def _not_covered(self, problem: Problem) -> str | None:
         conv = problem.convolution
@@ -134,9 +136,7 @@ class Triton(Spectral):
             affine is not None,
             self.specialised,
         )
-        found: Tensor = run(
-            x, x_largest, weights.contiguous(), largest(weights), *_given(affine)
-        )
+        found: Tensor = run(x, x_largest, weights.contiguous(), largest(weights), *_given(affine))
         return found
 
 
