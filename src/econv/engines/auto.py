@@ -20,11 +20,11 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from econv.engines import native, without_python
+from econv.engines import without_python
 from econv.engines.dense import memory_format
 from econv.engines.kernel_counts import PROCESSORS, Kernels, KernelsWithRoles, parts, rounded
-from econv.engines.spectral import Geometry, kernel_name, kernels, result_dtype
-from econv.engines.triton_scheme import FIELDS, scheme
+from econv.engines.spectral import Geometry, kernel_name, kernels, native, result_dtype
+from econv.engines.spectral.triton.scheme import FIELDS, scheme
 from econv.fourier import butterflies
 from econv.groups import FloatArray
 from econv.plan import ParityError, SpectralPlan
@@ -422,7 +422,7 @@ def has_roles(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device) != _HOPPER:
         return False
     try:
-        from econv.engines import hopper_kernels  # which needs Triton
+        from econv.engines.spectral.hopper import kernels as hopper_kernels  # which needs Triton
     except ImportError:
         return False
     return hopper_kernels.AVAILABLE

@@ -1,7 +1,7 @@
 """What the spectral kernels for GPUs do, counted without them, for `econv.engines.auto`.
 
-Launches are cut as `econv.engines.triton_launches` cuts them for an H200, those with roles as
-`econv.engines.hopper_launches` does. Those rooms need Triton, and make kernels; the cost model
+Launches are cut as `triton.launches` cuts them for an H200, those with roles as
+`hopper.launches` does. Those rooms need Triton, and make kernels; the cost model
 needs neither. Tests hold them together. Three things are left out: images that are taken in several
 groups for want of memory count as one; products of padding that are not made count as if they were
 (p28, p32, p14m, p16m); and no plan is known whose derivatives would be too large for float16.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from econv.engines.triton_scheme import FIELDS, Scheme, halves, power_of_two
+from econv.engines.spectral.triton.scheme import FIELDS, Scheme, halves, power_of_two
 from econv.groups import FloatArray
 
 __all__ = ["PROCESSORS", "Cut", "Kernels", "KernelsWithRoles", "at_a_time", "parts", "rounded"]

@@ -17,7 +17,7 @@ range, so that derivatives and weights keep three digits more than bfloat16 has;
 float32 inputs run in float32 with products in tf32, or in three of them where tf32 is not allowed.
 
 This room knows operators and their derivatives. What is launched, and in which memory, is said by
-`econv.engines.triton_launches`.
+`econv.engines.spectral.triton.launches`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from torch import Tensor
 
 from econv.engines.dense import memory_format
 from econv.engines.spectral import Geometry
-from econv.engines.triton_kernels import OVERALL
-from econv.engines.triton_launches import (
+from econv.engines.spectral.triton.kernels import OVERALL
+from econv.engines.spectral.triton.launches import (
     backward_run,
     convolution_run,
     covers,
-    gram_run,
     largest_activated_steps,
     largest_steps,
     precision_of,
     statistics_steps,
 )
-from econv.engines.triton_tiles import Like, Tiles, overridden, tiles
+from econv.engines.spectral.triton.launches import weight_gradient_run as gram_run
+from econv.engines.spectral.triton.tiles import Like, Tiles, overridden, tiles
 from econv.plan import plan_named
 
 __all__ = [

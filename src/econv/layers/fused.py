@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from econv.engines import native, spectral
+from econv.engines import spectral
+from econv.engines.spectral import native
 from econv.layers.convolution import GroupConv2d
 from econv.layers.normalisation import GroupBatchNorm2d
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from econv.engines import dense
-from econv.engines.native import watched
 from econv.engines.spectral import transformed
+from econv.engines.spectral.native import watched
 
 __all__ = ["Running", "affine", "normalise", "rows", "usable"]
 

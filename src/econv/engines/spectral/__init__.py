@@ -9,7 +9,7 @@ are formed again, from the output's gradient, in the backward pass: one set of d
 the gradient to the input and that to the weights.
 
 This room knows tensors; what the numbers mean is the business of `plan`. The same sums run as plain
-torch operations (here) or in compiled code (`econv.engines.native` on the CPU and
+torch operations (here) or in compiled code (`econv.engines.spectral.native` on the CPU and
 `econv.engines.triton_ops` on GPUs).
 """
 
@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines import native, note
+from econv.engines import note
 from econv.engines.dense import memory_format
+from econv.engines.spectral import native
 from econv.plan import SpectralPlan
 
 __all__ = [
