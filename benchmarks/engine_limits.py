@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from econv.engines.hopper_source import gram_features, hopper_gram_source, hopper_source
 from econv.engines.kernel_counts import PROCESSORS, KernelsWithRoles, rounded
-from econv.engines.triton_scheme import FIELDS, Scheme, scheme
+from econv.engines.spectral.hopper.source import gram_features, hopper_gram_source, hopper_source
+from econv.engines.spectral.triton.scheme import FIELDS, Scheme, scheme
 from econv.plan import spectral_plan
 from engine_cases import Case
 

@@ -47,8 +47,8 @@ import torch
 from torch import Tensor
 
 import econv
-from econv.engines import ENGINES, auto, native
-from econv.engines.spectral import Geometry, kernel_name
+from econv.engines import ENGINES, auto
+from econv.engines.problem import Geometry, kernel_name, native
 from econv.files import write_atomically
 from econv.layers import norm_relu_conv
 from econv.plan import spectral_plan
@@ -391,7 +391,7 @@ CONVOLUTION_TILES = _named(
     (128, 8, 1, 192),
 )
 GRADIENT_TILES = _named(
-    "gram_pixels gram_fields gram_warps gram_accumulators",
+    "gradient_pixels gradient_fields gradient_warps gradient_accumulators",
     (64, 2, 4, 384),
     (64, 4, 8, 384),
     (128, 2, 8, 384),
@@ -518,7 +518,7 @@ def tuned(case: Case, seconds: float) -> dict[str, Any]:
             if "splits" in changes:
                 trial["splits"] = changes["splits"] * splits(layer, trial)
             try:
-                with triton_ops.tiles(**trial, roles=0):  # warps with roles are cut otherwise
+                with triton_ops.tiles(**trial, warp_specialised=0):
                     runs[kind]()
                     took = min(timed(runs[kind], "cuda", time.perf_counter) for _ in range(5))
             except Exception as error:  # too much shared memory, say
@@ -535,7 +535,7 @@ def splits(layer: econv.layers.PDOConv2d, changes: dict[str, int]) -> int:
     """Programs that share pixels where each processor of the GPU has one program."""
     chosen = triton_ops.Tiles(**changes)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    return max(1, processors * chosen.gram_fields // layer.in_fields)
+    return max(1, processors * chosen.gradient_fields // layer.in_fields)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -3,12 +3,12 @@
 The launches of one training step of a layer are caught before they reach a device and compiled for
 a Hopper GPU (sm_90): processor seconds to compile, registers, spills, shared memory, and the
 instructions of each kernel, counted as often as they run. From these follows a bound on the time of
-a launch: the busiest of the units that carry the instructions out. (Not where warps have roles:
-then not all of them run the same instructions.)
+a launch: the busiest of the units that carry the instructions out. (Not of
+warp-specialised kernels: not all of their warps run the same instructions.)
 
     python benchmarks/triton_compile.py                        # the layers of the table
     python benchmarks/triton_compile.py --tiles pixels=32      # cut in another way
-    python benchmarks/triton_compile.py --no-roles             # for GPUs whose warps have none
+    python benchmarks/triton_compile.py --not-warp-specialised # for GPUs other than Hopper
     python benchmarks/triton_compile.py --activated            # with norm and ReLU at the load
     python benchmarks/triton_compile.py --dump folder          # with the machine code
     python benchmarks/triton_compile.py --wait --layer p8,40,512,16 p32,20,64,32   # how long it is
@@ -35,10 +35,12 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
 from econv import filter_basis
-from econv.engines import hopper_kernels, triton_ops, triton_steps
-from econv.engines.spectral import Geometry
-from econv.engines.triton_launches import statistics_steps
-from econv.engines.triton_tiles import Like
+from econv.engines import triton_ops
+from econv.engines.problem import Geometry
+from econv.engines.spectral.hopper import kernels as hopper_kernels
+from econv.engines.spectral.triton import steps as triton_steps
+from econv.engines.spectral.triton.launches import statistics_steps
+from econv.engines.spectral.triton.tiles import Like
 from econv.plan import SpectralPlan, spectral_plan
 
 SMS, CLOCK, MEMORY = 132, 1.7e9, 4.1e12  # of an H200: processors, cycles and bytes a second
@@ -237,7 +239,7 @@ def disassembled(launch: Launch, trips: float) -> tuple[Code, str]:
     return Code(int(used[1]), spills, launch.kernel.metadata.shared, dict(counts)), sass
 
 
-def spread(launch: Launch, access: str) -> list[list[int]]:
+def threads_along_axes(launch: Launch, access: str) -> list[list[int]]:
     """How many threads of a warp lie along each axis of what is loaded or stored as tensors."""
     text = launch.kernel.asm["ttgir"]
     found = dict(
@@ -305,7 +307,7 @@ def shared_traffic(launch: Launch) -> int:
         return launch.grid[0] * others + launch.grid[1] * _bytes(given["x"])
     if launch.name == "forward":  # a tile of pixels reads all weights
         return launch.grid[0] * _bytes(given["w"]) + launch.grid[1] * _bytes(given["x"])
-    if launch.name == "gram":  # a run of input fields reads all of the gradient, for each chunk
+    if launch.name == "weight_gradient":  # each run of input fields reads all of it
         chunks = given["x"].shape[1]
         return launch.grid[0] * chunks * _bytes(given["g"]) + launch.grid[1] * _bytes(given["x"])
     return traffic(launch)
@@ -332,9 +334,9 @@ def trips(launch: Launch) -> float:
         return given["tiles"] / launch.grid[0 if launch.name == "forward" else 2]
     if launch.name == "forward":
         return given["chunks"]
-    if launch.name == "gram":
+    if launch.name == "weight_gradient":
         return given["tiles"] / launch.grid[2]
-    if launch.name == "spread":
+    if launch.name == "reduce":
         return given["splits"] / given["SPLITS"]
     return 1.0
 
@@ -363,8 +365,8 @@ def report(layer: Layer, activated: bool, dump: Path | None) -> dict[str, Any]:
                 "spills": code.spills,
                 "shared": code.shared,
                 "programs_at_a_time": occupancy(launch, code),
-                "loads": spread(launch, "load"),
-                "stores": spread(launch, "store"),
+                "loads": threads_along_axes(launch, "load"),
+                "stores": threads_along_axes(launch, "store"),
                 "microseconds": {k: round(v * 1e6, 1) for k, v in bounds(launch, code).items()},
                 "instructions": {
                     kind: round(n) for kind, n in sorted(code.counts.items(), key=lambda i: -i[1])
@@ -379,7 +381,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layer", nargs="*", help="such as p8,40,512,16 (default: the table's)")
     parser.add_argument("--tiles", nargs="*", default=[], help="such as pixels=32 warps=4")
-    parser.add_argument("--no-roles", action="store_true", help="warps have no roles")
+    parser.add_argument("--not-warp-specialised", action="store_true", help="Triton only")
     parser.add_argument("--activated", action="store_true", help="norm and ReLU at the load")
     parser.add_argument("--wait", action="store_true", help="seconds to wait, and nothing else")
     parser.add_argument("--most", type=int, default=14, help="kinds of instructions shown")
@@ -390,7 +392,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    if args.no_roles:
+    if args.not_warp_specialised:
         hopper_kernels.AVAILABLE = False
     layers = []
     for text in args.layer or ():
@@ -422,7 +424,7 @@ def main(arguments: list[str] | None = None) -> None:
                 f" {row['shared'] / 1024:.0f} KiB shared, {row['programs_at_a_time']} at a time;"
                 f" µs: {', '.join(f'{unit} {time:.0f}' for unit, time in times.items())}"
             )
-            if kernel in ("forward", "gram"):
+            if kernel in ("forward", "weight_gradient"):
                 shown = list(row["instructions"].items())[: args.most]
                 print(f"                      {', '.join(f'{kind} {n}' for kind, n in shown)}")
         print(f"  in all ≥ {bound:.0f} µs, by the busiest unit of each launch", flush=True)

@@ -1,16 +1,17 @@
-"""An interpreter of the part of Gluon that `econv.engines.hopper_source` writes, on the CPU.
+"""An interpreter of the part of Gluon that the kernels for Hopper GPUs use, on the CPU.
 
-Programs run one after the other. The teams of a program are threads of which one runs at a time;
-who goes on at each operation on shared memory or barriers is drawn from a seed, and so is when a
-copy arrives and a product reads its operands. Nobody waits for a clock: where no team can go on,
-that is a deadlock.
+Programs run one after the other. The partitions of a program are threads, one of which runs at a
+time. Who goes on at each operation on shared memory or barriers is drawn from a seed, and so is
+when a copy arrives and a product reads its operands. Where no partition can go on, that is a
+deadlock.
 
-What is right by luck is found, too. Every team has a vector clock that barriers hand on, and each
-number in shared memory knows who wrote and read it last: an access that no barrier orders after
-them is a `Race`, whatever the seed. Stores reach products and copies only through
-``fence_async_shared``, and other teams only after ``team_barrier``, since one thread of a team
-arrives for all. After ``warpgroup_mma_wait`` Triton lets the threads of a team wait for one
-another by itself; what a team reads counts as read when it waited for all of its products.
+What is right by luck is found, too. Every partition has a vector clock that barriers hand on, and
+each number in shared memory knows who wrote and read it last. An access that no barrier orders
+after them is a `Race`, whatever the seed. Stores reach products and copies only through
+``fence_async_shared``, and other partitions only after ``thread_barrier``, since one thread of a
+partition arrives for all. After ``warpgroup_mma_wait`` Triton lets the threads of a partition wait
+for one another by itself; what a partition reads counts as read when it waited for all of its
+products.
 
 Whatever the sources do not use raises; so do addresses outside of a tensor, int32 that overflows,
 and programs of one launch that meet in global memory.
@@ -34,7 +35,7 @@ class Race(RuntimeError):
 
 
 class Deadlock(RuntimeError):
-    """No team can go on."""
+    """No partition can go on."""
 
 
 class OutOfBounds(IndexError):
@@ -353,15 +354,15 @@ class Rows:
         return (self.pointer + offsets).load(None, None, program).array
 
 
-# --- Teams, and memory that they share ----------------------------------------------------------
+# --- Partitions, and memory that they share ----------------------------------------------------
 
 
 class _Over(BaseException):
-    """Another team failed: this one ends, too."""
+    """Another partition failed: this one ends, too."""
 
 
 @dataclass(eq=False)
-class Team:
+class Partition:
     name: str
     number: int
     clock: np.ndarray
@@ -374,13 +375,13 @@ class Team:
     """Stores, and those that were fenced, when its threads last waited for one another."""
     products: list = field(default_factory=list)
     issued: int = 0
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    resume: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     waits: tuple | None = None
     over: bool = False
 
 
 class Machine:
-    """One program: its teams, barriers and copies under way."""
+    """One program: its partitions, barriers and copies under way."""
 
     def __init__(self, program, grid, warps, schedule):
         self.program, self.grid, self.warps = program, grid, warps
@@ -388,11 +389,11 @@ class Machine:
         self.random = schedule.random
         self.restless = schedule.restless
         self.agents = itertools.count()
-        self.barriers, self.copies, self.teams = [], [], []
+        self.barriers, self.copies, self.partitions = [], [], []
         self.failure = None
         self.bytes = 0
         self.length = 64
-        self.main = self.team("main", warps)
+        self.main = self.partition("main", warps)
         self.current = self.main
 
     def agent(self):
@@ -402,21 +403,21 @@ class Machine:
             raise NotImplementedError(f"more than {self.length} agents")
         return found
 
-    def team(self, name, warps):
+    def partition(self, name, warps):
         # Three agents: its stores, those of them that are fenced, and its products.
         number = self.agent()
         self.agent(), self.agent()
         clock = self.current.clock.copy() if number else np.zeros(self.length, dtype=np.int64)
-        return Team(name, number, clock, warps)
+        return Partition(name, number, clock, warps)
 
     def specialise(self, parts):
         """Run functions at the same time, each (name, function, arguments, warps)."""
         publish(self.main)
         self.main.clock[self.main.number : self.main.number + 2] = self.main.published
-        self.teams = [self.team(name, warps) for name, _, _, warps in parts]
+        self.partitions = [self.partition(name, warps) for name, _, _, warps in parts]
         threads = [
-            threading.Thread(target=self._run, args=(team, function, arguments), daemon=True)
-            for team, (_, function, arguments, _) in zip(self.teams, parts, strict=True)
+            threading.Thread(target=self._run, args=(partition, function, arguments), daemon=True)
+            for partition, (_, function, arguments, _) in zip(self.partitions, parts, strict=True)
         ]
         for thread in threads:
             thread.start()
@@ -427,107 +428,107 @@ class Machine:
         if self.failure is not None:
             raise self.failure
 
-    def _run(self, team, function, arguments):
-        team.turn.acquire()
+    def _run(self, partition, function, arguments):
+        partition.resume.acquire()
         try:
             if self.failure is None:
                 function(*arguments)
-                if team.products:
-                    raise Race(f"{team.name} ends with products under way")
+                if partition.products:
+                    raise Race(f"{partition.name} ends with products under way")
         except _Over:
             pass
         except BaseException as error:
             self._fail(error)
-        team.over = True
+        partition.over = True
         if self.failure is None:
-            self._next(team)
+            self._next(partition)
 
-    def _can_go(self, team):
-        if team.over:
+    def _can_go(self, partition):
+        if partition.over:
             return False
-        if team.waits is None:
+        if partition.waits is None:
             return True
-        barrier, parity = team.waits
+        barrier, parity = partition.waits
         return barrier.phase & 1 != parity
 
-    def _next(self, team):
+    def _next(self, partition):
         """Hand over to whoever is drawn; copies arrive in between."""
         try:
             chosen = self._drawn()
         except Exception as error:
             self._fail(error)
-            if team is None or team.over:
+            if partition is None or partition.over:
                 return
             raise _Over from None
-        if chosen in (None, team):
+        if chosen in (None, partition):
             return
         self.current = chosen
-        chosen.turn.release()
-        if team is not None and not team.over:
-            team.turn.acquire()
+        chosen.resume.release()
+        if partition is not None and not partition.over:
+            partition.resume.acquire()
             if self.failure is not None:
                 raise _Over
 
     def _drawn(self):
-        """A team that can go on; nothing where all are over."""
+        """A partition that can go on; nothing where all are over."""
         while True:
-            ready = [other for other in self.teams if self._can_go(other)]
+            ready = [other for other in self.partitions if self._can_go(other)]
             if not ready and not self.copies:
                 break
             drawn = self.random.randrange(len(ready) + len(self.copies))
             if drawn < len(ready):
                 return ready[drawn]
             self.copies.pop(drawn - len(ready))()
-        stuck = [other for other in self.teams if not other.over]
+        stuck = [other for other in self.partitions if not other.over]
         if stuck:
             raise Deadlock("; ".join(self._why(other) for other in stuck))
         for barrier in self.barriers:
-            if all(team.clock[barrier.agent] < barrier.last for team in self.teams):
+            if all(partition.clock[barrier.agent] < barrier.last for partition in self.partitions):
                 raise Race(f"a program ends and nobody waited for the copies to {barrier.name}")
         return None
 
     def _fail(self, error):
         self.failure = self.failure or error
-        for team in self.teams:
-            team.turn.release()
+        for partition in self.partitions:
+            partition.resume.release()
 
     @staticmethod
-    def _why(team):
-        barrier, parity = team.waits
+    def _why(partition):
+        barrier, parity = partition.waits
         return (
-            f"{team.name} waits for phase {parity} of {barrier.name}, which is in phase"
+            f"{partition.name} waits for phase {parity} of {barrier.name}, which is in phase"
             f" {barrier.phase} with {barrier.missing} to arrive and {barrier.bytes} bytes to come"
         )
 
     def pause(self):
         """Before an operation that others can see."""
-        team = self.current
-        if self.teams and self.random.random() < self.restless:
-            self._next(team)
-        return team
+        partition = self.current
+        if self.partitions and self.random.random() < self.restless:
+            self._next(partition)
+        return partition
 
     def wait(self, barrier, parity):
-        team = self.pause()
+        partition = self.pause()
         if parity not in (0, 1):
             raise ValueError(f"phase {parity}")
-        team.waits = (barrier, parity)
-        if not self._can_go(team):
-            if not self.teams:
-                raise Deadlock(self._why(team))
-            self._next(team)
-        team.waits = None
-        np.maximum(team.clock, barrier.done, out=team.clock)
+        partition.waits = (barrier, parity)
+        if not self._can_go(partition):
+            if not self.partitions:
+                raise Deadlock(self._why(partition))
+            self._next(partition)
+        partition.waits = None
+        np.maximum(partition.clock, barrier.done, out=partition.clock)
 
 
-def publish(team):
-    """The threads of a team wait for one another."""
-    team.published = (team.stores, team.fenced)
+def publish(partition):
+    """The threads of a partition wait for one another."""
+    partition.published = (partition.stores, partition.fenced)
 
 
-def released(team):
-    """What others know when one thread of a team has told them."""
-    found = team.clock.copy()
-    found[team.number : team.number + 2] = team.published
+def released(partition):
+    """What others know when one thread of a partition has told them."""
+    found = partition.clock.copy()
+    found[partition.number : partition.number + 2] = partition.published
     return found
 
 
@@ -635,23 +636,23 @@ class Shared:
 
     def store(self, value):
         machine = self.buffer.machine
-        team = machine.pause()
+        partition = machine.pause()
         if value.dtype is not self.dtype or value.shape != self.shape:
             raise TypeError(f"{value.dtype.name} {value.shape} to {self.dtype.name} {self.shape}")
         places = self._places()
-        team.stores += 1
-        clock = team.clock.copy()
-        clock[team.number] = team.stores  # its own stores it knows
-        self.buffer.write(places, clock, team.number, team.stores)
+        partition.stores += 1
+        clock = partition.clock.copy()
+        clock[partition.number] = partition.stores  # its own stores it knows
+        self.buffer.write(places, clock, partition.number, partition.stores)
         self.buffer.numbers[places] = np.ascontiguousarray(value.array).view(np.float16).ravel()
 
     def load(self, layout):
         """Into registers, for a product."""
         if layout[0] != "DotOperandLayout":
             raise NotImplementedError(f"a load from shared memory as {layout[0]}")
-        team = self.buffer.machine.pause()
-        team.issued += 1
-        self.read(team)
+        partition = self.buffer.machine.pause()
+        partition.issued += 1
+        self.read(partition)
         return Value(self.buffer.numbers[self.where].copy(), self.dtype)
 
     def filled(self, array, clock, agent, time):
@@ -660,7 +661,7 @@ class Shared:
         self.buffer.write(places, clock, agent, time)
         self.buffer.numbers[places] = array.ravel()
 
-    def read(self, team):
+    def read(self, partition):
         """That it may be read, by a product or a load, until all products are waited for."""
         if self.dtype is not FLOAT16:
             raise NotImplementedError(f"a product of {self.dtype.name}")
@@ -668,12 +669,16 @@ class Shared:
         writer = buffer.writer[places]
         if (writer < 0).any():
             raise Race("shared memory is read that nobody wrote")
-        # What a team stored counts when it was fenced, which is the agent after its own.
-        teams = np.isin(writer, [t.number for t in (buffer.machine.main, *buffer.machine.teams)])
-        if (team.clock[writer + teams] < buffer.stored[places]).any():
+        # What a partition stored counts when it was fenced, which is the agent after its own.
+        partitions = np.isin(
+            writer, [t.number for t in (buffer.machine.main, *buffer.machine.partitions)]
+        )
+        if (partition.clock[writer + partitions] < buffer.stored[places]).any():
             raise Race("shared memory is read that may not be written yet")
-        last = buffer.readers.setdefault(team.number + 2, np.zeros(buffer.numbers.size, np.int64))
-        last[places] = team.issued
+        last = buffer.readers.setdefault(
+            partition.number + 2, np.zeros(buffer.numbers.size, np.int64)
+        )
+        last[places] = partition.issued
 
     def now(self):
         return self.buffer.numbers[self.where].astype(np.float32)
@@ -817,7 +822,7 @@ def _range(*bounds):
 
 
 class Schedule:
-    """What chance decides, from a seed; how often teams take turns, too."""
+    """What chance decides, from a seed; how often another partition goes on, too."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
@@ -956,7 +961,7 @@ class Gluon:
             "tma": self.tma,
             "range": _range,
             "fence_async_shared": self._fence,
-            "team_barrier": self._team_barrier,
+            "thread_barrier": self._thread_barrier,
             "warpgroup_mma": self._product,
             "warpgroup_mma_wait": self._product_wait,
             **{name: self.borrowed(function) for name, function in borrowed.items()},
@@ -997,8 +1002,8 @@ class Gluon:
 
     def _init(self, view, count):
         key = (id(view.buffer), int(view.where[0]))
-        if key in self.made or self.machine.teams:
-            raise RuntimeError("a barrier is initialised once, before there are teams")
+        if key in self.made or self.machine.partitions:
+            raise RuntimeError("a barrier is initialised once, before there are partitions")
         several = {id(buffer): None for buffer, _ in self.made.values()} | {key[0]: None}
         name = f"barrier {list(several).index(key[0])}.{key[1]}"
         barrier = Barrier(name, self.machine, count)
@@ -1006,21 +1011,21 @@ class Gluon:
         self.machine.barriers.append(barrier)
 
     def _arrive(self, view, *, count=1, pred=True):
-        barrier, team = self._barrier(view), self.machine.pause()
+        barrier, partition = self._barrier(view), self.machine.pause()
         if plain(pred):
-            barrier.arrive(released(team), count)
+            barrier.arrive(released(partition), count)
 
     def _expect(self, view, size, pred=True):
-        barrier, team = self._barrier(view), self.machine.pause()
+        barrier, partition = self._barrier(view), self.machine.pause()
         if plain(pred):
             barrier.bytes += size
-            barrier.arrive(released(team), 1)
+            barrier.arrive(released(partition), 1)
 
     def _wait(self, view, phase):
         self.machine.wait(self._barrier(view), plain(phase))
 
     def _copy(self, rows, corner, view, into, pred=True):
-        barrier, team = self._barrier(view), self.machine.pause()
+        barrier, partition = self._barrier(view), self.machine.pause()
         corner = tuple(plain(place) for place in corner)
         if into.shape != rows.block_shape or into.dtype is not FLOAT16:
             raise TypeError(f"a copy of {rows.block_shape} to {into.dtype.name} {into.shape}")
@@ -1028,7 +1033,7 @@ class Gluon:
             return
         if not barrier.fenced:
             raise Race(f"a copy may arrive at {barrier.name} before that is initialised")
-        clock, time, machine = released(team), barrier.phase + 1, self.machine
+        clock, time, machine = released(partition), barrier.phase + 1, self.machine
         barrier.last = time
 
         def arrives():
@@ -1038,16 +1043,16 @@ class Gluon:
         machine.copies.append(arrives)
 
     def _fence(self):
-        team = self.machine.pause()
-        team.fenced = team.stores
+        partition = self.machine.pause()
+        partition.fenced = partition.stores
         for barrier in self.machine.barriers:
-            barrier.fenced |= team is self.machine.main
+            barrier.fenced |= partition is self.machine.main
 
-    def _team_barrier(self):
+    def _thread_barrier(self):
         publish(self.machine.pause())
 
     def _product(self, one, other, total, *, is_async):
-        team = self.machine.pause()
+        partition = self.machine.pause()
         (rows, inner), (same, columns) = one.shape, other.shape
         if (
             rows != 64
@@ -1062,28 +1067,28 @@ class Gluon:
             raise NotImplementedError(f"a product of {one.shape} and {other.shape}")
         if isinstance(total, Value) and (total.dtype, total.shape) != (FLOAT32, (rows, columns)):
             raise TypeError(f"{total.dtype.name} {total.shape} plus a product")
-        if isinstance(total, Product) and total not in team.products:
+        if isinstance(total, Product) and total not in partition.products:
             raise Race("a product is added to one that was waited for")
-        team.issued += 1
+        partition.issued += 1
         for operand in (one, other):
             if isinstance(operand, Shared):
-                operand.read(team)
+                operand.read(partition)
         found = Product(one, other, total, self.schedule.random.random() < 0.5)
         if isinstance(total, Product):
-            # Products of a team are made in the order in which they are asked for.
-            team.products.remove(total)
-        team.products.append(found)
+            # Products of a partition are made in the order in which they are asked for.
+            partition.products.remove(total)
+        partition.products.append(found)
         return found
 
     def _product_wait(self, outstanding, deps):
-        team = self.machine.pause()
-        over = team.products[: max(0, len(team.products) - outstanding)]
+        partition = self.machine.pause()
+        over = partition.products[: max(0, len(partition.products) - outstanding)]
         if {id(dep) for dep in deps if isinstance(dep, Product)} != set(map(id, over)):
             raise Race("a wait for other products than those under way")
-        team.products = team.products[len(over) :]
-        if not team.products:
-            team.clock[team.number + 2] = team.issued
-        publish(team)
+        partition.products = partition.products[len(over) :]
+        if not partition.products:
+            partition.clock[partition.number + 2] = partition.issued
+        publish(partition)
         found = tuple(
             Value(dep.finish(), FLOAT32) if isinstance(dep, Product) else dep for dep in deps
         )

@@ -12,19 +12,17 @@ import torch
 
 import econv
 from econv import GroupConv2d, filter_basis
-from econv.engines import (
-    hopper_kernels,
-    hopper_launches,
-    hopper_turns,
-    triton_kernels,
-    triton_launches,
-    triton_ops,
-    triton_steps,
-    triton_tiles,
-)
-from econv.engines.hopper_turns import early_taps, fits, magnitudes
-from econv.engines.spectral import Geometry
-from econv.engines.triton_scheme import halves, scheme
+from econv.engines import triton_ops
+from econv.engines.problem import Geometry
+from econv.engines.spectral.hopper import kernels as hopper_kernels
+from econv.engines.spectral.hopper import launches as hopper_launches
+from econv.engines.spectral.hopper import schedule as schedule
+from econv.engines.spectral.hopper.schedule import early_taps, fits, magnitudes
+from econv.engines.spectral.triton import kernels as triton_kernels
+from econv.engines.spectral.triton import launches as triton_launches
+from econv.engines.spectral.triton import steps as triton_steps
+from econv.engines.spectral.triton import tiles as triton_tiles
+from econv.engines.spectral.triton.scheme import halves, scheme
 from econv.plan import spectral_plan
 from gluon_interpreter import Deadlock, Gluon, OutOfBounds, Race
 from triton_checks import (
@@ -45,7 +43,7 @@ __all__ = ["kernels_run", "pytestmark"]  # the former runs around every check, t
 def forget_all():
     forget()
     hopper_kernels.forward.cache_clear()
-    hopper_kernels.gram.cache_clear()
+    hopper_kernels.weight_gradient.cache_clear()
 
 
 def names(gluon):
@@ -54,7 +52,7 @@ def names(gluon):
 
 
 def interpreting(patch, seed=0, together=1):
-    """Kernels whose warps have roles are run by a new interpreter.
+    """Warp-specialised kernels are run by a new interpreter.
 
     ``together`` of their programs run at a time, so that each has several tiles.
     """
@@ -86,8 +84,8 @@ def case(group="p4", fields=(5, 6), shape=(2, 5, 7), dtype=torch.float16, **opti
     return layer, x, probe
 
 
-def with_roles(layer, x, probe, **chosen):
-    with triton_ops.tiles(roles=1, **chosen), econv.engine() as ran:
+def warp_specialised(layer, x, probe, **chosen):
+    with triton_ops.tiles(warp_specialised=1, **chosen), econv.engine() as ran:
         found = results(layer, x, probe, "spectral")
     assert set(ran) == {"spectral/triton"}
     return found
@@ -121,8 +119,8 @@ CASES = {
 def test_outputs_and_gradients_err_little_more_than_the_dense_engine(interpret, options):
     gluon = interpret()
     layer, x, probe = case(**options)
-    found = with_roles(layer, x, probe)
-    assert gluon.launches.keys() == {"forward", "gram"}
+    found = warp_specialised(layer, x, probe)
+    assert gluon.launches.keys() == {"forward", "weight_gradient"}
     assert found[0].is_contiguous(memory_format=torch.channels_last)
     err_little_more(found, layer, x, probe, 1.5 if x.dtype == torch.bfloat16 else 2.5)
 
@@ -147,7 +145,7 @@ def test_two_launches_make_a_layer_by_halves(interpret, options):
     """The second one finds what the first one left in the output."""
     gluon = interpret()
     layer, x, probe = case(**options)
-    found = with_roles(layer, x, probe, halves=1)
+    found = warp_specialised(layer, x, probe, halves=1)
     assert gluon.launches["forward"] == 4  # two for the layer, two for its adjoint
     err_little_more(found, layer, x, probe, 1.5 if x.dtype == torch.bfloat16 else 2.5)
 
@@ -162,8 +160,11 @@ def test_halves_are_alike_and_have_everything_once(group, options):
     assert (one.batch, one.inner, one.pieces) == (two.batch, two.inner, two.pieces)
     for fields in (1, 5, 8, 20, 33, 64):
         x = triton_tiles.Like((4, 8, 8, 8), (512, 1, 64, 8), torch.float16, torch.device("meta"))
-        for kind in (hopper_launches.Roles, hopper_launches.GramRoles):
-            chosen = triton_tiles.Tiles(roles=1, halves=1)
+        for kind in (
+            hopper_launches.WarpSpecialised,
+            hopper_launches.WarpSpecialisedWeightGradient,
+        ):
+            chosen = triton_tiles.Tiles(warp_specialised=1, halves=1)
             assert len({each.cut for each in kind.of(x, one.whole, chosen, fields)}) <= 1
     slots = [slot for half in both for slot in half.slots if slot >= 0]
     assert sorted(slots) == list(range(plan.analysis.shape[0]))
@@ -175,7 +176,7 @@ def test_halves_are_alike_and_have_everything_once(group, options):
 
 def test_what_is_not_a_number_scales_by_one():
     source = inspect.getsource(triton_kernels.exponent.fn)
-    assert f"found == 128, {hopper_turns.HEADROOM}, " in source
+    assert f"found == 128, {schedule.HEADROOM}, " in source
 
 
 @pytest.mark.parametrize("group", ["p28", "p32", "p14m", "p16m"])
@@ -183,14 +184,14 @@ def test_many_targets_find_few_features_in_a_chunk(group):
     """Most chunks have at most eight of each target: the products of the others are left out."""
     both = halves(scheme(spectral_plan(filter_basis(group), "regular", "regular"), 8))
     there = [
-        hopper_turns.filled(half, chunk, hopper_turns.pieces_of_a_chunk(half))
+        schedule.filled(half, chunk, schedule.pieces_of_a_chunk(half))
         for half in both
         for chunk in range(half.chunks)
     ]
     assert {tuple(pieces) for pieces in there} == {(0,), (0, 1)}
     assert sum(pieces == [0] for pieces in there) >= 5
     for half in both:  # long chunks come first, so that the loops are two at most
-        lengths = [len(hopper_turns.filled(half, c, (8, 4))) for c in range(half.chunks)]
+        lengths = [len(schedule.filled(half, c, (8, 4))) for c in range(half.chunks)]
         assert sum(a != b for a, b in itertools.pairwise(lengths)) <= 2
 
 
@@ -220,7 +221,7 @@ def test_slots_wait_in_outputs_of_any_magnitude(interpret):
     ones = ones * (60_000 / large(ones).max())
     interpret()
     layer.engine = large.engine = "spectral"
-    with triton_ops.tiles(roles=1, halves=1):
+    with triton_ops.tiles(warp_specialised=1, halves=1):
         found, filled = layer(x), large(ones)
     assert found[0].any()
     assert not found[1].any()
@@ -232,37 +233,42 @@ def test_matrices_are_copied_from_where_steps_say(interpret, monkeypatch, chosen
     layer, x, probe = case("p8", (5, 6), (9, 6, 6), torch.bfloat16)
     interpret()
     begins = watched_steps(monkeypatch)
-    with_roles(layer, x, probe, bytes=1, **chosen)
+    warp_specialised(layer, x, probe, bytes=1, **chosen)
     assert len(set(begins)) > 4
 
 
 def test_halves_in_groups_of_images_find_what_is_theirs(interpret, monkeypatch):
     layer, x, probe = case("p8", (5, 6), (6, 5, 5), torch.bfloat16)
     interpret()
-    wanted = with_roles(layer, x, probe, halves=1)
+    wanted = warp_specialised(layer, x, probe, halves=1)
     monkeypatch.setattr(
         triton_launches,
         "_empty",
         lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )
-    for chosen in ({"bytes": 1, "splits": 2}, {"teams": 1}):
+    for chosen in ({"bytes": 1, "splits": 2}, {"partitions": 1}):
         interpret(1, together=2)
-        found = with_roles(layer, x, probe, halves=1, **chosen)
+        found = warp_specialised(layer, x, probe, halves=1, **chosen)
         for ours, theirs in zip(found[:2], wanted[:2], strict=True):
             assert torch.equal(ours, theirs)
         assert error(found[2], wanted[2]) <= 1e-3
 
 
-CUTS = [{"teams": 1}, {"teams": 4, "producers": 16}, {"splits": 3}, {"bytes": 1, "splits": 2}]
+CUTS = [
+    {"partitions": 1},
+    {"partitions": 4, "producers": 16},
+    {"splits": 3},
+    {"bytes": 1, "splits": 2},
+]
 
 
 def test_every_way_to_cut_gives_the_same(interpret):
     layer, x, probe = case("p4", (5, 9), (9, 4, 4), **LOW)
     interpret()
-    wanted = with_roles(layer, x, probe)
+    wanted = warp_specialised(layer, x, probe)
     for chosen in CUTS:
         gluon = interpret(1, together=2)
-        found = with_roles(layer, x, probe, **chosen)
+        found = warp_specialised(layer, x, probe, **chosen)
         for ours, theirs in zip(found[:2], wanted[:2], strict=True):
             assert torch.equal(ours, theirs)
         assert error(found[2], wanted[2]) <= 1e-3
@@ -274,7 +280,7 @@ def test_more_fields_than_one_program_holds(interpret, monkeypatch):
     layer, x, probe = case("p16", (5, 9), (1, 5, 6), **LOW)
     monkeypatch.setattr(hopper_launches, "_ACCUMULATORS", 4 * 16)
     gluon = interpret(2)
-    found = with_roles(layer, x, probe)
+    found = warp_specialised(layer, x, probe)
     assert gluon.launches["forward"] == 3 + 2  # the layer and its adjoint
     err_little_more(found, layer, x, probe, 2.5)
 
@@ -307,18 +313,20 @@ def test_derivatives_and_features_are_never_too_large_for_halves(group, operator
     assert fits(layout)
 
 
-def test_what_would_be_too_large_for_halves_has_no_roles(monkeypatch):
+def test_what_would_be_too_large_for_float16_is_not_warp_specialised(monkeypatch):
     layout = scheme(spectral_plan(filter_basis("p32"), "regular", "regular"), 8)
     most = max(max(magnitudes(layout, chunk)) for chunk in range(len(layout.lists)))
     assert 7 < math.log2(most) < 8
-    monkeypatch.setattr(hopper_turns, "HEADROOM", 8)
+    monkeypatch.setattr(schedule, "HEADROOM", 8)
     assert not fits(layout)
     x = triton_tiles.Like(
         (4, 8 * 32, 8, 8), (2**14, 1, 2**11, 2**8), torch.float16, torch.device("meta")
     )
-    assert not hopper_launches.Roles.of(x, layout, triton_tiles.Tiles(roles=1), 8)
+    assert not hopper_launches.WarpSpecialised.of(
+        x, layout, triton_tiles.Tiles(warp_specialised=1), 8
+    )
     monkeypatch.undo()
-    assert hopper_launches.Roles.of(x, layout, triton_tiles.Tiles(roles=1), 8)
+    assert hopper_launches.WarpSpecialised.of(x, layout, triton_tiles.Tiles(warp_specialised=1), 8)
 
 
 class Compiled:
@@ -358,7 +366,7 @@ def test_images_of_any_magnitude_keep_their_digits(interpret):
     scaled = (x * scales).bfloat16()
     interpret()
     layer.engine = "spectral"
-    with triton_ops.tiles(roles=1):
+    with triton_ops.tiles(warp_specialised=1):
         found = layer(scaled).double()
     layer.engine = "dense"
     wanted = layer.double()(scaled.double())
@@ -370,22 +378,22 @@ def test_images_of_any_magnitude_keep_their_digits(interpret):
 def test_buffers_are_filled_before_they_are_read(interpret, monkeypatch):
     layer, x, probe = case("p6", (5, 3), (1, 5, 7), stride=2, **LOW)
     interpret()
-    wanted = with_roles(layer, x, probe)
+    wanted = warp_specialised(layer, x, probe)
     monkeypatch.setattr(
         triton_launches,
         "_empty",
         lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )
-    for ours, theirs in zip(with_roles(layer, x, probe), wanted, strict=True):
+    for ours, theirs in zip(warp_specialised(layer, x, probe), wanted, strict=True):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("kernel", ["arrange_rows", "analyse", "lay", "gram", "spread"])
+@pytest.mark.parametrize("kernel", ["arrange_rows", "analyse", "pack", "weight_gradient", "reduce"])
 def test_poison_that_is_read_is_seen(interpret, monkeypatch, kernel):
     layer, x, probe = case("p4", (2, 2), (1, 5, 5), **LOW)
     interpret()
     left_out = poisoned_without(monkeypatch, kernel)
-    found = with_roles(layer, x, probe)
+    found = warp_specialised(layer, x, probe)
     assert left_out
     assert any(tensor.isnan().any() for tensor in found)
 
@@ -396,13 +404,13 @@ def test_an_activated_input_gives_what_the_other_kernels_do(interpret):
     weights, affine = torch.randn(2, 3, plan.weights), torch.randn(3, 3)
     geometry = Geometry(1, 1, 1, 1, 5, 6)
     made = []
-    for roles in (0, 1):
+    for special in (0, 1):
         gluon = interpret()
         given = [t.detach().requires_grad_() for t in (x, weights, affine)]
-        with triton_ops.tiles(roles=roles):
+        with triton_ops.tiles(warp_specialised=special):
             out = triton_ops.convolve(*given[:2], plan.name, False, *geometry, affine=given[2])
             made.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
-        assert gluon.launches.keys() == ({"forward", "gram"} if roles else set())
+        assert gluon.launches.keys() == ({"forward", "weight_gradient"} if special else set())
     for ours, theirs in zip(made[1], made[0], strict=True):
         assert error(ours, theirs) <= 2e-3
 
@@ -419,14 +427,14 @@ def small():
     x, g = (t.to(memory_format=torch.channels_last) for t in (x, g))
     weights = torch.randn(2, 9, SMALL.weights, generator=generator)
     found = {}
-    with pytest.MonkeyPatch.context() as patch, triton_ops.tiles(roles=1, splits=2):
+    with pytest.MonkeyPatch.context() as patch, triton_ops.tiles(warp_specialised=1, splits=2):
         gluon, sources = interpreting(patch, together=1), []
         read = hopper_kernels._read
         patch.setattr(hopper_kernels, "_read", lambda *given: sources.append(given) or read(*given))
         triton_ops.convolve(x[:6], weights, SMALL.name, False, *AROUND)
         found["forward"] = (sources[-1], gluon.launched)
         triton_ops.gram(x, g, SMALL.name, *AROUND[:4])
-        found["gram"] = (sources[-1], gluon.launched)
+        found["weight_gradient"] = (sources[-1], gluon.launched)
     forget_all()
     return found
 
@@ -439,14 +447,16 @@ def launched(small, kernel, change=lambda source: source, seed=0, **constants):
     return given[space[kernel].names.index(WRITTEN[kernel])].clone()
 
 
-WRITTEN = {"forward": "y", "gram": "partial"}
+WRITTEN = {"forward": "y", "weight_gradient": "partial"}
 
 
 @pytest.mark.parametrize("kernel", WRITTEN)
 def test_results_depend_neither_on_who_goes_first_nor_on_the_number_of_stages(small, kernel):
     wanted = launched(small, kernel)
     for seed in range(1, 7):
-        stages = {"STAGES": 2 + seed % 2} | ({"READY": 2 + seed % 3} if kernel == "gram" else {})
+        stages = {"STAGES": 2 + seed % 2} | (
+            {"READY": 2 + seed % 3} if kernel == "weight_gradient" else {}
+        )
         assert torch.equal(launched(small, kernel, seed=seed, **stages), wanted)
 
 
@@ -476,7 +486,12 @@ WRONG = {
         Race,
         "before that is initialised",
     ),
-    "threads of a team do not wait": (r"team_barrier\(\)\n( +mbarrier)", r"pass\n\1", Race, LATE),
+    "threads of a partition do not wait": (
+        r"thread_barrier\(\)\n( +mbarrier)",
+        r"pass\n\1",
+        Race,
+        LATE,
+    ),
     "stages are filled unasked": (
         FILL,
         "pass",
@@ -511,7 +526,12 @@ WRONG = {
         (Race, AttributeError, TypeError),
         "may still read it|'Product'",
     ),
-    "one team speaks for both": ("count=2", "count=1", (Race, Deadlock), f"{EARLY}|waits|arrive"),
+    "one partition speaks for both": (
+        "count=2",
+        "count=1",
+        (Race, Deadlock),
+        f"{EARLY}|waits|arrive",
+    ),
     "nobody empties": (EMPTY, "pass", Deadlock, "waits for phase"),
     "too few bytes": (r"(expect\(.*), \d+,", r"\1, 64,", Deadlock, "-.* bytes to come"),
     "weights that are not copied": (r" +tma.*\n(?! *tma)", "", Deadlock, "bytes to come"),
@@ -521,7 +541,7 @@ WRONG = {
         (Race, OutOfBounds),
         "nobody waited for|from .* on of",
     ),
-    "taps beyond the grid": ("place [+]=", "place += pitch * 99 +", OutOfBounds, "a load at"),
+    "taps beyond the grid": ("offset [+]=", "offset += pitch * 99 +", OutOfBounds, "a load at"),
     "pixels beyond the images": (r"p = gl\.where.*", "p = pixel * 9", OutOfBounds, "a load at"),
     "an unknown instruction": (r"add\.f16x2", "max.f16x2", NotImplementedError, "unknown instr"),
     "barriers too few": (
@@ -533,7 +553,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["forward", "gram"])
+@pytest.mark.parametrize("kernel", ["forward", "weight_gradient"])
 @pytest.mark.parametrize(("pattern", "other", "error", "why"), WRONG.values(), ids=WRONG.keys())
 def test_what_is_wrong_with_barriers_and_addresses_is_found(
     small, kernel, pattern, other, error, why
@@ -547,8 +567,13 @@ def test_what_is_wrong_with_barriers_and_addresses_is_found(
 STORES = {
     "pixels": ("forward", "inside = pixel < pixels", "inside = pixel > -1", "a store at"),
     "fields": ("forward", r" & \(o < out_fields\)", " & (o < 9)", "a store at|at one address"),
-    "features": ("gram", "number < 12", "number < 14", "at one address|another"),
-    "splits": ("gram", r"into = partial .*", "into = partial", "another one of the launch"),
+    "features": ("weight_gradient", "number < 12", "number < 14", "at one address|another"),
+    "splits": (
+        "weight_gradient",
+        r"into = partial .*",
+        "into = partial",
+        "another one of the launch",
+    ),
 }
 
 
@@ -560,9 +585,9 @@ def test_stores_that_are_not_a_programs_own_are_found(small, kernel, pattern, ot
 
 SUMS = {
     "a sign": ("forward", "0xbc003c00", "0x3c003c00"),
-    "a pair": ("gram", "0x5432", "0x7610"),
+    "a pair": ("weight_gradient", "0x5432", "0x7610"),
     "a tap": ("forward", r"centre \+ -1 \* column", "centre + 1 * column"),
-    "a scale": ("gram", r"two_to\(power", "two_to(1 + power"),
+    "a scale": ("weight_gradient", r"two_to\(power", "two_to(1 + power"),
 }
 
 

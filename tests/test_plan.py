@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from econv import Central, filter_basis, plan
-from econv.engines import native
+from econv.engines.spectral import native
 from econv.plan import SpectralPlan, spectral_plan
 
 LAYERS = [

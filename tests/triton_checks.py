@@ -10,17 +10,14 @@ import torch
 
 import econv
 from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
-from econv.engines import (
-    hopper_launches,
-    spectral,
-    triton_kernels,
-    triton_launches,
-    triton_ops,
-    triton_steps,
-    triton_tiles,
-)
-from econv.engines.spectral import Geometry
-from econv.engines.triton_kernels import INTERPRETED, OVERALL
+from econv.engines import spectral, triton_ops
+from econv.engines.problem import Geometry
+from econv.engines.spectral.hopper import launches as hopper_launches
+from econv.engines.spectral.triton import kernels as triton_kernels
+from econv.engines.spectral.triton import launches as triton_launches
+from econv.engines.spectral.triton import steps as triton_steps
+from econv.engines.spectral.triton import tiles as triton_tiles
+from econv.engines.spectral.triton.kernels import INTERPRETED, OVERALL
 from econv.layers import norm_relu_conv
 from econv.plan import spectral_plan
 from test_engines import run_reference
@@ -44,7 +41,7 @@ def kernels_run(monkeypatch):
         yield
         return
     monkeypatch.setattr(torch, "batch_norm_stats", lambda x, eps: stats(x.float(), eps))
-    with triton_ops.tiles(gram_fields=4, splits=1):  # fewer programs, one after the other
+    with triton_ops.tiles(gradient_fields=4, splits=1):  # fewer programs, one after the other
         yield
 
 
@@ -254,7 +251,7 @@ def test_buffers_are_filled_before_they_are_read(monkeypatch, group, dtype):
 def forget():
     """What was planned with other kernels than those of a test."""
     triton_launches.convolution_run.cache_clear()
-    triton_launches.gram_run.cache_clear()
+    triton_launches.weight_gradient_run.cache_clear()
 
 
 @pytest.fixture
@@ -290,7 +287,7 @@ def poisoned_without(monkeypatch, kernel):
     return left_out
 
 
-@pytest.mark.parametrize("kernel", ["arrange", "analyse", "lay", "gram", "spread"])
+@pytest.mark.parametrize("kernel", ["arrange", "analyse", "pack", "weight_gradient", "reduce"])
 def test_poison_that_is_read_is_seen(monkeypatch, kernel):
     """The check above says no where one kernel leaves its buffer as it is."""
     layer, x, probe = case("p4")
@@ -400,27 +397,29 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
         for group_ in made.groups:
             assert group_.first == done
             done += group_.images
-            if group_.place >= 0:
-                assert group_.place >= done * numbers // batch
-                assert group_.place + group_.analysis.numbers <= numbers
+            if group_.offset >= 0:
+                assert group_.offset >= done * numbers // batch
+                assert group_.offset + group_.analysis.numbers <= numbers
         assert done == batch
     takes_no_more_for_the_weights(x, plan, geometry, 2 * numbers + filters)
 
 
 def takes_no_more_for_the_weights(x, plan, geometry, most):
-    gram = triton_launches.GramRun(x, x, plan.name, geometry, triton_ops.Tiles(), "tf32")
-    spectrum = gram.groups[0].analysis.numbers + math.prod(gram.laid)
-    partial = 4 * math.prod(gram.partial) * len(gram.sums)
+    weight_gradient = triton_launches.WeightGradientRun(
+        x, x, plan.name, geometry, triton_ops.Tiles(), "tf32"
+    )
+    spectrum = weight_gradient.groups[0].analysis.numbers + math.prod(weight_gradient.packed)
+    partial = 4 * math.prod(weight_gradient.partial) * len(weight_gradient.sums)
     assert partial + 2 * spectrum <= most
-    assert sum(group.images for group in gram.groups) == x.shape[0]
-    return gram
+    assert sum(group.images for group in weight_gradient.groups) == x.shape[0]
+    return weight_gradient
 
 
 @pytest.mark.parametrize(
     ("group", "fields", "batch", "size", "launches"),
     [("p8", 80, 512, 8, 1), ("p16", 20, 256, 32, 1), ("p32", 20, 64, 32, 2)],
 )
-def test_sums_of_warps_with_roles_take_no_more_either(group, fields, batch, size, launches):
+def test_warp_specialised_sums_take_no_more_either(group, fields, batch, size, launches):
     plan = spectral_plan(filter_basis(group), "regular", "regular")
     channels = fields * plan.basis.group.order
     strides = (channels * size**2, 1, channels * size, channels)
@@ -430,10 +429,12 @@ def test_sums_of_warps_with_roles_take_no_more_either(group, fields, batch, size
     most = 2 * batch * channels * size**2 + max(4 * channels**2 * 25, 9 << 19)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_launches, "INTERPRETED", False)
-        gram = takes_no_more_for_the_weights(x, plan, geometry, most)
-    assert len(gram.sums) == launches
-    for share in gram.groups[0].shares:
-        assert math.prod(share.grams[0].grid) >= 0.9 * 132  # nearly all processors have work
+        weight_gradient = takes_no_more_for_the_weights(x, plan, geometry, most)
+    assert len(weight_gradient.sums) == launches
+    for share in weight_gradient.groups[0].shares:
+        assert (
+            math.prod(share.weight_gradients[0].grid) >= 0.9 * 132
+        )  # nearly all processors have work
 
 
 def test_a_training_step_takes_as_many_launches_as_the_documents_say(monkeypatch):
@@ -443,12 +444,14 @@ def test_a_training_step_takes_as_many_launches_as_the_documents_say(monkeypatch
     )
     geometry = Geometry(1, 1, 1, 2, 16, 16)
     monkeypatch.setattr(hopper_launches, "INTERPRETED", False)
-    with triton_ops.tiles(gram_fields=triton_ops.Tiles().gram_fields, splits=0):
+    with triton_ops.tiles(gradient_fields=triton_ops.Tiles().gradient_fields, splits=0):
         runs = [
             triton_launches.ConvolutionRun(like, plan.name, back, geometry, 40, True, None, "tf32")
             for back in (False, True)
         ]
-        runs.append(triton_launches.GramRun(like, like, plan.name, geometry, None, "tf32"))
+        runs.append(
+            triton_launches.WeightGradientRun(like, like, plan.name, geometry, None, "tf32")
+        )
     largest = 3  # of the input, of the weights, of the output's gradient
     assert sum(len(run.steps.steps) for run in runs) + largest == 33
 
@@ -456,8 +459,10 @@ def test_a_training_step_takes_as_many_launches_as_the_documents_say(monkeypatch
 def test_layers_of_many_fields_have_no_more_programs_than_a_launch_may():
     plan = spectral_plan(filter_basis("p1"), "regular", "regular")
     x = triton_tiles.Like((4, 2048, 8, 8), (131072, 1, 16384, 2048), torch.bfloat16, CPU)
-    run = triton_launches.GramRun(x, x, plan.name, Geometry(1, 1, 1, 2, 8, 8), None, "tf32")
-    for launch in (run.sums[0].spread, *run.groups[0].shares[0].grams):
+    run = triton_launches.WeightGradientRun(
+        x, x, plan.name, Geometry(1, 1, 1, 2, 8, 8), None, "tf32"
+    )
+    for launch in (run.sums[0].reduce, *run.groups[0].shares[0].weight_gradients):
         assert max(launch.grid[1:]) <= 65_535
 
 
@@ -488,8 +493,14 @@ def test_numbers_of_a_spectrum_are_counted_in_32_bits():
 
 
 TILES = {
-    "more pixels": {"pixels": 64, "warps": 8, "gram_pixels": 128, "gram_warps": 8, "roles": 0},
-    "few fields": {"pixels": 128, "accumulators": 8, "gram_fields": 2, "roles": 0},
+    "more pixels": {
+        "pixels": 64,
+        "warps": 8,
+        "gradient_pixels": 128,
+        "gradient_warps": 8,
+        "warp_specialised": 0,
+    },
+    "few fields": {"pixels": 128, "accumulators": 8, "gradient_fields": 2, "warp_specialised": 0},
 }
 
 
@@ -537,11 +548,11 @@ def test_sums_of_two_halves_at_a_time_are_the_same(monkeypatch, forgotten, group
     original = triton_kernels._read
     monkeypatch.setattr(triton_kernels, "_read", read)
     monkeypatch.setattr(triton_kernels.tl, "two_halves", two_halves, raising=False)
-    monkeypatch.setattr(triton_launches, "_packed", lambda dtype: True)
+    monkeypatch.setattr(triton_launches, "_f16x2", lambda dtype: True)
     forget()
     found = results(layer, x, probe, "spectral")
-    triton_kernels.convolution.cache_clear()
-    triton_kernels.gradient.cache_clear()
+    triton_kernels.convolution_kernels.cache_clear()
+    triton_kernels.weight_gradient_kernels.cache_clear()
     assert min(seen) > 50
     for ours, theirs in zip(found, wanted, strict=True):
         assert error(ours, theirs) <= 1e-3
@@ -639,14 +650,14 @@ def test_the_operators_pass_the_checks_of_torch():
     torch.library.opcheck(operators.gram.default, inputs)
 
 
-def test_the_adjoint_and_the_gram_are_those_of_the_layer():
+def test_the_adjoint_and_the_weight_gradient_are_those_of_the_layer():
     plan, x, g, weights, geometry = operands("p6")
     back = geometry.transposed(plan.basis.size, *x.shape[2:])
     out = triton_ops.convolve(x, weights, plan.name, False, *geometry)
     adjoint = triton_ops.convolve(g, weights, plan.name, True, *back)
-    gram = triton_ops.gram(x, g, plan.name, *geometry[:4])
+    weight_gradient = triton_ops.gram(x, g, plan.name, *geometry[:4])
     scalar = (out * g).sum()
-    for other in ((adjoint * x).sum(), (gram * weights).sum()):
+    for other in ((adjoint * x).sum(), (weight_gradient * weights).sum()):
         torch.testing.assert_close(other, scalar, rtol=1e-4, atol=1e-4)
 
 
@@ -841,12 +852,12 @@ def test_the_check_of_norm_and_relu_sees_a_rim_that_is_not_zero(monkeypatch, for
         return read(source.replace(line, ""), layout)
 
     monkeypatch.setattr(triton_kernels, "_read", without)
-    triton_kernels.convolution.cache_clear()
-    triton_kernels.gradient.cache_clear()
+    triton_kernels.convolution_kernels.cache_clear()
+    triton_kernels.weight_gradient_kernels.cache_clear()
     forget()
     found = step(pair, x, probe, wanted=FUSED)
-    triton_kernels.convolution.cache_clear()
-    triton_kernels.gradient.cache_clear()
+    triton_kernels.convolution_kernels.cache_clear()
+    triton_kernels.weight_gradient_kernels.cache_clear()
     wrong = [error(ours, theirs) > 1e-2 for ours, theirs in zip(found, wanted, strict=True)]
     # Output and gradient to the weights; whatever comes from the adjoint has no part in it.
     assert wrong == [True, False, False, False, True, False, False]

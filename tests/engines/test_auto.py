@@ -11,7 +11,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import econv
-from econv.engines import auto, native, replayed
+from econv.engines import auto, replayed
+from econv.engines.spectral import native
 
 needs_kernel = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
 
@@ -287,10 +288,10 @@ def test_what_warps_with_roles_cost_counts_where_they_have_them(
     on_a_gpu.setattr(auto, "has_roles", auto.has_roles.__wrapped__)
     on_a_gpu.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     if gluon is None:
-        on_a_gpu.delattr(econv.engines, "hopper_kernels", raising=False)
-        on_a_gpu.setitem(sys.modules, "econv.engines.hopper_kernels", None)
+        on_a_gpu.delattr("econv.engines.spectral.hopper.kernels", raising=False)
+        on_a_gpu.setitem(sys.modules, "econv.engines.spectral.hopper.kernels", None)
     else:
-        from econv.engines import hopper_kernels
+        from econv.engines.spectral.hopper import kernels as hopper_kernels
 
         on_a_gpu.setattr(hopper_kernels, "AVAILABLE", gluon)
     layer = econv.GroupConv2d(16, 16, "p8", device="meta")

@@ -10,8 +10,10 @@ import econv
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device found", allow_module_level=True)
 
-from econv.engines import auto, replayed, spectral, triton_launches, triton_ops, triton_steps
-from econv.engines.spectral import Geometry
+from econv.engines import auto, replayed, spectral, triton_ops
+from econv.engines.problem import Geometry
+from econv.engines.spectral.triton import launches as triton_launches
+from econv.engines.spectral.triton import steps as triton_steps
 from econv.plan import spectral_plan
 from econv.train.capture import captured
 from triton_checks import *  # noqa: F403
@@ -74,7 +76,8 @@ def test_later_calls_are_launched_by_address_and_give_the_same(
 
 
 HOPPER = pytest.mark.skipif(
-    torch.cuda.get_device_capability() != (9, 0), reason="warps have roles on Hopper GPUs alone"
+    torch.cuda.get_device_capability() != (9, 0),
+    reason="warp-specialised kernels need a Hopper GPU",
 )
 
 
@@ -94,7 +97,7 @@ WITH_ROLES = [  # what compiles longest first
 
 @HOPPER
 @pytest.mark.parametrize(("group", "dtype", "options"), WITH_ROLES)
-def test_warps_with_roles_err_little_more_than_those_without(monkeypatch, group, dtype, options):
+def test_warp_specialised_kernels_err_little_more_than_others(monkeypatch, group, dtype, options):
     """Fields that fill no program, pixels that fill no tile, and memory full of NaN."""
     layer = econv.GroupConv2d(11, 13, group, **{**BFLOAT16, "dtype": dtype}, **options)
     x = torch.randn(5, layer.in_channels, 19, 21, device="cuda", dtype=dtype)
@@ -104,15 +107,15 @@ def test_warps_with_roles_err_little_more_than_those_without(monkeypatch, group,
     weights = torch.randn(13, 11, plan.weights, device="cuda")
     sizes = (19, 21, layer.stride, layer.padding, layer.dilation)
     geometry = Geometry.of(plan.basis.size, *sizes)
-    without = run_with({"roles": 0}, x, probe, weights, plan, geometry)
+    without = run_with({"warp_specialised": 0}, x, probe, weights, plan, geometry)
     exactly = in_float64(x, probe, weights, plan, geometry)
     monkeypatch.setattr(
         triton_launches,
         "_empty",
         lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )
-    for chosen in ({}, {"teams": 1}, {"splits": 3}, {"bytes": 1 << 20}, {"halves": 1}):
-        found = run_with({"roles": 1, **chosen}, x, probe, weights, plan, geometry)
+    for chosen in ({}, {"partitions": 1}, {"splits": 3}, {"bytes": 1 << 20}, {"halves": 1}):
+        found = run_with({"warp_specialised": 1, **chosen}, x, probe, weights, plan, geometry)
         # The first half of a layer waits in 16 bits.
         most = 1.75 if "halves" in chosen or group == "p32" else 1.25
         for a, b, truth in zip(found, without, exactly, strict=True):
@@ -139,14 +142,14 @@ def run_with(chosen, x, probe, weights, plan, geometry):
 
 
 @HOPPER
-def test_warps_have_roles_unless_they_cannot(monkeypatch):
+def test_kernels_are_warp_specialised_where_they_can_be(monkeypatch):
     """In float32, in other layouts and for few targets the other kernels run."""
     runs = []
     made = triton_launches.ConvolutionRun.__init__
     monkeypatch.setattr(
         triton_launches.ConvolutionRun,
         "__init__",
-        lambda self, *args: (made(self, *args), runs.append(bool(self.roles)))[0],
+        lambda self, *args: (made(self, *args), runs.append(bool(self.specialised)))[0],
     )
 
     def ran(group, convert=lambda x: x):

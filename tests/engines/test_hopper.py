@@ -133,10 +133,10 @@ def test_what_a_kernel_may_not_do_raises(old, new, error, why):
         launch(DOUBLE.replace(old, new, 1), (2,), torch.randn(10), torch.zeros(10), 10, 1, N=8)
 
 
-# Each of two teams waits until the other has arrived.
+# Each of two partitions waits until the other has arrived.
 MEETING = """
 @gluon.jit
-def team(mine, other, out, NUMBER: gl.constexpr):
+def partition(mine, other, out, NUMBER: gl.constexpr):
     mbarrier.arrive(mine.index(0), count=1)
     mbarrier.wait(other.index(0), 0)
     place = NUMBER + gl.arange(0, 1, layout=None)
@@ -148,7 +148,8 @@ def kernel(out, COUNT: gl.constexpr):
     two = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(one.index(0), count=1)
     mbarrier.init(two.index(0), count=COUNT)
-    gl.warp_specialize([(team, (one, two, out, 0)), (team, (two, one, out, 1))], [4], [24])
+    parts = [(partition, (one, two, out, 0)), (partition, (two, one, out, 1))]
+    gl.warp_specialize(parts, [4], [24])
 """
 
 
@@ -157,11 +158,11 @@ def test_teams_wait_for_one_another_and_a_deadlock_is_told(seed):
     out = torch.zeros(2)
     launch(MEETING, (1,), out, COUNT=1, seed=seed)
     assert out.tolist() == [1.0, 1.0]
-    why = "team 0 waits for phase 0 of barrier 1.0, which is in phase 0 with 1 to arrive"
+    why = "partition 0 waits for phase 0 of barrier 1.0, which is in phase 0 with 1 to arrive"
     with pytest.raises(Deadlock, match=why):
         launch(MEETING, (1,), out, COUNT=2, seed=seed)
     late = MEETING.replace("    mbarrier.arrive(mine.index(0), count=1)\n", "")
-    with pytest.raises(Deadlock, match=r"team 0 waits.*; team 1 waits"):
+    with pytest.raises(Deadlock, match=r"partition 0 waits.*; partition 1 waits"):
         launch(late, (1,), out, COUNT=1, seed=seed)
 
 

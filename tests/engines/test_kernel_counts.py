@@ -6,8 +6,8 @@ from econv.engines.kernel_counts import Kernels, KernelsWithRoles
 
 import econv
 from econv.engines import kernel_counts
-from econv.engines.spectral import Geometry
-from econv.engines.triton_scheme import scheme
+from econv.engines.problem import Geometry
+from econv.engines.spectral.triton.scheme import scheme
 from econv.plan import spectral_plan
 
 cases = pytest.importorskip("engine_cases", reason="no benchmarks beside the tests")
@@ -35,8 +35,8 @@ def launched(case, roles=False):
     With roles of warps where an H200 has them for images whose channels lie last; or without.
     """
     pytest.importorskip("triton", minversion="3.6", reason="no Triton 3.6 or later")
-    from econv.engines.triton_launches import ConvolutionRun, GramRun
-    from econv.engines.triton_tiles import Like
+    from econv.engines.spectral.triton.launches import ConvolutionRun, GramRun
+    from econv.engines.spectral.triton.tiles import Like
 
     layer = case.layer("meta")
     plan = spectral_plan(layer.basis, "regular", "regular")

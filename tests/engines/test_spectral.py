@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import econv
 from econv import GroupConv2d, LiftConv2d, VectorConv2d
-from econv.engines import native, spectral
+from econv.engines import spectral
+from econv.engines.spectral import native
 from econv.plan import spectral_plan
 from test_engines import FORWARD, distance, layers_with, run_reference
 

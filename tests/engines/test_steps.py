@@ -10,8 +10,8 @@ nvidia = pytest.importorskip("triton.backends.nvidia.driver")
 
 from triton.compiler.compiler import CompiledKernel  # noqa: E402
 
-from econv.engines import triton_steps  # noqa: E402
-from econv.engines.triton_steps import Launch, Part, Steps  # noqa: E402
+from econv.engines.spectral.triton import steps as triton_steps  # noqa: E402
+from econv.engines.spectral.triton.steps import Launch, Part, Steps  # noqa: E402
 
 MAP = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [8, 64], "fp4_padded": False}
 

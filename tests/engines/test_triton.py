@@ -39,22 +39,22 @@ def compiled(layer, folder, *options):
 
 def test_compiled_for_a_gpu_that_is_not_there(tmp_path):
     """Every kernel of a layer compiles, soon, and keeps its numbers in registers."""
-    record = compiled("p8,16,64,16", tmp_path, "--no-roles")
+    record = compiled("p8,16,64,16", tmp_path, "--not-warp-specialised")
     assert record["compile_seconds"] < 20
     kernels = {row["kernel"]: row for row in record["launches"]}
-    names = {"largest", "arrange", "analyse", "forward", "lay", "gram", "spread"}
+    names = {"largest", "arrange", "analyse", "forward", "pack", "weight_gradient", "reduce"}
     assert set(kernels) == names
     for row in kernels.values():
         assert row["spills"] == 0, row
         assert row["shared"] <= 227 * 1024
-    for name in ("forward", "gram"):
+    for name in ("forward", "weight_gradient"):
         assert kernels[name]["instructions"]["HMMA"] > 0
         assert kernels[name]["microseconds"]["tensor"] > 0
     # Neighbouring threads read and store what lies side by side: four fields of a place, the lanes
     # of a fragment.
     for access in ("loads", "stores"):
         assert {tuple(sorted(row)) for row in kernels["analyse"][access]} == {(1, 4, 8)}
-    assert {max(row) for row in kernels["lay"]["stores"]} == {32}
+    assert {max(row) for row in kernels["pack"]["stores"]} == {32}
 
 
 def test_kernels_of_a_layer_are_there_soon(tmp_path):
@@ -79,14 +79,14 @@ def test_later_processes_find_what_was_compiled(tmp_path):
     assert later["compile_seconds"] < 0.2 * first["compile_seconds"]
 
 
-def test_compiled_for_a_gpu_whose_warps_have_roles(tmp_path):
+def test_compiled_warp_specialised(tmp_path):
     """All keep their numbers in registers, and products do not wait for one another."""
     record = compiled("p8,40,64,16", tmp_path)
     assert record["compile_seconds"] < 20
     kernels = {row["kernel"]: row for row in record["launches"]}
-    names = {"largest", "arrange_rows", "analyse", "forward", "lay", "gram", "spread"}
+    names = {"largest", "arrange_rows", "analyse", "forward", "pack", "weight_gradient", "reduce"}
     assert set(kernels) == names
-    for name in ("forward", "gram"):
+    for name in ("forward", "weight_gradient"):
         row, found = kernels[name], kernels[name]["instructions"]
         assert row["spills"] == 0
         assert row["shared"] <= 227 * 1024
@@ -105,12 +105,12 @@ def test_compiled_for_a_gpu_whose_warps_have_roles(tmp_path):
 def test_compiled_where_slots_come_in_chunks_of_unlike_products(tmp_path):
     """The interpreter does not mind what a compiler does: a name whose type changes in a loop."""
     record = compiled("p6m,3,1,8,float32,order<=2", tmp_path)
-    assert {"forward", "gram"} <= {row["kernel"] for row in record["launches"]}
+    assert {"forward", "weight_gradient"} <= {row["kernel"] for row in record["launches"]}
 
 
 def test_compiled_with_norm_and_relu_at_the_load(tmp_path):
     """They take no kernels that spill, and every access is as wide as it can be."""
-    record = compiled("p16,16,16,8", tmp_path, "--activated", "--no-roles")
+    record = compiled("p16,16,16,8", tmp_path, "--activated", "--not-warp-specialised")
     kernels = {row["kernel"]: row for row in record["launches"]}
     own = ("largest_activated", "analyse_activated", "activation_backward", "statistics_backward")
     for name in own:
@@ -119,7 +119,7 @@ def test_compiled_with_norm_and_relu_at_the_load(tmp_path):
         assert loads == {"LDG.128", "LDG.32"}  # images, and the numbers of fields
     assert kernels["field_statistics"]["spills"] == 0
     # The adjoint's input is a gradient, which nothing is done to.
-    assert {"analyse", "largest", "forward", "gram", "lay"} <= kernels.keys()
+    assert {"analyse", "largest", "forward", "weight_gradient", "pack"} <= kernels.keys()
     # Where a field has more channels than a thread stores at once: all fields of a pixel.
     first = 0 if triton.__version__ < "3.7" else 1
     assert {row[first] for row in kernels["forward"]["stores"]} == {16}

@@ -72,7 +72,7 @@ struct Transform {
   const Real* place_factor;
 };
 
-// What econv.engines.native fills in: sizes, then arrays. The layout is checked by its size.
+// What econv.engines.spectral.native fills in: sizes, then arrays. The layout is checked by its size.
 struct Job {
   int64_t size_of_job, threads;
   int64_t batch, in_fields, out_fields, in_channels, out_channels;  // channels of one field

@@ -25,8 +25,9 @@ from torch import Tensor
 from econv.engines.problem import Problem, Prologue, memory_format
 from econv.engines.spectral.operator import Spectral, Task
 from econv.engines.spectral.torch import spectral_weights
+from econv.plan import SpectralPlan
 
-__all__ = ["DEVICES", "Hopper", "Triton"]
+__all__ = ["DEVICES", "Hopper", "Triton", "on_device"]
 
 DEVICES = {"cuda"}
 """The kinds of device that the kernels run on."""
@@ -68,7 +69,7 @@ class Triton(Spectral):
         self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The layer; the largest numbers of its input are kept."""
-        with _on(x):
+        with on_device(x):
             _, weights = spectral_weights(task.plan, weight, x.dtype)
             known = largest(x, affine)
             return self._convolve(task, x, known, weights, affine), known
@@ -89,7 +90,7 @@ class Triton(Spectral):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Both gradients; that to the weight first, while the other, larger one does not exist."""
         launches, to_x, to_weight, to_affine = _launches(), None, None, None
-        with _on(x):
+        with on_device(x):
             table, weights = spectral_weights(task.plan, weight, x.dtype)
             gradient = gradient.to(x.dtype)
             found = largest(gradient)
@@ -157,7 +158,7 @@ class Hopper(Triton):
             return "it runs in 16 bits on channels-last images"
         conv = problem.convolution
         fields = (conv.parts[0].fields // conv.groups, conv.out_fields // conv.groups)
-        if not _launches().warp_specialised(conv.plan(conv.parts[0]), *fields):
+        if not _specialised(conv.plan(conv.parts[0]), *fields, problem.dtype, problem.device):
             return f"{conv.basis.group.name} has no products that fit its warps"
         return None
 
@@ -177,6 +178,14 @@ def _unavailable(device: torch.device) -> str | None:
     return None
 
 
+@cache
+def _specialised(
+    plan: SpectralPlan, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether any launch of a layer, or of its gradients, is warp-specialised."""
+    return bool(_launches().warp_specialised(plan, inputs, outputs, dtype, device))
+
+
 def _launches() -> Any:
     from econv.engines.spectral.triton import launches
 
@@ -184,7 +193,7 @@ def _launches() -> Any:
 
 
 @contextmanager
-def _on(x: Tensor) -> Iterator[None]:
+def on_device(x: Tensor) -> Iterator[None]:
     """Kernels are launched on the current device: it has to be that of the tensors."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         yield

@@ -1,7 +1,4 @@
-"""Launches whose warps have roles, and when there are such.
-
-This room knows launches. The kernels are those of `econv.engines.hopper_kernels`.
-"""
+"""Launches of the warp-specialised kernels, and the rules for when they are used."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ import torch
 import triton
 from torch import Tensor
 
-from econv.engines import hopper_kernels
-from econv.engines.hopper_source import gram_features
-from econv.engines.hopper_turns import ROWS, fits, pieces_of_a_chunk, used_pieces
-from econv.engines.triton_kernels import INTERPRETED
-from econv.engines.triton_scheme import FIELDS, Scheme, halves
-from econv.engines.triton_steps import Launch
-from econv.engines.triton_tiles import INTERNAL, Cut, Like, Tiles, at_a_time, divided
+from econv.engines.spectral.hopper import kernels as hopper_kernels
+from econv.engines.spectral.hopper.schedule import ROWS, fits, pieces_of_a_chunk, used_pieces
+from econv.engines.spectral.hopper.source import weight_gradient_features
+from econv.engines.spectral.triton.kernels import INTERPRETED
+from econv.engines.spectral.triton.scheme import FIELDS, Scheme, halves
+from econv.engines.spectral.triton.steps import Launch
+from econv.engines.spectral.triton.tiles import INTERNAL, Cut, Like, Tiles, at_a_time, divided
 
-__all__ = ["GramRoles", "Roles", "as_words"]
+__all__ = ["WarpSpecialised", "WarpSpecialisedWeightGradient", "as_words"]
 
 _Made = TypeVar("_Made", bound="_Part")
 
@@ -40,11 +37,11 @@ class _Part(Protocol):
 
 
 def _possible(x: Like, layout: Scheme, chosen: Tiles) -> bool:
-    """Whether warps can have roles on these images, and were found to gain by them."""
+    """Whether these images can be warp-specialised, and gain by it."""
     if INTERNAL[x.dtype] != torch.float16:
         return False
-    if chosen.roles >= 0:
-        return bool(chosen.roles)
+    if chosen.warp_specialised >= 0:
+        return bool(chosen.warp_specialised)
     if INTERPRETED or not hopper_kernels.AVAILABLE or layout.batch not in (*_TARGETS, _MOST):
         return False
     if x.device.type == "cuda":
@@ -62,7 +59,7 @@ def _divisions(layout: Scheme, chosen: Tiles) -> Iterator[tuple[Scheme, ...]]:
     ways: list[tuple[Scheme, ...]] = []
     if both is not None and (chosen.halves > 0 or layout.batch >= _MOST):
         ways.append(both)
-    if layout.batch < _MOST or chosen.roles > 0:
+    if layout.batch < _MOST or chosen.warp_specialised > 0:
         ways.append((layout,))
     for way in ways:
         if all(pieces_of_a_chunk(each) is not None and fits(each) for each in way):
@@ -100,8 +97,8 @@ def as_words(spectrum: Tensor) -> Tensor:
     return spectrum.view(torch.int32)
 
 
-class Roles(NamedTuple):
-    """A layer whose warps have roles."""
+class WarpSpecialised(NamedTuple):
+    """A warp-specialised layer."""
 
     layout: Scheme
     cut: Cut
@@ -110,18 +107,18 @@ class Roles(NamedTuple):
     device: torch.device
 
     @staticmethod
-    def of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> list[Roles]:
-        """One, or two of half a layer each, or none: they have none, or no room for two stages."""
-        return _of_a_division(Roles._of, x, layout, chosen, out_fields)
+    def of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> list[WarpSpecialised]:
+        """One launch, or one for each half of the layer; none where they do not fit."""
+        return _of_a_division(WarpSpecialised._of, x, layout, chosen, out_fields)
 
     @staticmethod
-    def _of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> Roles | None:
+    def _of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> WarpSpecialised | None:
         length = sum(used_pieces(layout))
         for found in _cuts(out_fields, layout):
             rows = layout.batch * (ROWS + 2 * sum(found.parts))
             stages = min(4, _SHARED // (rows * FIELDS * length * 2))
             if stages > 1:
-                return Roles(layout, found, stages, chosen, x.device)
+                return WarpSpecialised(layout, found, stages, chosen, x.device)
         return None
 
     @property
@@ -137,7 +134,7 @@ class Roles(NamedTuple):
         """It takes the spectrum in words, the copies, the output, and both largest numbers."""
         tiles = triton.cdiv(numbers[0], ROWS)
         return Launch(
-            hopper_kernels.forward(self.layout, self.cut.parts, self.chosen.teams),
+            hopper_kernels.forward(self.layout, self.cut.parts, self.chosen.partitions),
             (min(tiles, self.running), self.cut.programs),
             (*numbers, chunks, tiles, self.cut.programs, out_fields, y_dot),
             BP=ROWS,
@@ -148,8 +145,8 @@ class Roles(NamedTuple):
         )
 
 
-class GramRoles(NamedTuple):
-    """The gradient to the weights where warps have roles."""
+class WarpSpecialisedWeightGradient(NamedTuple):
+    """A warp-specialised gradient to the weights."""
 
     layout: Scheme
     cut: Cut
@@ -164,22 +161,28 @@ class GramRoles(NamedTuple):
     chosen: Tiles
 
     @staticmethod
-    def of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> list[GramRoles]:
-        """One, or two of half a layer each, or none: they have none, or no room for two stages."""
-        return _of_a_division(GramRoles._of, x, layout, chosen, out_fields)
+    def of(
+        x: Like, layout: Scheme, chosen: Tiles, out_fields: int
+    ) -> list[WarpSpecialisedWeightGradient]:
+        """One launch, or one for each half of the layer; none where they do not fit."""
+        return _of_a_division(WarpSpecialisedWeightGradient._of, x, layout, chosen, out_fields)
 
     @staticmethod
-    def _of(x: Like, layout: Scheme, chosen: Tiles, out_fields: int) -> GramRoles | None:
-        if gram_features(layout) > ROWS:
+    def _of(
+        x: Like, layout: Scheme, chosen: Tiles, out_fields: int
+    ) -> WarpSpecialisedWeightGradient | None:
+        if weight_gradient_features(layout) > ROWS:
             return None
-        fields = ROWS // gram_features(layout)
+        fields = ROWS // weight_gradient_features(layout)
         pixels = 32 * chosen.producers // fields
         left = _SHARED - 2 * layout.batch * pixels * 2 * ROWS
         for found in _cuts(out_fields, layout):
             ready = min(4, left // (layout.batch * 2 * sum(found.parts) * 2 * ROWS))
             if ready > 1 and pixels >= ROWS:
                 running = at_a_time(x.device, 8)
-                return GramRoles(layout, found, pixels, fields, running, ready, chosen)
+                return WarpSpecialisedWeightGradient(
+                    layout, found, pixels, fields, running, ready, chosen
+                )
         return None
 
     def splits(self, programs: int, most: int) -> int:
@@ -189,9 +192,9 @@ class GramRoles(NamedTuple):
             range(1, most + 1), key=lambda n: (triton.cdiv(programs * n, self.running) / n, n)
         )
 
-    def copies(self, laid: tuple[int, ...]) -> hopper_kernels.Copies:
-        """How a gradient that was laid out reaches the products."""
-        return hopper_kernels.row_copies(self.layout, self.cut.parts, laid)
+    def copies(self, packed: tuple[int, ...]) -> hopper_kernels.Copies:
+        """How a packed gradient reaches the products."""
+        return hopper_kernels.row_copies(self.layout, self.cut.parts, packed)
 
     def launches(
         self, numbers: tuple[int, ...], in_padded: int, count: int, splits: int, again: int
@@ -204,7 +207,9 @@ class GramRoles(NamedTuple):
         more: tuple[Any, ...] = (tiles, self.cut.programs, in_padded, self.cut.padded, again)
         return [
             Launch(
-                hopper_kernels.gram(self.layout, self.cut.parts, chunk, self.chosen.teams),
+                hopper_kernels.weight_gradient(
+                    self.layout, self.cut.parts, chunk, self.chosen.partitions
+                ),
                 (in_padded // self.fields, self.cut.programs, splits),
                 (*numbers, *more),
                 BP=self.pixels,

@@ -1,7 +1,6 @@
-"""Where everything lies: the order in which the kernels of a plan keep slots, features and weights.
+"""The memory layout of a plan's kernels: the order of slots, features and weights.
 
-This room knows plans and numbers. What the kernels do with them is the business of
-`econv.engines.triton_source`.
+It needs NumPy alone. `source` and `econv.engines.spectral.hopper.source` write kernels by it.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Scheme:
-    """Where everything lies: the orders in which the kernels of a plan keep slots and weights.
+    """The order in which the kernels of a plan keep slots, features and weights.
 
-    The slots of one target lie side by side, in the spectrum of the input as in that of the output.
+    The slots of one target are contiguous, both in the input's spectrum and in the output's.
     """
 
     plan: SpectralPlan
@@ -64,7 +63,7 @@ class Scheme:
         """What the products give, in the order in which their slots lie.
 
         A target should find as many features in one chunk of slots as in another: irreps of
-        neighbouring angular frequencies take turns where that helps.
+        neighbouring angular frequencies alternate where that helps.
         """
         group = self.plan.basis.group
         if self.plan.source != self.plan.target:
@@ -94,16 +93,16 @@ class Scheme:
             found.append(Target((*slots, -1)[:2], entries, irrep))
 
         def frequency(target: Target) -> int:
-            """What the smallest rotation turns an irrep by."""
+            """The angular frequency of an irrep."""
             irrep = group.irreps[target.irrep]
-            turned = np.trace(irrep.matrices[1 % group.rotations]) / irrep.dimension
-            return round(np.arccos(np.clip(turned, -1, 1)) * group.rotations / (2 * np.pi))
+            cosine = np.trace(irrep.matrices[1 % group.rotations]) / irrep.dimension
+            return round(np.arccos(np.clip(cosine, -1, 1)) * group.rotations / (2 * np.pi))
 
         # Rows of one block read the same slots and stay together, before targets that stand alone.
         rows = {block.irrep: block.rows for block in self.plan.blocks}
         orders = [
-            sorted(found, key=lambda t: (frequency(t) % turns, -rows[t.irrep]))
-            for turns in (1, 2, 4)
+            sorted(found, key=lambda t: (frequency(t) % period, -rows[t.irrep]))
+            for period in (1, 2, 4)
         ]
         orders.append(sorted(found, key=lambda t: -rows[t.irrep]))
         possible = [order for order in orders if self._chunk_of(order) is not None]
@@ -187,9 +186,9 @@ class Scheme:
     def output_analysis(self) -> np.ndarray:
         """Channels to `slots`, ``[channels, 2 * batch]``."""
         found = np.zeros((self.plan.analysis.shape[1], 2 * self.batch))
-        for place, slot in enumerate(self.slots):
+        for offset, slot in enumerate(self.slots):
             if slot >= 0:
-                found[:, place] = self.plan.analysis[slot]
+                found[:, offset] = self.plan.analysis[slot]
         return found
 
     def derivatives(self, chunk: int) -> set[tuple[int, int]]:
@@ -258,7 +257,7 @@ class Scheme:
 
     @cached_property
     def unpadded(self) -> np.ndarray:
-        """Which of all features stands at each place, ``[batch, inner]``; −1: padding."""
+        """Which of all features stands at each offset, ``[batch, inner]``; −1: padding."""
         rows = [[f for rows in self.lists for f in rows[t]] for t in range(self.batch)]
         there = np.array(rows) >= 0
         return np.where(there, np.cumsum(there).reshape(there.shape) - 1, -1)
@@ -286,7 +285,7 @@ class Scheme:
 
     @cached_property
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
-        """The spectral weight (−1: none) and sign at each place, ``[batch * inner * 2]``."""
+        """The spectral weight (−1: none) and sign at each offset, ``[batch * inner * 2]``."""
         entries = np.full((self.batch, self.inner, 2), -1, dtype=np.int32)
         signs = np.zeros((self.batch, self.inner, 2), dtype=np.float32)
         for t, target in enumerate(self.targets):
@@ -306,9 +305,9 @@ class Scheme:
             raise ArithmeticError(f"the adjoint of {self.plan!r} mixes spectral weights")
         source = np.abs(matrix).argmax(axis=0)
         entries, signs = self.entries
-        turned = np.where(entries >= 0, source[entries], -1).astype(np.int32)
+        adjoint = np.where(entries >= 0, source[entries], -1).astype(np.int32)
         factor = np.where(entries >= 0, matrix[source[entries], entries], 0.0)
-        return turned, (signs * factor).astype(np.float32)
+        return adjoint, (signs * factor).astype(np.float32)
 
     def owned(self, weight: int) -> bool:
         """Whether a spectral weight is one of this layout's."""
@@ -442,7 +441,7 @@ def halves(layout: Scheme) -> tuple[Half, Half] | None:
 def _evened(plan: SpectralPlan, targets: Sequence[Target], per_chunk: int) -> list[Target]:
     """Targets in an order in which few find more than eight features in one chunk of slots.
 
-    Blocks change places as long as that helps, from several beginnings. Long chunks come first.
+    Blocks are swapped as long as that helps, from several starts. Long chunks come first.
     """
     blocks: dict[int, list[Target]] = {}
     for target in targets:

@@ -1,7 +1,7 @@
-"""The spectral engine's kernels for GPUs: those that are written for a plan, and those for all.
+"""The Triton kernels of the spectral engine.
 
-This room knows Triton. The text of the former comes from `econv.engines.triton_source`; where
-tensors live and what calls what is the business of `econv.engines.triton_ops`.
+Some are generated for one plan: `source` writes their text, and this module compiles it. The others
+serve all plans and are written here. `launches` launches both kinds.
 """
 
 # Kernels are written in Triton's language, which has no types.
@@ -17,29 +17,33 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from econv.engines.triton_scheme import Scheme
-from econv.engines.triton_source import convolution_source, gradient_source, rows_source
+from econv.engines.spectral.triton.scheme import Scheme
+from econv.engines.spectral.triton.source import (
+    convolution_source,
+    packed_rows_source,
+    weight_gradient_source,
+)
 
 __all__ = [
     "INTERPRETED",
     "OVERALL",
     "Convolution",
-    "Gradient",
+    "WeightGradient",
     "activation_backward",
     "arrange",
     "arrange_rows",
-    "convolution",
+    "convolution_kernels",
     "exponent",
     "field_statistics",
-    "gradient",
     "largest",
     "largest_activated",
+    "packed_row_kernels",
     "read_source",
-    "row_kernels",
-    "spread",
+    "reduce",
     "statistics_backward",
     "to_affine",
     "two_to",
+    "weight_gradient_kernels",
 ]
 
 
@@ -51,41 +55,41 @@ class Convolution(NamedTuple):
     forward: Any
 
 
-class Gradient(NamedTuple):
+class WeightGradient(NamedTuple):
     """The kernels of the gradient to a layer's weights."""
 
     analyse: tuple[Any, Any]
     """As in `Convolution`."""
-    lay: Any
-    gram: Any
+    pack: Any
+    weight_gradient: Any
 
 
 @lru_cache(maxsize=256)
-def convolution(
-    layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool, last: bool
+def convolution_kernels(
+    layout: Scheme, parts: tuple[int, ...], copies: int, f16x2: bool, last: bool
 ) -> Convolution:
     """The kernels of a plan's layer, cut as `convolution_source` says."""
-    space = _read(convolution_source(layout, parts, copies, packed, last), layout)
+    space = _read(convolution_source(layout, parts, copies, f16x2, last), layout)
     return Convolution((space["analyse"], space["analyse_activated"]), space["forward"])
 
 
 @lru_cache(maxsize=256)
-def gradient(
-    layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int, packed: bool
-) -> Gradient:
-    """The kernels of the gradient to its weights, cut as `gradient_source` says."""
-    space = _read(gradient_source(layout, parts, copies, pixels, packed), layout)
+def weight_gradient_kernels(
+    layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int, f16x2: bool
+) -> WeightGradient:
+    """The kernels of the gradient to its weights, cut as `weight_gradient_source` says."""
+    space = _read(weight_gradient_source(layout, parts, copies, pixels, f16x2), layout)
     analyse = (space["analyse"], space["analyse_activated"])
-    return Gradient(analyse, space["lay"], space["gram"])
+    return WeightGradient(analyse, space["pack"], space["weight_gradient"])
 
 
 @lru_cache(maxsize=256)
-def row_kernels(
+def packed_row_kernels(
     layout: Scheme, parts: tuple[int, ...], several: int
 ) -> tuple[tuple[Any, Any], Any]:
-    """The kernels of `rows_source`: both of ``analyse``, and ``lay``."""
-    space = _read(rows_source(layout, parts, several), layout)
-    return (space["analyse"], space["analyse_activated"]), space["lay"]
+    """The kernels of `packed_rows_source`: both of ``analyse``, and ``pack``."""
+    space = _read(packed_rows_source(layout, parts, several), layout)
+    return (space["analyse"], space["analyse_activated"]), space["pack"]
 
 
 def read_source(source: str, layout: Scheme, names: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +164,7 @@ def largest(
 def numbers_of(affine, fields, BF: tl.constexpr, FIRST: tl.constexpr):
     """Centre, scale and shift of the fields of a program, and which fields there are."""
     field = tl.program_id(1) * BF + tl.arange(0, BF)
-    # Threads spread along fields, which lie side by side.
+    # Threads reduce along fields, which lie side by side.
     field = field[:, None, None] if FIRST else field[None, :, None]
     there = field < fields
     centre = tl.load(affine + field, mask=there, other=0.0)
@@ -427,9 +431,9 @@ def arrange(
     o = n // (inner * BF * 2) % out_padded
     target = n // (inner * BF * 2) // out_padded % targets
     chunk = n // (inner * BF * 2) // out_padded // targets
-    place = (target * inner + k) * 2 + column
-    entry = tl.load(entries + place, mask=kept, other=-1)
-    sign = tl.load(signs + place, mask=kept, other=0.0)
+    offset = (target * inner + k) * 2 + column
+    entry = tl.load(entries + offset, mask=kept, other=-1)
+    sign = tl.load(signs + offset, mask=kept, other=0.0)
     start = tl.load(pieces + k * 2)
     size = tl.load(pieces + k * 2 + 1)
     i = chunk * BF + field
@@ -495,7 +499,7 @@ def arrange_rows(
     n = n - start * (rows * BF)
     k = n % (BF * size)
     row = n // (BF * size)
-    turn = row // columns // programs
+    step = row // columns // programs
     program = row // columns % programs
     row = row % columns
     second = row >= targets * 2 * wide
@@ -503,10 +507,10 @@ def arrange_rows(
     each = 2 * tl.where(second, fields - wide, wide)
     target = row // each
     o = program * fields + tl.where(second, wide, 0) + row % each // 2
-    i = turn % chunks * BF + k // size
-    place = (target * inner + turn // chunks * length + start + k % size) * 2 + row % 2
-    entry = tl.load(entries + place, mask=kept, other=-1)
-    sign = tl.load(signs + place, mask=kept, other=0.0)
+    i = step % chunks * BF + k // size
+    offset = (target * inner + step // chunks * length + start + k % size) * 2 + row % 2
+    entry = tl.load(entries + offset, mask=kept, other=-1)
+    sign = tl.load(signs + offset, mask=kept, other=0.0)
     known = (o < out_fields) & (i < in_fields) & (entry >= 0)
     value = tl.load(weights + o * out_stride + i * in_stride + entry, mask=known, other=0.0)
     value *= sign * two_to(HEADROOM - exponent(tl.load(largest)))
@@ -515,7 +519,7 @@ def arrange_rows(
 
 
 @triton.jit
-def spread(
+def reduce(
     partial,
     owners,
     signs,
@@ -544,11 +548,11 @@ def spread(
     each = in_padded * count * out_padded * 2
     total = tl.zeros([SPLITS, BN, BO], tl.float32)
     for t in tl.static_range(MOST):
-        place = tl.load(owners + number * MOST + t, mask=owned, other=-1)
+        offset = tl.load(owners + number * MOST + t, mask=owned, other=-1)
         sign = tl.load(signs + number * MOST + t, mask=owned, other=0.0)
-        where = (i * count + place // 2) * out_padded * 2 + place % 2
+        where = (i * count + offset // 2) * out_padded * 2 + offset % 2
         source = partial + (where[:, None] + o[None, :] * 2)[None, :, :]
-        known = (place >= 0)[:, None] & (o < out_fields)[None, :]
+        known = (offset >= 0)[:, None] & (o < out_fields)[None, :]
         for first in tl.range(0, splits, SPLITS):
             split = (first + tl.arange(0, SPLITS))[:, None, None]
             there = (split < splits) & known[None, :, :]

@@ -1,24 +1,20 @@
-"""From shapes to launches: how kernels for GPUs are cut, where memory is, what is launched.
+"""Launches of the Triton kernels: from shapes to programs and memory.
 
-Memory: what is kept for the backward pass is the input and the spectral weights; where an input is
-activated at the load, the input before that and three numbers of each field. While an operator
-runs there is the spectrum of a group of images on the padded grid. A training step takes no more
-than the dense engine's, which at its most holds output, gradient to the input, and twice its filter
-bank:
+Memory. For the backward pass the input and the spectral weights are kept. Where the input is
+activated at the load, the input before that and three numbers of each field are kept. While an
+operator runs there is the spectrum of a group of images on the padded grid. A training step takes
+no more memory than the dense engine's, whose peak is output, gradient to the input, and twice its
+filter bank:
 
-- the adjoint, while the gradient to the input is being made, may fill as much as those filters take
-  less our own weights, or 4.5 MiB;
-- a layer, as much as its input takes in addition, where later the gradient to it will be;
-- the gradient to the weights, which is made before that to the input, the same.
+- the adjoint may use as much as those filters take less our own weights, or 4.5 MiB;
+- a layer may use as much as its input takes in addition: later the gradient to it lies there;
+- the gradient to the weights, which runs before that to the input, may use the same.
 
-A convolution that has less than its spectrum takes uses the part of its output that is not yet
-written: a group of images is about as large as all that come after it.
+A spectrum that needs more than that uses the part of the output that is not yet written: a group of
+images is about as large as all that come after it.
 
-Time: what depends on shapes alone is worked out once (`ConvolutionRun`, `GramRun`), down to which
-compiled kernel is launched with which numbers, and where its operands lie (`Steps`).
-
-This room knows tensors and launches. The kernels are those of `econv.engines.triton_kernels`; who
-differentiates what is the business of `econv.engines.triton_ops`.
+Time. What depends on shapes alone is worked out once (`ConvolutionRun`, `WeightGradientRun`), down
+to the compiled kernel of each launch and the addresses of its operands (`Steps`).
 """
 
 from __future__ import annotations
@@ -34,44 +30,60 @@ import torch
 import triton
 from torch import Tensor
 
-from econv.engines.hopper_kernels import Copies
-from econv.engines.hopper_launches import GramRoles, Roles, as_words
-from econv.engines.hopper_turns import ROWS, gains
-from econv.engines.spectral import Geometry
-from econv.engines.triton_kernels import (
+from econv.engines.problem import Geometry
+from econv.engines.spectral.hopper.kernels import Copies
+from econv.engines.spectral.hopper.launches import (
+    WarpSpecialised,
+    WarpSpecialisedWeightGradient,
+    as_words,
+)
+from econv.engines.spectral.hopper.schedule import ROWS, gains
+from econv.engines.spectral.triton.kernels import (
     INTERPRETED,
     OVERALL,
     activation_backward,
     arrange,
     arrange_rows,
-    convolution,
+    convolution_kernels,
     field_statistics,
-    gradient,
     largest_activated,
-    row_kernels,
-    spread,
+    packed_row_kernels,
+    reduce,
     statistics_backward,
     to_affine,
+    weight_gradient_kernels,
 )
-from econv.engines.triton_kernels import largest as largest_kernel
-from econv.engines.triton_scheme import FIELDS, Scheme, power_of_two, scheme
-from econv.engines.triton_source import FIRST, HEADROOM, RUN
-from econv.engines.triton_steps import Launch, Part, Steps
-from econv.engines.triton_tiles import INTERNAL, Like, Tiles, at_a_time, chosen_tiles, cut
+from econv.engines.spectral.triton.kernels import largest as largest_kernel
+from econv.engines.spectral.triton.scheme import FIELDS, Scheme, power_of_two, scheme
+from econv.engines.spectral.triton.source import FIRST, HEADROOM, RUN
+from econv.engines.spectral.triton.steps import Launch, Part, Steps
+from econv.engines.spectral.triton.tiles import (
+    INTERNAL,
+    Like,
+    Tiles,
+    at_a_time,
+    chosen_tiles,
+    cut,
+    overridden,
+)
 from econv.plan import SpectralPlan, plan_named
 
 __all__ = [
+    "OVERALL",
     "BackwardRun",
     "ConvolutionRun",
-    "GramRun",
+    "Like",
+    "WeightGradientRun",
     "backward_run",
     "convolution_run",
     "covers",
-    "gram_run",
     "largest_activated_steps",
     "largest_steps",
+    "overridden",
     "precision_of",
     "statistics_steps",
+    "warp_specialised",
+    "weight_gradient_run",
 ]
 
 
@@ -92,7 +104,7 @@ class _Grid:
     """From a row to the next."""
     lines: int
     """Rows of an image."""
-    places: int
+    size: int
 
     @staticmethod
     def of(shape: tuple[int, ...], geometry: Geometry, size: int) -> _Grid:
@@ -104,8 +116,8 @@ class _Grid:
             shared.append(max(0, min(geometry.before, after)))
             lengths.append(needed - shared[-1])
         lines, pitch = lengths
-        places = (shape[0] * lines + shared[0]) * pitch + shared[1]
-        return _Grid(pitch, lines, places)
+        size = (shape[0] * lines + shared[0]) * pitch + shared[1]
+        return _Grid(pitch, lines, size)
 
 
 class _Constants(NamedTuple):
@@ -119,17 +131,17 @@ class _Constants(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def _constants(layout: Scheme, device: torch.device, roles: bool) -> _Constants:
-    (entries, signs), (turned, more) = layout.entries, layout.adjoint_entries
+def _constants(layout: Scheme, device: torch.device, warp_specialised: bool) -> _Constants:
+    (entries, signs), (adjoint, more) = layout.entries, layout.adjoint_entries
     owners, factors = layout.owners
-    if roles:
+    if warp_specialised:
         gain = gains(layout)
         signs, more = signs * gain, more * gain
         factors = np.where(owners >= 0, factors * gain[owners], factors).astype(np.float32)
         # Their sums lie without padding.
-        place = 2 * layout.unpadded.ravel()[owners // 2] + owners % 2
-        owners = np.where(owners >= 0, place, owners).astype(np.int32)
-    arrays = (entries, signs, turned, more, layout.piece_of, owners, factors)
+        offset = 2 * layout.unpadded.ravel()[owners // 2] + owners % 2
+        owners = np.where(owners >= 0, offset, owners).astype(np.int32)
+    arrays = (entries, signs, adjoint, more, layout.piece_of, owners, factors)
     with torch.inference_mode(False):
         made = [torch.tensor(array, device=device) for array in arrays]
     return _Constants(*made)
@@ -144,7 +156,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _packed(dtype: torch.dtype) -> bool:
+def _f16x2(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and not INTERPRETED
 
 
@@ -159,7 +171,7 @@ def precision_of(dtype: torch.dtype) -> str:
 
 
 class _Analysis:
-    """From images to their spectrum, ``[field chunks, slot chunks, places, FIELDS, width]``."""
+    """From images to their spectrum, ``[field chunks, slot chunks, size, FIELDS, width]``."""
 
     def __init__(
         self,
@@ -179,13 +191,13 @@ class _Analysis:
         fields = channels // layout.plan.analysis.shape[1]
         self.grid = _Grid.of(x.shape, geometry, layout.plan.basis.size)
         chunks = triton.cdiv(fields, FIELDS) * (FIELDS // several)
-        self.shape = (chunks, layout.chunks, self.grid.places, several, layout.width)
+        self.shape = (chunks, layout.chunks, self.grid.size, several, layout.width)
         block = 64 * FIELDS // several
-        grid = (self.grid.pitch, self.grid.lines, self.grid.places)
+        grid = (self.grid.pitch, self.grid.lines, self.grid.size)
         numbers = (batch, fields, height, width, geometry.up, geometry.before, *grid, each)
         self.run = Launch(
             analyse[activated],
-            (triton.cdiv(self.grid.places, block), chunks),
+            (triton.cdiv(self.grid.size, block), chunks),
             (*numbers, *x.strides),
             BP=block,
             num_warps=4,
@@ -193,18 +205,18 @@ class _Analysis:
 
         self.numbers = math.prod(self.shape)
 
-    def within(self, memory: int, place: int, internal: torch.dtype) -> Part:
+    def within(self, memory: int, offset: int, internal: torch.dtype) -> Part:
         """The spectrum, from some number on in some memory."""
 
         def shown(tensor: Tensor) -> Tensor:
             flat = tensor.as_strided((tensor.numel(),), (1,)).view(internal)
-            return flat[place : place + self.numbers].view(self.shape)
+            return flat[offset : offset + self.numbers].view(self.shape)
 
-        return Part(memory, place * internal.itemsize, shown)
+        return Part(memory, offset * internal.itemsize, shown)
 
 
 def _in_words(spectrum: Part) -> Part:
-    """A spectrum as warps with roles read it."""
+    """A spectrum as warp-specialised kernels read it."""
     return spectrum._replace(shown=lambda memory: as_words(spectrum.shown(memory)))
 
 
@@ -223,7 +235,7 @@ def _spectrum_bytes(x: Like, layout: Scheme, geometry: Geometry) -> int:
     """Of one image, with its share of what images have in common."""
     grid = _Grid.of((1, *x.shape[1:]), geometry, layout.plan.basis.size)
     fields = FIELDS * triton.cdiv(x.shape[1] // layout.plan.analysis.shape[1], FIELDS)
-    return grid.places * fields * layout.chunks * layout.width * x.dtype.itemsize
+    return grid.size * fields * layout.chunks * layout.width * x.dtype.itemsize
 
 
 def _addressed(x: Like) -> int:
@@ -256,7 +268,7 @@ _LEAST = 9 << 19
 def _numbers(pixels: int, geometry: Geometry, grid: _Grid) -> tuple[int, ...]:
     """Where pixels lie: what the kernels that read a spectrum take first."""
     shape = (pixels, geometry.height, geometry.width)
-    steps = (grid.pitch, grid.pitch * grid.lines, grid.places)
+    steps = (grid.pitch, grid.pitch * grid.lines, grid.size)
     return (*shape, geometry.down, geometry.dilation, *steps)
 
 
@@ -268,7 +280,7 @@ class _Order(NamedTuple):
     """That say where they come from."""
     shape: tuple[int, ...]
     copies: Copies | None
-    """How they are copied, where warps have roles."""
+    """How warp-specialised kernels copy them."""
 
 
 def _parts(first: int, count: int) -> list[Part]:
@@ -280,7 +292,7 @@ class _Group(NamedTuple):
 
     first: int
     images: int
-    place: int
+    offset: int
     """Where in the output the spectrum lies; −1: in memory of its own."""
     analysis: _Analysis
     forward: list[Launch]
@@ -288,7 +300,7 @@ class _Group(NamedTuple):
 
 
 class ConvolutionRun:
-    """All of `run_convolve` that depends on shapes alone."""
+    """A layer or its adjoint on images of one shape."""
 
     def __init__(
         self,
@@ -301,7 +313,9 @@ class ConvolutionRun:
         chosen: Tiles | None,
         precision: str,
         activated: bool = False,
+        warp_specialised: bool = True,
     ) -> None:
+        """``warp_specialised``: whether those kernels are used, where they fit and gain."""
         layout = _scheme(plan_named(plan), x.dtype)
         channels = layout.plan.synthesis.shape[0]
         batch, in_fields = x.shape[0], x.shape[1] // channels
@@ -312,18 +326,20 @@ class ConvolutionRun:
         if not math.prod(self.shape):
             return
         chosen = chosen or chosen_tiles(layout)
-        self.roles = Roles.of(x, layout, chosen, out_fields) if channels_last else []
-        if not self.roles:
+        self.specialised: list[WarpSpecialised] = []
+        if channels_last and warp_specialised:
+            self.specialised = WarpSpecialised.of(x, layout, chosen, out_fields)
+        if not self.specialised:
             self.cut = cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
             running = at_a_time(x.device, chosen.warps) // self.cut.programs
             at_once = running * chosen.pixels
         else:
-            self.cut = self.roles[0].cut
-            at_once = self.roles[0].running * ROWS
+            self.cut = self.specialised[0].cut
+            at_once = self.specialised[0].running * ROWS
         self._arrange(layout, in_fields, out_fields, adjoint)
         sizes = self._sizes(layout, geometry, chosen.bytes, at_once, adjoint)
-        kernels = convolution(
-            layout, self.cut.parts, self.cut.copies, _packed(self.internal), channels_last
+        kernels = convolution_kernels(
+            layout, self.cut.parts, self.cut.copies, _f16x2(self.internal), channels_last
         )
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
         total, first = math.prod(self.shape), 0
@@ -335,9 +351,12 @@ class ConvolutionRun:
                 analysis = _Analysis(kernels.analyse, like, layout, geometry, 1, activated)
                 pixels = images * geometry.height * geometry.width
                 numbers = _numbers(pixels, geometry, analysis.grid)
-                if self.roles:
+                if self.specialised:
                     last = (analysis.shape[0], out_fields, strides[3])
-                    made[images] = (analysis, [one.launch(numbers, *last) for one in self.roles])
+                    made[images] = (
+                        analysis,
+                        [one.launch(numbers, *last) for one in self.specialised],
+                    )
                 else:
                     launch = Launch(
                         kernels.forward,
@@ -350,11 +369,11 @@ class ConvolutionRun:
                     )
                     made[images] = (analysis, [launch])
             written = (first + images) * total // batch
-            place = (total - made[images][0].numbers) // 64 * 64
-            if place < written:
-                place = -1
+            offset = (total - made[images][0].numbers) // 64 * 64
+            if offset < written:
+                offset = -1
                 self.own = max(self.own, made[images][0].numbers)
-            self.groups.append(_Group(first, images, place, *made[images]))
+            self.groups.append(_Group(first, images, offset, *made[images]))
             first += images
         y = Like(self.shape, strides, x.dtype, x.device)
         self.constants = [tensor for order in self.orders for tensor in order.constants]
@@ -372,29 +391,35 @@ class ConvolutionRun:
             yield order.arrange, [weights, *known, w_largest, into]
             factors.append(into._replace(copied=order.copies))
         for group in self.groups:
-            memory, place = (own, 0) if group.place < 0 else (out, group.place)
-            spectrum = group.analysis.within(memory.memory, place, self.internal)
+            memory, offset = (own, 0) if group.offset < 0 else (out, group.offset)
+            spectrum = group.analysis.within(memory.memory, offset, self.internal)
             scales = _scales(x_largest.memory, group.first)
             images = _images(x.memory, self.x, group.first, group.images)
             yield group.analysis.run, [images, *affine, scales, spectrum]
             last = [_images(out.memory, y, group.first, group.images), scales, w_largest]
-            spectrum = _in_words(spectrum) if self.roles else spectrum
+            spectrum = _in_words(spectrum) if self.specialised else spectrum
             for launch, factor in zip(group.forward, factors, strict=True):
                 yield launch, [spectrum, factor, *last]
 
     def _arrange(self, layout: Scheme, in_fields: int, out_fields: int, adjoint: bool) -> None:
         """How weights come into the order in which each launch reads them."""
-        if self.roles:
+        if self.specialised:
             self.orders = [
-                self._order(one.layout, one, in_fields, out_fields, adjoint) for one in self.roles
+                self._order(one.layout, one, in_fields, out_fields, adjoint)
+                for one in self.specialised
             ]
         else:
             self.orders = [self._order(layout, None, in_fields, out_fields, adjoint)]
 
     def _order(
-        self, layout: Scheme, roles: Roles | None, in_fields: int, out_fields: int, adjoint: bool
+        self,
+        layout: Scheme,
+        special: WarpSpecialised | None,
+        in_fields: int,
+        out_fields: int,
+        adjoint: bool,
     ) -> _Order:
-        found, constants = self.cut, _constants(layout, self.x.device, roles is not None)
+        found, constants = self.cut, _constants(layout, self.x.device, special is not None)
         order = (constants.entries, constants.signs, constants.pieces)
         strides = (in_fields * layout.plan.weights, layout.plan.weights)
         if adjoint:
@@ -405,12 +430,12 @@ class ConvolutionRun:
         total = math.prod(arranged)
         sizes: tuple[int, ...] = (layout.batch, layout.inner)
         copies = None
-        if roles is None:
+        if special is None:
             kernel, sizes = arrange, (found.padded, *sizes, found.copies)
         else:
             length = layout.inner // layout.chunks
             kernel, sizes = arrange_rows, (found.programs, *sizes, length, in_padded // FIELDS)
-            copies = roles.copies(arranged)
+            copies = special.copies(arranged)
         launch = Launch(
             kernel,
             (triton.cdiv(total, 1024),),
@@ -460,11 +485,11 @@ class ConvolutionRun:
 class _Share(NamedTuple):
     """What is made of the images of a group by the launches of one layout."""
 
-    lay: Launch
-    grams: list[Launch]
+    pack: Launch
+    weight_gradients: list[Launch]
 
 
-class _GramGroup(NamedTuple):
+class _WeightGradientGroup(NamedTuple):
     """Images whose gradients to the weights are added up together."""
 
     first: int
@@ -477,13 +502,13 @@ class _Sums(NamedTuple):
     """How the gradients to the weights of one layout are added up."""
 
     copies: Copies | None
-    """How the output's gradient is copied that was laid out, where warps have roles."""
+    """How warp-specialised kernels copy the packed gradient."""
     owners: tuple[Tensor, ...]
-    spread: Launch
+    reduce: Launch
 
 
-class GramRun:
-    """All of `run_gram` that depends on shapes alone."""
+class WeightGradientRun:
+    """The gradient to the weights on images of one shape."""
 
     def __init__(
         self,
@@ -494,56 +519,64 @@ class GramRun:
         chosen: Tiles | None,
         precision: str,
         activated: bool = False,
+        warp_specialised: bool = True,
     ) -> None:
+        """``warp_specialised``: whether those kernels are used, where they fit and gain."""
         layout = _scheme(plan_named(plan), x.dtype)
         channels, weights = layout.plan.analysis.shape[1], layout.plan.weights
         in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
         self.shape, self.internal = (out_fields, in_fields, weights), INTERNAL[x.dtype]
-        self.groups: list[_GramGroup] = []
+        self.groups: list[_WeightGradientGroup] = []
         if not math.prod(x.shape) * math.prod(g.shape):
             return
         chosen = chosen or chosen_tiles(layout)
-        self.roles = GramRoles.of(x, layout, chosen, out_fields)
+        self.specialised: list[WarpSpecialisedWeightGradient] = []
+        if warp_specialised:
+            self.specialised = WarpSpecialisedWeightGradient.of(x, layout, chosen, out_fields)
         # Those of one launch after the other: of equal shapes.
-        layouts = [roles.layout for roles in self.roles] or [layout]
-        roles = self.roles[0] if self.roles else None
-        if roles is None:
-            found = cut(out_fields, layout, chosen.gram_warps, chosen.gram_accumulators, RUN)
-            at_once, fields, block = chosen.gram_pixels, chosen.gram_fields, RUN
+        layouts = [one.layout for one in self.specialised] or [layout]
+        special = self.specialised[0] if self.specialised else None
+        if special is None:
+            found = cut(
+                out_fields, layout, chosen.gradient_warps, chosen.gradient_accumulators, RUN
+            )
+            at_once, fields, block = chosen.gradient_pixels, chosen.gradient_fields, RUN
         else:
-            found, at_once, fields, block = roles.cut, roles.pixels, roles.fields, FIELDS
+            found, at_once, fields, block = special.cut, special.pixels, special.fields, FIELDS
         batch, pixels = x.shape[0], geometry.height * geometry.width
         in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
         programs = in_padded // fields * found.programs
         count = layout.batch * layout.inner
-        if roles is not None:
+        if special is not None:
             count = max(one.count for one in layouts)
         one = (in_padded, count, found.padded, 2)
         free = batch * x.image_bytes + _spare_bytes(x, layout, g.shape[1])
-        running = at_a_time(x.device, chosen.gram_warps) if roles is None else roles.running
+        running = at_a_time(x.device, chosen.gradient_warps) if special is None else special.running
         sums = 4 * math.prod(one) * len(layouts)
         most = max(1, free // 4 // sums)
-        if roles is not None and programs * most < running:  # half of the memory that is free
+        if special is not None and programs * most < running:  # half of the memory that is free
             most = max(1, free // 2 // sums)
-        if roles is None:
+        if special is None:
             # All programs run at the same time: a few more would take as long again.
             splits = max(1, min(running // programs, most))
         else:
-            splits = roles.splits(programs, most)
+            splits = special.splits(programs, most)
         splits = min(chosen.splits or splits, triton.cdiv(batch * pixels, at_once))
         self.partial = (splits, *one)  # the shape of the sums of each
         free = min(chosen.bytes or free - 4 * math.prod(self.partial) * len(layouts), _addressed(x))
-        laid = found.padded * 2 * layouts[0].batch  # numbers for each pixel
-        each = _spectrum_bytes(x, layout, geometry) + laid * pixels * x.dtype.itemsize
+        packed = found.padded * 2 * layouts[0].batch  # numbers for each pixel
+        each = _spectrum_bytes(x, layout, geometry) + packed * pixels * x.dtype.itemsize
         several = triton.cdiv(batch, _multiple(free // each))
         most = 4 * triton.cdiv(batch, 4 * several)
-        if roles is None:
-            kernels = gradient(layout, found.parts, found.copies, at_once, _packed(self.internal))
-            analyse, lay_kernels, side_by_side = kernels.analyse, [kernels.lay], FIELDS
+        if special is None:
+            kernels = weight_gradient_kernels(
+                layout, found.parts, found.copies, at_once, _f16x2(self.internal)
+            )
+            analyse, pack_kernels, side_by_side = kernels.analyse, [kernels.pack], FIELDS
             tile = {"TILE": at_once}
         else:
-            made = [row_kernels(half, found.parts, fields) for half in layouts]
-            analyse, lay_kernels = made[0][0], [lay for _, lay in made]
+            made = [packed_row_kernels(half, found.parts, fields) for half in layouts]
+            analyse, pack_kernels = made[0][0], [pack for _, pack in made]
             tile, side_by_side = {}, fields
         for first in range(0, batch, most):
             images = min(most, batch - first)
@@ -554,41 +587,41 @@ class GramRun:
             shape = (geometry.height, geometry.width)
             numbers = _numbers(images * pixels, geometry, analysis.grid)
             shares = []
-            for number, lay_kernel in enumerate(lay_kernels):
-                lay = Launch(
-                    lay_kernel,
+            for number, pack_kernel in enumerate(pack_kernels):
+                pack = Launch(
+                    pack_kernel,
                     (tiles_ * (at_once // run), found.padded // block),
                     (images * pixels, out_fields, *shape, found.programs, *g.strides),
                     **tile,
                     BP=run,
                     num_warps=4,
                 )
-                if roles is not None:
+                if special is not None:
                     again = len(self.groups)
                     last = (in_padded, count, splits, again)
-                    grams = self.roles[number].launches(numbers, *last)
+                    weight_gradients = self.specialised[number].launches(numbers, *last)
                 else:
-                    gram = Launch(
-                        kernels.gram,
+                    weight_gradient = Launch(
+                        kernels.weight_gradient,
                         (in_padded // fields, found.programs, splits),
                         (*numbers, tiles_, in_padded, found.padded, len(self.groups)),
                         BF=fields,
                         PRECISION=precision,
-                        num_warps=chosen.gram_warps,
+                        num_warps=chosen.gradient_warps,
                     )
-                    grams = [gram]
-                shares.append(_Share(lay, grams))
-            self.groups.append(_GramGroup(first, images, analysis, shares))
+                    weight_gradients = [weight_gradient]
+                shares.append(_Share(pack, weight_gradients))
+            self.groups.append(_WeightGradientGroup(first, images, analysis, shares))
         tiles_ = triton.cdiv(self.groups[0].images * pixels, at_once)
-        self.laid = (tiles_, laid * at_once)
+        self.packed = (tiles_, packed * at_once)
         self.sums: list[_Sums] = []
         outs = min(16, triton.next_power_of_2(out_fields))
         together = min(16, triton.next_power_of_2(splits))
         several = max(16, 2048 // (outs * together))
         for number, each_layout in enumerate(layouts):
-            constants = _constants(each_layout, x.device, bool(self.roles))
+            constants = _constants(each_layout, x.device, bool(self.specialised))
             launch = Launch(
-                spread,
+                reduce,
                 # The second has a limit of 65,535.
                 (in_fields * triton.cdiv(out_fields, outs), triton.cdiv(weights, several)),
                 (out_fields, in_fields, weights, in_padded, found.padded, count, splits),
@@ -598,7 +631,7 @@ class GramRun:
                 BO=outs,
                 num_warps=4,
             )
-            copies = self.roles[number].copies(self.laid) if self.roles else None
+            copies = self.specialised[number].copies(self.packed) if self.specialised else None
             owners = (constants.owners, constants.owner_signs)
             self.sums.append(_Sums(copies, owners, launch))
         self.constants = [tensor for sums in self.sums for tensor in sums.owners]
@@ -615,15 +648,15 @@ class GramRun:
             spectrum = group.analysis.within(memory.memory, 0, self.internal)
             images = _images(ours.memory, x, group.first, group.images)
             yield group.analysis.run, [images, *affine, x_largest, spectrum]
-            spectrum = _in_words(spectrum) if self.roles else spectrum
+            spectrum = _in_words(spectrum) if self.specialised else spectrum
             for share, sums, partial in zip(group.shares, self.sums, partials, strict=True):
-                laid = _images(theirs.memory, g, group.first, group.images)
-                yield share.lay, [laid, g_largest, fragments]
+                packed = _images(theirs.memory, g, group.first, group.images)
+                yield share.pack, [packed, g_largest, fragments]
                 factor = fragments._replace(copied=sums.copies)
-                for gram in share.grams:
-                    yield gram, [spectrum, factor, partial, x_largest, g_largest]
+                for launch in share.weight_gradients:
+                    yield launch, [spectrum, factor, partial, x_largest, g_largest]
         for sums, partial in zip(self.sums, partials, strict=True):
-            yield sums.spread, [partial, *(next(constants) for _ in sums.owners), result]
+            yield sums.reduce, [partial, *(next(constants) for _ in sums.owners), result]
 
     def __call__(
         self, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor, *affine: Tensor
@@ -633,7 +666,7 @@ class GramRun:
             return torch.zeros(self.shape, dtype=torch.float32, device=device)
         # Images add up: they are scaled alike, by the largest number of all.
         memory = _empty((self.groups[0].analysis.numbers,), self.internal, device)
-        fragments = _empty(self.laid, self.internal, device)
+        fragments = _empty(self.packed, self.internal, device)
         result = _empty(self.shape, torch.float32, device)
         partials = [_empty(self.partial, torch.float32, device) for _ in self.sums]
         given = (x, x_largest, g, g_largest, *affine)
@@ -641,8 +674,18 @@ class GramRun:
         return result
 
 
+def warp_specialised(
+    plan: SpectralPlan, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether any launch of a layer between so many fields, or of its gradients, would be."""
+    layout, like = _scheme(plan, dtype), Like((), (), dtype, device)
+    chosen = chosen_tiles(layout)
+    found = [WarpSpecialised.of(like, layout, chosen, n) for n in (outputs, inputs)]
+    return any(found) or bool(WarpSpecialisedWeightGradient.of(like, layout, chosen, outputs))
+
+
 convolution_run = lru_cache(maxsize=1024)(ConvolutionRun)
-gram_run = lru_cache(maxsize=1024)(GramRun)
+weight_gradient_run = lru_cache(maxsize=1024)(WeightGradientRun)
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,7 @@
-"""The spectral engine's kernels for Hopper GPUs: what becomes of `econv.engines.hopper_source`.
+"""The warp-specialised kernels of the spectral engine, for Hopper GPUs.
 
-This room knows Gluon, which Triton calls experimental: where one of the parts that are used here
-is not found there are no such kernels, and the others run.
+`source` writes their text, in Gluon. Triton calls Gluon experimental: where a part of it is missing
+`AVAILABLE` is false, and the kernels of `econv.engines.spectral.triton` run instead.
 """
 
 from __future__ import annotations
@@ -28,30 +28,37 @@ try:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    # All warps of a team wait for one another; Triton 3.7 gave it another name.
-    team_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+    # All warps of a partition wait for one another; Triton 3.7 renamed it.
+    thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
     AVAILABLE = True
 except (ImportError, AttributeError):
     AVAILABLE = False
 
-from econv.engines.hopper_source import hopper_gram_source, hopper_source
-from econv.engines.hopper_turns import ROWS, pieces_of_a_chunk, rows_of_a_copy, used_pieces
-from econv.engines.triton_kernels import exponent, read_source, two_to
-from econv.engines.triton_scheme import FIELDS, Scheme
+from econv.engines.spectral.hopper.schedule import (
+    ROWS,
+    pieces_of_a_chunk,
+    rows_of_a_copy,
+    used_pieces,
+)
+from econv.engines.spectral.hopper.source import convolution_source, weight_gradient_source
+from econv.engines.spectral.triton.kernels import exponent, read_source, two_to
+from econv.engines.spectral.triton.scheme import FIELDS, Scheme
 
-__all__ = ["AVAILABLE", "Copies", "forward", "gram", "row_copies", "weight_copies"]
+__all__ = ["AVAILABLE", "Copies", "forward", "row_copies", "weight_copies", "weight_gradient"]
 
 
 @lru_cache(maxsize=256)
-def forward(layout: Scheme, parts: tuple[int, ...], teams: int) -> Any:
+def forward(layout: Scheme, parts: tuple[int, ...], partitions: int) -> Any:
     """The kernel of a plan's layer."""
-    return _read(hopper_source(layout, parts, teams), layout)["forward"]
+    return _read(convolution_source(layout, parts, partitions), layout)["forward"]
 
 
 @lru_cache(maxsize=256)
-def gram(layout: Scheme, parts: tuple[int, ...], chunk: int, teams: int) -> Any:
+def weight_gradient(layout: Scheme, parts: tuple[int, ...], chunk: int, partitions: int) -> Any:
     """The kernel of the gradient to the weights of one chunk of slots."""
-    return _read(hopper_gram_source(layout, parts, chunk, teams), layout)["gram"]
+    return _read(weight_gradient_source(layout, parts, chunk, partitions), layout)[
+        "weight_gradient"
+    ]
 
 
 def _read(source: str, layout: Scheme) -> dict[str, Any]:
@@ -59,7 +66,7 @@ def _read(source: str, layout: Scheme) -> dict[str, Any]:
         "gluon": gluon,
         "gl": gl,
         "fence_async_shared": fence_async_shared,
-        "team_barrier": team_barrier,
+        "thread_barrier": thread_barrier,
         "mbarrier": mbarrier,
         "tma": tma,
         "warpgroup_mma": warpgroup_mma,
@@ -92,9 +99,9 @@ class Copies:
         self.matrices = []
         for inner, end in zip(inners, ends, strict=True):
             matrix = torch.empty(rows, inner, dtype=torch.float16, device="meta")
-            laid = gl.NVMMASharedLayout(min(128, 2 * inner), 16, rank=2)
+            shared = gl.NVMMASharedLayout(min(128, 2 * inner), 16, rank=2)
             blocks = ([rows_of_a_copy(layout, part), inner] for part in parts)
-            each = [TensorDescriptor.from_tensor(matrix, block, laid) for block in blocks]
+            each = [TensorDescriptor.from_tensor(matrix, block, shared) for block in blocks]
             self.matrices.append((end - rows * inner, end, each))
 
     def __call__(self, memory: Tensor) -> list[Any]:
@@ -125,6 +132,6 @@ def weight_copies(layout: Scheme, parts: tuple[int, ...], arranged: tuple[int, .
     return Copies(layout, parts, rows, [FIELDS * size for size in used_pieces(layout)])
 
 
-def row_copies(layout: Scheme, parts: tuple[int, ...], laid: tuple[int, ...]) -> Copies:
-    """Of a gradient that was laid out in rows of pixels."""
-    return Copies(layout, parts, math.prod(laid) // ROWS, [ROWS])
+def row_copies(layout: Scheme, parts: tuple[int, ...], packed: tuple[int, ...]) -> Copies:
+    """Of a gradient that was packed in rows of pixels."""
+    return Copies(layout, parts, math.prod(packed) // ROWS, [ROWS])

@@ -3,7 +3,7 @@
 Triton finds out at every launch which compiled kernel fits its arguments, asks the driver about
 every address, and encodes how each matrix is copied. All of that depends on shapes and addresses
 alone. A `Launch` remembers the first; `Steps`, what an operator launches one after the other,
-describe their operands as places in a few tensors, so that later calls add up addresses and hand
+describe their operands as offsets in a few tensors, so that later calls add up addresses and hand
 them to the compiled launcher. What is encoded for an address is kept, since memory comes back at
 the same addresses in every step of a training.
 
@@ -151,7 +151,7 @@ def _queue(launch: Launch, parts: Sequence[Part]) -> Queue | None:
         return None
     if run.global_scratch_size or run.profile_scratch_size:
         return None
-    raw, encoded, place = run.launch, None, 0
+    raw, encoded, index = run.launch, None, 0
     for number, part in enumerate(parts):
         if part.copied is None:
             continue
@@ -159,7 +159,7 @@ def _queue(launch: Launch, parts: Sequence[Part]) -> Queue | None:
         if inside is None or part.byte:
             return None
         raw, metadata = inside
-        encoded, place = _Encoded(part.copied, metadata), number
+        encoded, index = _Encoded(part.copied, metadata), number
     grid, more, compiled = launch.grid, launch.more, launch.compiled
     function, flags = compiled.function, (run.launch_cooperative_grid, run.launch_pdl)
     known = (compiled.packed_metadata, None, None, None)  # no metadata of the launch, no hooks
@@ -167,7 +167,7 @@ def _queue(launch: Launch, parts: Sequence[Part]) -> Queue | None:
 
     def operands(addresses: list[int]) -> list[Any]:
         if encoded is not None:
-            addresses[place : place + 1] = encoded[addresses[place]]
+            addresses[index : index + 1] = encoded[addresses[index]]
         addresses += more
         return addresses
 

@@ -1,13 +1,11 @@
-"""Kernels for Hopper GPUs, as source in Gluon, the part of Triton in which warps have roles.
+"""Generates the source of the warp-specialised kernels, in Gluon, for Hopper GPUs.
 
-Some warps differentiate and others multiply, at the same time: the former hand features to the
-latter through shared memory, in stages that they fill and empty in turns, and these fetch them into
-registers, once for all columns that they are multiplied to. A program stays on its processor and
-takes one tile of pixels after the other; while the channels of one are written, the features of the
-next are made.
+Producer warps differentiate while consumer warps multiply. Features pass from the former to the
+latter through stages in shared memory. Consumers fetch them into registers, once for all columns.
+A program is persistent: it takes one tile of pixels after the other, and makes the features of the
+next tile while it writes the channels of the last.
 
-How features follow from taps is said by `econv.engines.triton_scheme`, as for
-`econv.engines.triton_source`, whose kernels run where these do not.
+The memory layout is that of `econv.engines.spectral.triton.scheme`.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from econv.engines.hopper_turns import (
+from econv.engines.spectral.hopper.schedule import (
     ROWS,
     awaited,
     barriers,
@@ -28,43 +26,51 @@ from econv.engines.hopper_turns import (
     issue_function,
     load_taps,
     pieces_of_a_chunk,
+    pipeline_step,
     products,
     sum_layouts,
     thread_layouts,
-    tile_places,
-    turn,
+    tile_offsets,
     used_pieces,
     weight_names,
     workers,
     zeros,
 )
-from econv.engines.triton_scheme import FIELDS, Scheme, power_of_two
-from econv.engines.triton_source import HEADROOM, Writer, joined, split_evenly, times_rows, twos
+from econv.engines.spectral.triton.scheme import FIELDS, Scheme, power_of_two
+from econv.engines.spectral.triton.source import (
+    HEADROOM,
+    Writer,
+    joined,
+    split_evenly,
+    times_rows,
+    twos,
+)
 from econv.fourier import butterflies
 
-__all__ = ["gram_features", "hopper_gram_source", "hopper_source"]
+__all__ = ["convolution_source", "weight_gradient_features", "weight_gradient_source"]
 
 
 def _produce(write: Writer, layout: Scheme, pieces: Sequence[int]) -> None:
-    place_words = FIELDS * layout.width // 2
+    pixel_words = FIELDS * layout.width // 2
     names = ", ".join(f"z{n}" for n in range(len(pieces)))
     for chunk in range(layout.chunks):
         differentiate_function(write, layout, chunk, pieces, FIELDS)
     write("@gluon.jit")
     write(
         f"def produce(x, full, empty, {names}, pixels, height, width, down, dilation, pitch,\n"
-        "            image_pitch, places, chunks, tiles, BP: gl.constexpr, WARPS: gl.constexpr,\n"
-        "            STAGES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr):"
+        "            image_pitch, grid_size, chunks, tiles, BP: gl.constexpr,\n"
+        "            WARPS: gl.constexpr, STAGES: gl.constexpr, PARTITION: gl.constexpr,\n"
+        "            PARTITIONS: gl.constexpr):"
     )
     write.depth += 1
     thread_layouts(write, layout, FIELDS)
-    tile_places(write, layout, FIELDS, "gl.program_id(0)", "here")
-    write(f"each = places.to(gl.int64) * {place_words}")
+    tile_offsets(write, layout, FIELDS, "gl.program_id(0)", "here")
+    write(f"each = grid_size.to(gl.int64) * {pixel_words}")
     write("source = x")
     load_taps(write, FIELDS, layout.width // 2, "(x + here)", early_taps(layout))
     write("for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):")
     write.depth += 1
-    tile_places(write, layout, FIELDS, "(tile + gl.num_programs(0))", "later")
+    tile_offsets(write, layout, FIELDS, "(tile + gl.num_programs(0))", "later")
     for chunk in range(layout.chunks):
         write(f"source = x + {chunk} * each")
         write("for chunk in range(0, chunks):")
@@ -75,7 +81,7 @@ def _produce(write: Writer, layout: Scheme, pieces: Sequence[int]) -> None:
             f"ahead = gl.where(last, {(chunk + 1) % layout.chunks}, chunk_after + {chunk}) * each"
         )
         where = "here" if chunk + 1 < layout.chunks else "gl.where(last, later, here)"
-        turn(write, layout, chunk, pieces, "x + ahead", where)
+        pipeline_step(write, layout, chunk, pieces, "x + ahead", where)
         write(f"source += {layout.chunks} * each")
         write.depth -= 1
     write("here = later")
@@ -94,12 +100,12 @@ def _consume(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequen
     )
     write.depth += 1
     sum_layouts(write, parts)
-    write(f"turns = {layout.chunks} * chunks")
+    write(f"steps = {layout.chunks} * chunks")
     write("mine = (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)")
-    write("all_turns = mine * turns")
+    write("all_steps = mine * steps")
     write("for early in gl.static_range(STAGES):")
-    write(f"    issue({weights}, ready, early, early % turns, early < all_turns, programs)")
-    write("turn = 0")
+    write(f"    issue({weights}, ready, early, early % steps, early < all_steps, programs)")
+    write("step = 0")
     write("power_of_weights = exponent(gl.load(w_largest))")
     write("for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):")
     write.depth += 1
@@ -128,8 +134,8 @@ def _multiply(
     """So many chunks of slots with features in these pieces, all fields of each."""
     write(f"for again in range(0, {chunks} * chunks):")
     write.depth += 1
-    write("stage = turn % STAGES")
-    write("phase = turn // STAGES & 1")
+    write("stage = step % STAGES")
+    write("phase = step // STAGES & 1")
     write("mbarrier.wait(ready.index(stage), phase)")
     write("mbarrier.wait(full.index(stage), phase)")
     products(
@@ -144,9 +150,9 @@ def _multiply(
     )
     awaited(write, layout, parts)
     write("mbarrier.arrive(empty.index(stage), count=1)")
-    write("later = turn + STAGES")
-    write(f"issue({weights}, ready, stage, later % turns, later < all_turns, programs)")
-    write("turn += 1")
+    write("later = step + STAGES")
+    write(f"issue({weights}, ready, stage, later % steps, later < all_steps, programs)")
+    write("step += 1")
     write.depth -= 1
 
 
@@ -178,7 +184,9 @@ def _outputs(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
         if layout.before:
             write(f"HELD{part}: gl.constexpr = s.type.layout")
             vector = min(len(layout.before), layout.vector)
-            _places(write, f"WAITING{part}", ["s"] * vector, size, channels, sum(parts), done)
+            _output_offsets(
+                write, f"WAITING{part}", ["s"] * vector, size, channels, sum(parts), done
+            )
             write(f"factor = two_to({2 * HEADROOM + _larger(layout)} - power)")
             for start in range(0, len(layout.before), vector):
                 write(f"r = gl.load(into + {start}, mask=known, other=0.0).to(gl.float32)")
@@ -200,7 +208,7 @@ def _outputs(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
             divided += _larger(layout)
         vector = min(power_of_two(len(outputs)), layout.vector)
         outputs += outputs[:1] * (-len(outputs) % vector)
-        _places(write, f"LAID{part}", outputs[:vector], size, channels, sum(parts), done)
+        _output_offsets(write, f"LAID{part}", outputs[:vector], size, channels, sum(parts), done)
         write(f"scale = two_to(power - {divided})")
         for start in range(0, len(outputs), vector):
             found = _side_by_side(outputs[start : start + vector], size)
@@ -212,7 +220,7 @@ def _outputs(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
         done += size
 
 
-def _places(
+def _output_offsets(
     write: Writer,
     layout: str,
     names: Sequence[str],
@@ -247,7 +255,7 @@ def _side_by_side(names: Sequence[str], size: int) -> str:
     return f"gl.reshape({joined(names, 'gl')}, [BP, {size}, {len(names)}])"
 
 
-def gram_features(layout: Scheme) -> int:
+def weight_gradient_features(layout: Scheme) -> int:
     """Features of a field and target, padded, in the gradient to the weights."""
     pieces = pieces_of_a_chunk(layout)
     assert pieces is not None
@@ -257,7 +265,7 @@ def gram_features(layout: Scheme) -> int:
 _AHEAD = 32  # registers of a thread for what is on its way, about: those of 32 output fields
 
 
-def _gram_consume(
+def _weight_gradient_consume(
     write: Writer, layout: Scheme, parts: Sequence[int], chunk: int, features: int
 ) -> None:
     start = sum(len(rows[0]) for rows in layout.lists[:chunk])
@@ -288,30 +296,30 @@ def _gram_consume(
     issue("early", "early")
     write.depth -= 1
     zeros(write, layout, parts, f"{ROWS}")
-    write("turn = 0")
+    write("step = 0")
     write("block = 0")
     write("for tile in range(split, tiles, splits):")
     write.depth += 1
-    write("stage = turn % STAGES")
-    write("mbarrier.wait(full.index(stage), turn // STAGES & 1)")
+    write("stage = step % STAGES")
+    write("mbarrier.wait(full.index(stage), step // STAGES & 1)")
     write("for sub in gl.static_range(SUBS):")
     write.depth += 1
-    write("place = block % READY")
-    write("mbarrier.wait(ready.index(place), block // READY & 1)")
+    write("slot = block % READY")
+    write("mbarrier.wait(ready.index(slot), block // READY & 1)")
     tile = f"slice({{}} * BP + sub * {ROWS}, {ROWS}, dim=0).permute((1, 0))"
     products(
         write,
         parts,
-        "place",
+        "slot",
         [(0, target, f"z0.index(stage).{tile.format(target)}") for target in range(layout.batch)],
     )
     awaited(write, layout, parts)
     write("later = block + READY")
-    issue("place", "later")
+    issue("slot", "later")
     write("block += 1")
     write.depth -= 1
     write("mbarrier.arrive(empty.index(stage), count=1)")
-    write("turn += 1")
+    write("step += 1")
     write.depth -= 1
     write("power = exponent(gl.load(x_largest)) + exponent(gl.load(g_largest))")
     write(f"scale = two_to(power - {2 * HEADROOM})")
@@ -323,14 +331,14 @@ def _gram_consume(
         write(f"number = row % {features}")
         write(f"out = gl.arange(0, {2 * size}, layout=gl.SliceLayout(0, SUMS{part}))")
         write(f"out += 2 * (gl.program_id(1) * {sum(parts)} + {done})")
-        write("place = into + out[None, :]")
+        write("base = into + out[None, :]")
         # A program adds to what it found in the images before these. More of that is on its way
         # while the first of it is written.
         ahead = max(1, _AHEAD // size)
         for target in range(layout.batch + ahead):
             if target < layout.batch and found[target].size:
                 write(f"where = (field * COUNT + {found[target][0]} + number) * (out_padded * 2)")
-                write(f"at{target} = place + where[:, None]")
+                write(f"at{target} = base + where[:, None]")
                 write(f"there{target} = (number < {found[target].size})[:, None]")
                 before = f"there{target} & (again > 0)"
                 write(f"old{target} = gl.load(at{target}, mask={before}, other=0.0)")
@@ -342,48 +350,50 @@ def _gram_consume(
     write()
 
 
-def hopper_gram_source(layout: Scheme, parts: tuple[int, ...], chunk: int, teams: int) -> str:
-    """The kernel ``gram``: the gradient to the weights that belong to one chunk of slots.
+def weight_gradient_source(
+    layout: Scheme, parts: tuple[int, ...], chunk: int, partitions: int
+) -> str:
+    """The kernel ``weight_gradient``: the gradient to the weights of one chunk of slots.
 
-    The features of `ROWS` // `gram_features` fields are the rows of its products, their inner
-    number is that of the pixel, and the columns are those of ``sum(parts)`` output fields.
+    Rows of its products are the features of `ROWS` // `weight_gradient_features` fields, columns
+    those of ``sum(parts)`` output fields, and the inner dimension are pixels.
     """
-    features = gram_features(layout)
+    features = weight_gradient_features(layout)
     fields = ROWS // features
-    place_words = fields * layout.width // 2
-    write = Writer(packed=True)
+    pixel_words = fields * layout.width // 2
+    write = Writer(f16x2=True)
     differentiate_function(write, layout, chunk, (features,), fields)
     write("@gluon.jit")
     write(
         "def produce(x, full, empty, z0, pixels, height, width, down, dilation, pitch,\n"
-        "            image_pitch, places, tiles, BP: gl.constexpr, WARPS: gl.constexpr,\n"
-        "            STAGES: gl.constexpr, TEAM: gl.constexpr, TEAMS: gl.constexpr):"
+        "            image_pitch, grid_size, tiles, BP: gl.constexpr, WARPS: gl.constexpr,\n"
+        "            STAGES: gl.constexpr, PARTITION: gl.constexpr, PARTITIONS: gl.constexpr):"
     )
     write.depth += 1
     thread_layouts(write, layout, fields)
-    write(f"source = (gl.program_id(0) * {layout.chunks} + {chunk}) * places.to(gl.int64)")
-    write(f"source = x + source * {place_words}")
-    tile_places(write, layout, fields, "gl.program_id(2)", "here")
+    write(f"source = (gl.program_id(0) * {layout.chunks} + {chunk}) * grid_size.to(gl.int64)")
+    write(f"source = x + source * {pixel_words}")
+    tile_offsets(write, layout, fields, "gl.program_id(2)", "here")
     load_taps(write, fields, layout.width // 2, "(source + here)", early_taps(layout))
     write("for tile in range(gl.program_id(2), tiles, gl.num_programs(2)):")
     write.depth += 1
-    tile_places(write, layout, fields, "(tile + gl.num_programs(2))", "later")
-    turn(write, layout, chunk, (features,), "source", "later")
+    tile_offsets(write, layout, fields, "(tile + gl.num_programs(2))", "later")
+    pipeline_step(write, layout, chunk, (features,), "source", "later")
     write("here = later")
     write.depth -= 2
     write()
     piece = (ROWS // FIELDS,)
     issue_function(write, layout, parts, piece)
-    _gram_consume(write, layout, parts, chunk, features)
+    _weight_gradient_consume(write, layout, parts, chunk, features)
     names = weight_names(parts, piece)
     write(
         "@gluon.jit(do_not_specialize=['pixels', 'height', 'width', 'pitch', 'image_pitch',"
-        " 'places', 'tiles', 'programs', 'in_padded', 'again'])"
+        " 'grid_size', 'tiles', 'programs', 'in_padded', 'again'])"
     )
     write(
-        f"def gram(x, {', '.join(f'{n}_in' for n in names)}, partial, x_largest, g_largest,\n"
-        "         pixels, height, width, down, dilation, pitch, image_pitch, places, tiles,\n"
-        "         programs, in_padded, out_padded, again, BP: gl.constexpr,\n"
+        f"def weight_gradient(x, {', '.join(f'{n}_in' for n in names)}, partial, x_largest,\n"
+        "         g_largest, pixels, height, width, down, dilation, pitch, image_pitch,\n"
+        "         grid_size, tiles, programs, in_padded, out_padded, again, BP: gl.constexpr,\n"
         "         PRODUCERS: gl.constexpr, REGISTERS: gl.constexpr, STAGES: gl.constexpr,\n"
         "         READY: gl.constexpr, COUNT: gl.constexpr):"
     )
@@ -397,31 +407,31 @@ def hopper_gram_source(layout: Scheme, parts: tuple[int, ...], chunk: int, teams
     for part, size in enumerate(parts):
         shape = f"[READY, {layout.batch * 2 * size}, {ROWS}]"
         write(f"w0_{part} = gl.allocate_shared_memory(gl.float16, {shape}, HALVES)")
-    barriers(write, teams, full="STAGES", empty="STAGES", ready="READY")
+    barriers(write, partitions, full="STAGES", empty="STAGES", ready="READY")
     both = ", ".join(f"{n}_in, {n}" for n in names)
     write("gl.warp_specialize([")
     write(
         f"    (consume, (partial, x_largest, g_largest, full, empty, ready, z0, {both}, tiles,\n"
         "      programs, in_padded, out_padded, again, BP, gl.num_warps(), STAGES, READY, COUNT)),"
     )
-    for team in range(teams):
+    for partition in range(partitions):
         write(
             "    (produce, (x, full, empty, words, pixels, height, width, down, dilation, pitch,\n"
-            f"      image_pitch, places, tiles, BP // {teams}, PRODUCERS // {teams}, STAGES,\n"
-            f"      T{team}, {teams})),"
+            f"      image_pitch, grid_size, tiles, BP // {partitions}, PRODUCERS // {partitions},\n"
+            f"      STAGES, T{partition}, {partitions})),"
         )
-    workers(write, teams)
+    workers(write, partitions)
     write.depth -= 1
     return write.text()
 
 
-def hopper_source(layout: Scheme, parts: tuple[int, ...], teams: int) -> str:
+def convolution_source(layout: Scheme, parts: tuple[int, ...], partitions: int) -> str:
     """The kernel ``forward`` of a plan's layer, on float16 spectra, to outputs channels-last.
 
     One program gives ``sum(parts)`` output fields, each of the parts a power of two.
     """
     pieces = used_pieces(layout)
-    write = Writer(packed=True)
+    write = Writer(f16x2=True)
     _produce(write, layout, pieces)
     issue_function(write, layout, parts, pieces)
     _consume(write, layout, parts, pieces)
@@ -429,13 +439,13 @@ def hopper_source(layout: Scheme, parts: tuple[int, ...], teams: int) -> str:
     weights = ", ".join(f"{n}_in" for n in names)
     write(
         "@gluon.jit(do_not_specialize=['pixels', 'height', 'width', 'pitch', 'image_pitch',"
-        " 'places', 'chunks', 'tiles', 'programs', 'out_fields'])"
+        " 'grid_size', 'chunks', 'tiles', 'programs', 'out_fields'])"
     )
     write(
         f"def forward(x, {weights}, y, x_largest, w_largest, pixels, height, width, down,\n"
-        "            dilation, pitch, image_pitch, places, chunks, tiles, programs, out_fields,\n"
-        "            y_dot, BP: gl.constexpr, PRODUCERS: gl.constexpr, REGISTERS: gl.constexpr,\n"
-        "            STAGES: gl.constexpr):"
+        "            dilation, pitch, image_pitch, grid_size, chunks, tiles, programs,\n"
+        "            out_fields, y_dot, BP: gl.constexpr, PRODUCERS: gl.constexpr,\n"
+        "            REGISTERS: gl.constexpr, STAGES: gl.constexpr):"
     )
     write.depth += 1
     batch = layout.batch
@@ -462,7 +472,7 @@ def hopper_source(layout: Scheme, parts: tuple[int, ...], teams: int) -> str:
                 f" [STAGES, {batch * 2 * fields}, {k}], {name}_in.layout)"
             )
         held.append(f"z{number}")
-    barriers(write, teams, full="STAGES", empty="STAGES", ready="STAGES")
+    barriers(write, partitions, full="STAGES", empty="STAGES", ready="STAGES")
     both = ", ".join(f"{n}_in, {n}" for n in names)
     write("gl.warp_specialize([")
     write(
@@ -470,12 +480,13 @@ def hopper_source(layout: Scheme, parts: tuple[int, ...], teams: int) -> str:
         "      pixels, height, width, chunks, tiles, programs, out_fields, y_dot, BP,\n"
         "      gl.num_warps(), STAGES)),"
     )
-    for team in range(teams):
+    for partition in range(partitions):
         write(
             f"    (produce, (x, full, empty, {', '.join(f'{n}_words' for n in held)}, pixels,\n"
-            "      height, width, down, dilation, pitch, image_pitch, places, chunks, tiles,\n"
-            f"      BP // {teams}, PRODUCERS // {teams}, STAGES, T{team}, {teams})),"
+            "      height, width, down, dilation, pitch, image_pitch, grid_size, chunks, tiles,\n"
+            f"      BP // {partitions}, PRODUCERS // {partitions}, STAGES, T{partition},\n"
+            f"      {partitions})),"
         )
-    workers(write, teams)
+    workers(write, partitions)
     write.depth -= 1
     return write.text()

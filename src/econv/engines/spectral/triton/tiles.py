@@ -1,8 +1,4 @@
-"""How launches on a GPU are cut into programs.
-
-This room knows shapes; which kernel reads what is the business of `econv.engines.triton_launches`
-and `econv.engines.hopper_launches`.
-"""
+"""How launches on a GPU are cut into programs."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from econv.engines.triton_scheme import Scheme
+from econv.engines.spectral.triton.scheme import Scheme
 
 __all__ = [
     "INTERNAL",
@@ -49,22 +45,22 @@ class Tiles(NamedTuple):
     stages: int = 1
     accumulators: int = 384
     """Output channels (slots times fields) of one program, at most."""
-    gram_pixels: int = 64
+    gradient_pixels: int = 64
     """Pixels at a time in the gradient to the weights."""
-    gram_fields: int = 2
+    gradient_fields: int = 2
     """Input fields of one program there, at most `FIELDS`."""
-    gram_warps: int = 4
-    gram_accumulators: int = 384
+    gradient_warps: int = 4
+    gradient_accumulators: int = 384
     splits: int = 0
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU,
-    as far as their sums take a quarter of the memory that is free (with roles half of it)."""
-    roles: int = -1
-    """Whether warps have roles, as `econv.engines.hopper_source` says: 0 never, 1 on any GPU (but
-    not in float32), −1 on Hopper GPUs."""
+    as far as their sums take a quarter of the memory that is free (half of it for
+    warp-specialised kernels)."""
+    warp_specialised: int = -1
+    """0: never; 1: wherever kernels can be, on any device (not in float32); −1: where they gain."""
     producers: int = 8
     """Warps that differentiate; four multiply."""
-    teams: int = 2
-    """That these are divided into, each of which goes its own pace."""
+    partitions: int = 2
+    """Of the producers, each of which goes its own pace."""
     registers: int = 0
     """Of each of their threads; 0: what was fastest. With more than 128 the others have too few for
     the features that they fetch, and wait for every product."""
@@ -100,7 +96,7 @@ class tiles:  # noqa: N801  # a context manager, named as `econv.engine` is
 def chosen_tiles(layout: Scheme) -> Tiles:
     """What was fastest of the tiles that ``benchmarks/engines.py --device cuda --tune`` tries.
 
-    Small programs, several of which share a processor and take turns at its units, unless there are
+    Small programs, several of which share a processor, unless there are
     many targets. Where slots come in several chunks the gradient holds one at a time, of more
     fields.
     """
@@ -109,7 +105,7 @@ def chosen_tiles(layout: Scheme) -> Tiles:
     found = Tiles()
     if layout.batch >= 16:
         found = found._replace(pixels=64, warps=8)
-    return found if layout.chunks == 1 else found._replace(gram_fields=4, gram_warps=8)
+    return found if layout.chunks == 1 else found._replace(gradient_fields=4, gradient_warps=8)
 
 
 def overridden() -> Tiles | None:

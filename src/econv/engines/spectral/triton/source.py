@@ -1,14 +1,13 @@
-"""The spectral engine's kernels for GPUs as Triton source, written for each plan.
+"""Generates the Triton source of a plan's kernels.
 
-One program owns a tile of pixels. A thread owns a pixel and a field with all slots of its spectrum:
-it reads the taps, forms every derivative in registers, adds them up to features and hands those to
-the tensor cores; the derivatives never reach memory. Which tap meets which coefficient, which
-features meet which irrep and how a spectrum becomes channels is fixed by the plan, so all of it is
-written out: the source has no tables and no branches, and its length does not grow with the fields
-or the image.
+One program owns a tile of pixels. A thread owns a pixel and a field with all slots of its spectrum.
+It reads the taps, forms every derivative in registers, adds them up to features and hands those to
+the tensor cores. Derivatives never reach memory.
 
-This room makes text. Where things lie is said by `econv.engines.triton_scheme`, and what becomes of
-the text is the business of `econv.engines.triton_kernels`.
+The plan fixes which tap meets which coefficient, which features meet which irrep, and how a
+spectrum becomes channels. All of it is unrolled: the source has no tables and no branches, and its
+length depends neither on the fields nor on the image. The memory layout is that of `scheme`;
+`kernels` compiles the text.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import triton
 
-from econv.engines.triton_scheme import FIELDS, Scheme, power_of_two
+from econv.engines.spectral.triton.scheme import FIELDS, Scheme, power_of_two
 from econv.fourier import butterflies
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -32,12 +31,12 @@ __all__ = [
     "RUN",
     "Writer",
     "convolution_source",
-    "gradient_source",
     "joined",
-    "rows_source",
+    "packed_rows_source",
     "split_evenly",
     "times_rows",
     "twos",
+    "weight_gradient_source",
 ]
 
 HEADROOM = 7
@@ -55,21 +54,21 @@ _ITEMS = "BF, BP" if FIRST else "BP, BF"
 """The axes of what threads own: fields lie side by side in memory, and so do threads."""
 
 _PIXEL, _FIELD = ("None, :", ":, None") if FIRST else (":, None", "None, :")
-"""How what belongs to a pixel, or to a field, is spread over these axes."""
+"""How what belongs to a pixel, or to a field, is broadcast over these axes."""
 
 
 class Writer:
     """Lines of source, with the current indentation before them, and how sums are spelled.
 
-    ``packed``: two halves at a time, in PTX's own words. Left to itself the compiler finds other
+    ``f16x2``: two halves at a time, in PTX's own words. Left to itself the compiler finds other
     pairs than those that were loaded together, and spends a quarter of its instructions on putting
     them together.
     """
 
-    def __init__(self, packed: bool) -> None:
+    def __init__(self, f16x2: bool) -> None:
         self.lines: list[str] = []
         self.depth = 0
-        self.packed = packed
+        self.f16x2 = f16x2
 
     @staticmethod
     def _two(code: str, *operands: str) -> str:
@@ -80,17 +79,17 @@ class Writer:
         )
 
     def sum(self, one: str, other: str, sign: str = "+") -> str:
-        if not self.packed:
+        if not self.f16x2:
             return f"{one} {sign} {other}"
         return self._two(f"{'add' if sign == '+' else 'sub'}.f16x2 $0, $1, $2;", one, other)
 
     def scaled(self, one: str, low: float, high: float, other: str | None) -> str:
-        """One times a number, another for odd places, plus the other."""
-        if not self.packed:
+        """One times a number, another for odd grid_size, plus the other."""
+        if not self.f16x2:
             if low == high:
                 product = f"{one} * {low!r}"
-            else:  # ±1 in turns
-                product = f"{one} * turn" if low > 0 else f"{one} * -turn"
+            else:  # +1 and −1 in alternation
+                product = f"{one} * signs" if low > 0 else f"{one} * -signs"
             return product if other is None else f"{product} + {other}"
         bits = np.array([low, high], dtype=np.float16).view(np.uint32)[0]
         start = f"{{{{ .reg .b32 c; mov.b32 c, {int(bits):#x};"
@@ -215,7 +214,7 @@ def _features(write: Writer, layout: Scheme, chunk: int) -> None:
 
 def _derivatives(write: Writer, layout: Scheme, chunk: int) -> None:
     """Differentiate one slot chunk: tensors ``d{stencil}_{pair}`` of two slots each."""
-    offset = f" + {chunk * FIELDS * layout.width} * places" if chunk else ""
+    offset = f" + {chunk * FIELDS * layout.width} * grid_size" if chunk else ""
     stencils = range(len(layout.plan.stencils))
     names = ", ".join(f"d{n}" for n in stencils)
     write(f"{names}, = differentiate(source{offset} + here, row, column)")
@@ -225,7 +224,7 @@ def _derivatives(write: Writer, layout: Scheme, chunk: int) -> None:
             write(f"d = tl.trans(tl.reshape(d{stencil}, [{_ITEMS}, {pairs}, 2]), (0, 1, 3, 2))")
             write(f"d{stencil} = tl.reshape(d, [{_ITEMS}, 2, {twos(pairs)}])")
         split_evenly(write, f"d{stencil}", [f"d{stencil}_{pair}" for pair in range(pairs)])
-    write("turn = (1 - 2 * tl.arange(0, 2))[None, None, :].to(x.dtype.element_ty)")
+    write("signs = (1 - 2 * tl.arange(0, 2))[None, None, :].to(x.dtype.element_ty)")
 
 
 class _Pairs:
@@ -247,7 +246,7 @@ class _Pairs:
             self.write(f"{source}e, {source}o = tl.split({source})")
 
     def _swapped(self, source: str) -> str:
-        if self.write.packed:
+        if self.write.f16x2:
             swap = self.write._two("prmt.b32 $0, $1, $1, 0x1032;", source)
             return self._once(f"{source}s", swap)
         self._parts(source)
@@ -315,7 +314,7 @@ def _gathered(
 
 
 def _analyse(write: Writer, layout: Scheme, activated: bool, fields: int = FIELDS) -> None:
-    """The spectrum of every field at every place of the padded grid, scaled.
+    """The spectrum of every field at every offset of the padded grid, scaled.
 
     ``fields`` lie side by side.
 
@@ -324,21 +323,21 @@ def _analyse(write: Writer, layout: Scheme, activated: bool, fields: int = FIELD
     each field, and zero outside of the image.
     """
     name, affine = ("analyse_activated", "affine, ") if activated else ("analyse", "")
-    write(_jit("fields", "height", "width", "pitch", "lines", "places", "images", "before"))
+    write(_jit("fields", "height", "width", "pitch", "lines", "grid_size", "images", "before"))
     write(
         f"def {name}(x, {affine}largest, out, images, fields, height, width, up, before,\n"
-        "    pitch, lines, places, each, x_image, x_channel, x_line, x_dot, BP: tl.constexpr):"
+        "    pitch, lines, grid_size, each, x_image, x_channel, x_line, x_dot, BP: tl.constexpr):"
     )
     write.depth += 1
     write(f"BF: tl.constexpr = {fields}")
     write(f"SC: tl.constexpr = {layout.width}")
-    write("place = tl.program_id(0) * BP + tl.arange(0, BP)")
+    write("offset = tl.program_id(0) * BP + tl.arange(0, BP)")
     write("chunk = tl.program_id(1)")
     write("field = chunk * BF + tl.arange(0, BF)")
-    write("row = place // pitch")
+    write("row = offset // pitch")
     write("image = row // lines")
     write("line = row - image * lines - before")
-    write("dot = place - row * pitch - before")
+    write("dot = offset - row * pitch - before")
     write("inside = (image < images) & (line >= 0) & (line < height * up)")
     write("inside = inside & (dot >= 0) & (dot < width * up)")
     write("inside = inside & (line % up == 0) & (dot % up == 0)")
@@ -348,21 +347,21 @@ def _analyse(write: Writer, layout: Scheme, activated: bool, fields: int = FIELD
     if activated:
         write("there = field < fields")
         for row, number in enumerate(("centre", "scale", "shift")):
-            place = f"affine + {row} * fields + field"
-            write(f"{number} = tl.load({place}, mask=there, other=0.0)")
+            offset = f"affine + {row} * fields + field"
+            write(f"{number} = tl.load({offset}, mask=there, other=0.0)")
         write("factor = tl.where(inside, factor, 0.0)")
     write(f"factor = factor[{_PIXEL}, None]")
     _transformed(write, layout, layout.analysis, activated)
-    write(f"where = place[{_PIXEL}, None] * BF + tl.arange(0, BF)[{_FIELD}, None]")
+    write(f"where = offset[{_PIXEL}, None] * BF + tl.arange(0, BF)[{_FIELD}, None]")
     write("where = where * SC + tl.arange(0, SC)[None, None, :]")
-    write(f"kept = (place < places)[{_PIXEL}, None]")
-    write(f"into = out + chunk.to(tl.int64) * places * (BF * SC * {layout.chunks})")
+    write(f"kept = (offset < grid_size)[{_PIXEL}, None]")
+    write(f"into = out + chunk.to(tl.int64) * grid_size * (BF * SC * {layout.chunks})")
     for part in range(layout.chunks):
         names = [f"t{part * layout.width + n}" for n in range(layout.width)]
         write(f"found = tl.reshape({joined(names)}, [{_ITEMS}, SC]).to(out.dtype.element_ty)")
         write("tl.store(into + where, found, mask=kept)")
         if part + 1 < layout.chunks:
-            write("into += places * (BF * SC)")
+            write("into += grid_size * (BF * SC)")
     write.depth -= 1
     write()
 
@@ -397,18 +396,18 @@ def _transformed(
 
 
 RUN = 8
-"""Output fields that are laid at a time: with two columns each they fill a product's 16 rows."""
+"""Output fields that are packed at a time: with two columns each they fill a product's 16 rows."""
 
 
-def _lay(write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
-    """The spectrum of an output's gradient as the tensor cores read it: no exchange in `gram`.
+def _pack(write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
+    """Pack the spectrum of an output's gradient as the tensor cores read it.
 
     ``[tile of pixels, program, part]``, and there `_Fragments` whose inner number is the pixel.
     """
     fields = sum(parts)
     write(_jit("pixels", "fields", "height", "width", "programs"))
     write(
-        "def lay(x, largest, out, pixels, fields, height, width, programs, x_image, x_channel,\n"
+        "def pack(x, largest, out, pixels, fields, height, width, programs, x_image, x_channel,\n"
         "        x_line, x_dot, TILE: tl.constexpr, BP: tl.constexpr):"
     )
     write.depth += 1
@@ -436,20 +435,20 @@ def _lay(write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> 
     write("group = run * (TILE // 16) + tl.program_id(0) * BP % TILE // 16")
     write("group += tl.arange(0, BP // 16)")
     write(f"member = tl.arange(0, TARGETS) * {copies} + copy")
-    write(f"place = (group * (TARGETS * {copies}))[:, None] + member[None, :]")
-    write(f"place = place[{member}, None] * 32 + tl.arange(0, 32)[{lane}, None]")
-    write("tl.store(out + where + place * 8 + tl.arange(0, 8)[None, None, None, :], found)")
+    write(f"offset = (group * (TARGETS * {copies}))[:, None] + member[None, :]")
+    write(f"offset = offset[{member}, None] * 32 + tl.arange(0, 32)[{lane}, None]")
+    write("tl.store(out + where + offset * 8 + tl.arange(0, 8)[None, None, None, :], found)")
     write.depth -= 1
     write()
 
 
-def rows_source(layout: Scheme, parts: tuple[int, ...], several: int) -> str:
-    """The kernels ``analyse`` and ``analyse_activated``, and ``lay`` in rows of pixels.
+def packed_rows_source(layout: Scheme, parts: tuple[int, ...], several: int) -> str:
+    """The kernels ``analyse`` and ``analyse_activated``, and ``pack`` in rows of pixels.
 
     ``several`` fields of the input lie side by side.
 
     ``[block of pixels, program, part, target, (field, column)]`` by pixel, as the products of
-    `econv.engines.hopper_source` read the spectrum of an output's gradient.
+    `econv.engines.spectral.hopper.source` read the spectrum of an output's gradient.
     """
     write = Writer(False)
     for activated in (False, True):
@@ -457,7 +456,7 @@ def rows_source(layout: Scheme, parts: tuple[int, ...], several: int) -> str:
     fields = sum(parts)
     write(_jit("pixels", "fields", "height", "width", "programs"))
     write(
-        "def lay(x, largest, out, pixels, fields, height, width, programs, x_image, x_channel,\n"
+        "def pack(x, largest, out, pixels, fields, height, width, programs, x_image, x_channel,\n"
         "        x_line, x_dot, BP: tl.constexpr):"
     )
     write.depth += 1
@@ -511,9 +510,9 @@ def _pixels(write: Writer, layout: Scheme) -> None:
     write("image = p // (height * width)")
     write("line = (p - image * (height * width)) // width")
     write("dot = p % width")
-    write("place = image * image_pitch + line * down * pitch + dot * down")
-    write(f"place += {reach} * (pitch + 1) * dilation")
-    write(f"here = place[{_PIXEL}, None] * {FIELDS} + field[{_FIELD}, None]")
+    write("offset = image * image_pitch + line * down * pitch + dot * down")
+    write(f"offset += {reach} * (pitch + 1) * dilation")
+    write(f"here = offset[{_PIXEL}, None] * {FIELDS} + field[{_FIELD}, None]")
     write("here = here * SC + slot[None, None, :]")
 
 
@@ -547,7 +546,7 @@ class _Fragments:
             [("n2", f"{runs // two}"), ("k4", f"{inners // one}")],
         ]
         own = [("n1", f"{two}"), ("k3", f"{one}"), ("k2", "2"), ("k0", "2")]
-        if left:  # a factor on the left, turned: its threads hold their bits in another order
+        if left:  # a factor on the left, transposed: its threads hold their bits in another order
             own = [("k2", "2"), ("n1", f"{two}"), ("k3", f"{one}"), ("k0", "2")]
         axes = [*itertools.chain(*(groups if FIRST else groups[::-1])), *own]
         names = [name for name, _ in axes]
@@ -592,11 +591,11 @@ def _forward(
     """
     plan = layout.plan
     fields = sum(parts)
-    numbers = ["pixels", "height", "width", "pitch", "image_pitch", "places", "chunks"]
+    numbers = ["pixels", "height", "width", "pitch", "image_pitch", "grid_size", "chunks"]
     write(_jit(*numbers, "out_fields"))
     write(
         "def forward(x, w, y, x_largest, w_largest, pixels, height, width, down, dilation, pitch,\n"
-        "            image_pitch, places, chunks, out_padded, out_fields, y_image, y_channel,\n"
+        "            image_pitch, grid_size, chunks, out_padded, out_fields, y_image, y_channel,\n"
         "            y_line, y_dot, BP: tl.constexpr, PRECISION: tl.constexpr):"
     )
     write.depth += 1
@@ -626,10 +625,9 @@ def _forward(
                 write(f"a{part} = tl.dot({factors}, a{part}, input_precision=PRECISION)")
                 write(f"piece += COPIES * {wide * each}")
 
-    # Each turn multiplies the features that the turn before it has left: loads and sums of one
-    # turn are independent of its products, and run beside them. (What a turn makes and multiplies
-    # itself would also be read by Triton as something to prefetch: the taps of the next turn, past
-    # the cache that holds what taps have in common.)
+    # Each iteration multiplies the features of the one before it. Its loads and sums do not depend
+    # on its products, and run beside them. (Triton would also prefetch the taps of features that
+    # are multiplied at once, past the cache that holds what taps have in common.)
     for chunk in range(layout.chunks):
         for number, (owner, _, size, _) in enumerate(layout.pieces):
             if owner == chunk:
@@ -641,7 +639,7 @@ def _forward(
         products(chunk)
         write("weight += tl.where(chunk > 0, step, 0)")
         _features(write, layout, chunk)
-        write(f"source += places * {layout.chunks * FIELDS * layout.width}")
+        write(f"source += grid_size * {layout.chunks * FIELDS * layout.width}")
         write.depth -= 1
         products(chunk)
     # Found anew: what belongs to a thread's pixels here need not be kept during the loop.
@@ -674,15 +672,15 @@ def _forward(
         # A thread holds a pixel and a field, the next one the next field. Where a field's channels
         # lie side by side and are more than a thread writes in one go, they are stored that way:
         # otherwise all would be exchanged. (Fewer are not: registers are short.)
-        turned = split and FIRST
-        pixel, field = (_PIXEL, _FIELD) if turned else (":, None", "None, :")
+        transposed = split and FIRST
+        pixel, field = (_PIXEL, _FIELD) if transposed else (":, None", "None, :")
         vector = layout.vector if split else padded
         write(f"element = tl.arange(0, {vector})[None, None, :]")
         for start in range(0, channels, vector):
             outputs = [f"y{c if c < channels else 0}" for c in range(start, start + vector)]
             write(f"found = tl.reshape({joined(outputs)}, [BP, COPIES * {size}, {vector}])")
             write("found = (found * scale).to(y.dtype.element_ty)")
-            if turned:
+            if transposed:
                 write("found = tl.trans(found, (1, 0, 2))")
             write(f"channel = o[{field}, None] * {channels} + {start} + element")
             write(f"known = (o < out_fields)[{field}, None] & (element < {channels - start})")
@@ -693,21 +691,32 @@ def _forward(
     write()
 
 
-def _gram(write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int) -> None:
+def _weight_gradient(
+    write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int
+) -> None:
     """The gradient to the weights: features of the input against the output's gradient."""
     fields = sum(parts)
-    numbers = ["pixels", "height", "width", "pitch", "image_pitch", "places", "tiles", "in_padded"]
+    numbers = [
+        "pixels",
+        "height",
+        "width",
+        "pitch",
+        "image_pitch",
+        "grid_size",
+        "tiles",
+        "in_padded",
+    ]
     write(_jit(*numbers, "again"))
     write(
-        "def gram(x, g, partial, x_largest, g_largest, pixels, height, width, down, dilation,\n"
-        "         pitch, image_pitch, places, tiles, in_padded, out_padded, again,\n"
+        "def weight_gradient(x, g, partial, x_largest, g_largest, pixels, height, width, down,\n"
+        "         dilation, pitch, image_pitch, grid_size, tiles, in_padded, out_padded, again,\n"
         "         BF: tl.constexpr, PRECISION: tl.constexpr):"
     )
     write.depth += 1
     write(f"FIELDS: tl.constexpr = {FIELDS}")
     write(f"COPIES: tl.constexpr = {copies}")
     _common(write, layout)
-    # In 64 bits what is constant in the place of a tap becomes part of the instruction. (The layer
+    # In 64 bits what is constant in the offset of a tap becomes part of the instruction. (The layer
     # itself has no register to spare for it.)
     write("row = row.to(tl.int64)")
     write(f"BP: tl.constexpr = {pixels}")
@@ -716,7 +725,7 @@ def _gram(write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int, pi
     write("split = tl.program_id(2)")
     write("field = i % FIELDS + tl.arange(0, BF)")
     each = layout.chunks * FIELDS * layout.width
-    write(f"source = x + (i // FIELDS).to(tl.int64) * places * {each}")
+    write(f"source = x + (i // FIELDS).to(tl.int64) * grid_size * {each}")
     _Fragments.threads(write)
     write("power = exponent(tl.load(x_largest)) + exponent(tl.load(g_largest))")
     write(f"scale = two_to(power - {2 * HEADROOM})")
@@ -724,12 +733,12 @@ def _gram(write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int, pi
     write(f"into = partial + split.to(tl.int64) * in_padded * out_padded * {each}")
     write("product = tl.arange(0, TARGETS * COPIES)")
     for chunk in range(layout.chunks):
-        _gram_of_chunk(write, layout, parts, pixels, chunk)
+        _weight_gradient_of_chunk(write, layout, parts, pixels, chunk)
     write.depth -= 1
     write()
 
 
-def _gram_of_chunk(
+def _weight_gradient_of_chunk(
     write: Writer, layout: Scheme, parts: tuple[int, ...], pixels: int, chunk: int
 ) -> None:
     """The gradient to the weights of one slot chunk: what a program holds at a time."""
@@ -743,15 +752,15 @@ def _gram_of_chunk(
         for part, wide in enumerate(parts):
             shape = f"[TARGETS * COPIES, {2 * wide}, BF * {size}]"
             write(f"a{part}_{number} = tl.zeros({shape}, tl.float32)")
-        # As in `forward`, each turn multiplies what the turn before it has left.
+        # As in `forward`, each iteration multiplies the features of the one before it.
         write(f"z{number} = tl.zeros([TARGETS, BP, BF * {size}], x.dtype.element_ty)")
     write("last = tl.minimum(split, tiles - 1)")
 
     def products() -> None:
         write("h = g + (last.to(tl.int64) * out_padded + first) * (TARGETS * 2 * BP)")
         for part, wide in enumerate(parts):
-            _Fragments(pixels, 2 * wide, left=True).load(write, "h", "turned")
-            write(f"h{part} = tl.trans(turned, (0, 2, 1))")
+            _Fragments(pixels, 2 * wide, left=True).load(write, "h", "transposed")
+            write(f"h{part} = tl.trans(transposed, (0, 2, 1))")
             write(f"h += COPIES * {wide} * (TARGETS * 2 * BP)")
         for number, size, _ in pieces:
             _copied(write, number, size)
@@ -785,15 +794,15 @@ def _gram_of_chunk(
 
 
 def convolution_source(
-    layout: Scheme, parts: tuple[int, ...], copies: int, packed: bool, last: bool
+    layout: Scheme, parts: tuple[int, ...], copies: int, f16x2: bool, last: bool
 ) -> str:
     """The kernels ``analyse``, ``analyse_activated`` and ``forward`` of a plan's layer.
 
     One program gives ``copies`` times ``sum(parts)`` output fields; parts are powers of two, at
-    least `FIELDS`. ``packed`` is for float16, and not for the interpreter; ``last`` for outputs
+    least `FIELDS`. ``f16x2`` is for float16, and not for the interpreter; ``last`` for outputs
     whose channels lie side by side.
     """
-    write = Writer(packed)
+    write = Writer(f16x2)
     for activated in (False, True):
         _analyse(write, layout, activated)
     _differentiate(write, layout)
@@ -801,17 +810,17 @@ def convolution_source(
     return write.text()
 
 
-def gradient_source(
-    layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int, packed: bool
+def weight_gradient_source(
+    layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int, f16x2: bool
 ) -> str:
-    """The kernels of the gradient to the weights: both ``analyse``, ``lay`` and ``gram``.
+    """The kernels of the gradient to the weights: ``analyse``, ``pack``, ``weight_gradient``.
 
     As in `convolution_source`, with parts of at least `RUN` and ``pixels`` at a time.
     """
-    write = Writer(packed)
+    write = Writer(f16x2)
     for activated in (False, True):
         _analyse(write, layout, activated)
-    _lay(write, layout, parts, copies)
+    _pack(write, layout, parts, copies)
     _differentiate(write, layout)
-    _gram(write, layout, parts, copies, pixels)
+    _weight_gradient(write, layout, parts, copies, pixels)
     return write.text()

@@ -1,8 +1,8 @@
-"""What the kernels with roles have in common: how warps differentiate, and hand features over.
+"""Generates the parts that all warp-specialised kernels share: the pipeline from taps to products.
 
-What a thread that differentiates owns is a pixel and a field with all slots of a chunk, two halves
-in each word. Those that multiply have stages that are filled by both: features by warps, the other
-factors by copies. This room makes text, of which `econv.engines.hopper_source` makes kernels.
+Producer warps differentiate. A thread of theirs owns a pixel and a field with all slots of a chunk,
+two float16 in each word. Consumer warps multiply. Stages in shared memory connect them: producers
+fill in the features, and the copy engine the other factor. `source` makes kernels of these parts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from econv.engines.triton_scheme import FIELDS, Scheme
-from econv.engines.triton_source import HEADROOM, Writer, joined, split_evenly, twos
+from econv.engines.spectral.triton.scheme import FIELDS, Scheme
+from econv.engines.spectral.triton.source import HEADROOM, Writer, joined, split_evenly, twos
 
 __all__ = [
     "ROWS",
@@ -28,12 +28,12 @@ __all__ = [
     "load_taps",
     "magnitudes",
     "pieces_of_a_chunk",
+    "pipeline_step",
     "products",
     "rows_of_a_copy",
     "sum_layouts",
     "thread_layouts",
-    "tile_places",
-    "turn",
+    "tile_offsets",
     "used_pieces",
     "weight_names",
     "workers",
@@ -76,7 +76,7 @@ def used_pieces(layout: Scheme) -> tuple[int, ...]:
 
 
 ROWS = 64
-"""Rows of a product where warps have roles."""
+"""Rows of a warp-specialised product."""
 
 
 def _asm(code: str, *operands: str) -> str:
@@ -101,9 +101,9 @@ def _scaled(one: str, low: float, high: float, other: str | None) -> str:
 
 
 def load_taps(write: Writer, fields: int, words: int, centre: str, names: dict[str, str]) -> None:
-    """Load taps, each a name and its place from the centre, and take them apart into words."""
-    for name, place in names.items():
-        write(f"t = gl.load({centre}{place})")
+    """Load taps, each a name and its offset from the centre, and split them into words."""
+    for name, offset in names.items():
+        write(f"t = gl.load({centre}{offset})")
         if words == 1:
             write(f"{name}0 = gl.convert_layout(gl.reshape(t, [{fields}, BP]), ITEMS)")
             continue
@@ -114,19 +114,19 @@ def load_taps(write: Writer, fields: int, words: int, centre: str, names: dict[s
             write(f"{part} = gl.convert_layout({part}, ITEMS, assert_trivial=True)")
 
 
-def _place(dy: int, dx: int) -> str:
+def _tap_offset(dy: int, dx: int) -> str:
     """Where a tap lies, seen from the centre. Rows run downwards, in the image as in a stencil."""
     return (f" + {dy} * row" if dy else "") + (f" + {dx} * column" if dx else "")
 
 
 def early_taps(layout: Scheme) -> dict[str, str]:
-    """The taps above and below the centre, which are loaded a turn ahead.
+    """The taps above and below the centre, which are loaded a step ahead.
 
     They lie in all lines of the cache that the others do, but for those at the tile's sides: the
     others find them there.
     """
     reach = layout.coefficients.shape[-1] // 2
-    return {_early(dy): _place(dy, 0) for dy in range(-reach, reach + 1)}
+    return {_early(dy): _tap_offset(dy, 0) for dy in range(-reach, reach + 1)}
 
 
 def _early(dy: int) -> str:
@@ -187,7 +187,7 @@ def _derivatives(
         for above, y in zip("pm", (dy, -dy)[: len(rows)], strict=False):
             for beside, x in zip("pm", (dx, -dx)[: len(columns)], strict=False):
                 if dx:
-                    names[above + beside] = _place(y, x)
+                    names[above + beside] = _tap_offset(y, x)
                 else:
                     for word in range(words):
                         write(f"{above}{beside}{word} = {_early(y)}{word}")
@@ -239,7 +239,7 @@ class _Normal:
     def __init__(self, layout: Scheme, chunk: int) -> None:
         self.layout = layout
         found: dict[tuple[int, int], float] = {}
-        _derivatives(Writer(packed=True), layout, chunk, FIELDS, found)
+        _derivatives(Writer(f16x2=True), layout, chunk, FIELDS, found)
         self.scales = {key: v if abs(v) >= _LEAST else 1.0 for key, v in found.items()}
         self.gains: dict[int, float] = {}
         for names in layout.lists[chunk]:
@@ -414,31 +414,31 @@ def thread_layouts(write: Writer, layout: Scheme, fields: int) -> None:
     write("PIXELS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, VECTORS))")
     write("OF_FIELDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, VECTORS))")
     write("OF_WORDS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, VECTORS))")
-    # In 64 bits what is constant in the place of a tap becomes part of the instruction.
+    # In 64 bits what is constant in the offset of a tap becomes part of the instruction.
     write(f"row = (pitch * dilation * {fields * words}).to(gl.int64)")
     write(f"column = dilation * {fields * words}")
     write(f"field = gl.arange(0, {fields}, layout=OF_FIELDS)")
     write(f"word = gl.arange(0, {words}, layout=OF_WORDS)")
-    write("turn = 0")
+    write("step = 0")
 
 
-def tile_places(write: Writer, layout: Scheme, fields: int, tile: str, result: str) -> None:
+def tile_offsets(write: Writer, layout: Scheme, fields: int, tile: str, result: str) -> None:
     """Where the centre taps of a tile lie; past the last pixel, those of the first."""
     words = layout.width // 2
     reach = layout.coefficients.shape[-1] // 2
-    write(f"pixel = ({tile} * TEAMS + TEAM) * BP + gl.arange(0, BP, layout=PIXELS)")
+    write(f"pixel = ({tile} * PARTITIONS + PARTITION) * BP + gl.arange(0, BP, layout=PIXELS)")
     write("p = gl.where(pixel < pixels, pixel, 0)")
     write("image = p // (height * width)")
     write("line = (p - image * (height * width)) // width")
     write("dot = p % width")
-    write("place = image * image_pitch + line * down * pitch + dot * down")
-    write(f"place += {reach} * (pitch + 1) * dilation")
-    write(f"{result} = place[None, :, None] * {fields * words} + field[:, None, None] * {words}")
+    write("offset = image * image_pitch + line * down * pitch + dot * down")
+    write(f"offset += {reach} * (pitch + 1) * dilation")
+    write(f"{result} = offset[None, :, None] * {fields * words} + field[:, None, None] * {words}")
     write(f"{result} = {result} + word[None, None, :]")
 
 
 def _early_words(layout: Scheme) -> str:
-    """What is loaded a turn ahead, word for word."""
+    """What is loaded a step ahead, word for word."""
     words = range(layout.width // 2)
     return ", ".join(f"{name}{word}" for name in early_taps(layout) for word in words)
 
@@ -446,10 +446,10 @@ def _early_words(layout: Scheme) -> str:
 def differentiate_function(
     write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], fields: int
 ) -> None:
-    """A function: the features of a tile and a chunk of slots, and the early taps of the next turn.
+    """A function: the features of a tile and a chunk of slots, and the early taps of the next step.
 
-    All teams call it. Triton goes through what is written in a loop twice, and in a loop in a loop
-    four times; through a function once.
+    Triton analyses the body of a loop twice and that of a nested loop four times, but the body of a
+    function once.
     """
     early = _early_words(layout)
     write("@gluon.jit")
@@ -469,15 +469,15 @@ def differentiate_function(
     write()
 
 
-def turn(
+def pipeline_step(
     write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], source: str, here: str
 ) -> None:
     """The features of a tile and a chunk of slots, handed over.
 
-    The centre taps of the next turn lie at ``source`` and, from there, ``here``.
+    The centre taps of the next step lie at ``source`` and, from there, ``here``.
     """
-    write("stage = turn % STAGES")
-    write("phase = turn // STAGES & 1")
+    write("stage = step % STAGES")
+    write("phase = step // STAGES & 1")
     early, there = _early_words(layout), filled(layout, chunk, pieces)
     write(
         f"{', '.join(f'v{n}' for n in there)}, {early} = differentiate{chunk}(\n"
@@ -485,17 +485,17 @@ def turn(
     )
     write("mbarrier.wait(empty.index(stage), phase ^ 1)")
     for number in there:
-        write(f"z{number}.index(stage).slice(TEAM * BP, BP, dim=1).store(v{number})")
+        write(f"z{number}.index(stage).slice(PARTITION * BP, BP, dim=1).store(v{number})")
     write("fence_async_shared()")
-    write("team_barrier()")
+    write("thread_barrier()")
     write("mbarrier.arrive(full.index(stage), count=1)")
-    write("turn += 1")
+    write("step += 1")
 
 
 def issue_function(
     write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequence[int]
 ) -> None:
-    """A function: the rows of one block to their places in a stage."""
+    """A function: the rows of one block to their grid_size in a stage."""
     columns = 2 * sum(parts)
     names = weight_names(parts, pieces)
     write("@gluon.jit")
@@ -531,8 +531,8 @@ def sum_layouts(write: Writer, parts: Sequence[int]) -> None:
     """How threads hold the sums of products."""
     for part, size in enumerate(parts):
         shape = f"[16, {2 * size}, 16]"
-        laid = f"gl.NVMMADistributedLayout([3, 0], [WARPS, 1], {shape})"
-        write(f"SUMS{part}: gl.constexpr = {laid}")
+        layout = f"gl.NVMMADistributedLayout([3, 0], [WARPS, 1], {shape})"
+        write(f"SUMS{part}: gl.constexpr = {layout}")
 
 
 def zeros(write: Writer, layout: Scheme, parts: Sequence[int], rows: str) -> None:
@@ -562,21 +562,21 @@ def products(
             f".permute((1, 0)), {name}, is_async=True)"
         )
 
-    def fetch(place: int) -> None:
-        write(f"f{place} = {factors[place][2]}.load(gl.DotOperandLayout(0, SUMS0, 2))")
+    def fetch(index: int) -> None:
+        write(f"f{index} = {factors[index][2]}.load(gl.DotOperandLayout(0, SUMS0, 2))")
 
     fetch(0)
-    for place, (number, target, _) in enumerate(factors):
-        if place + 1 < len(factors):
-            fetch(place + 1)
+    for index, (number, target, _) in enumerate(factors):
+        if index + 1 < len(factors):
+            fetch(index + 1)
         for part in range(len(parts)):
-            given = f"f{place}"
+            given = f"f{index}"
             if part:
-                laid = f"gl.DotOperandLayout(0, SUMS{part}, 2)"
-                given = f"gl.convert_layout({given}, {laid}, assert_trivial=True)"
+                layout = f"gl.DotOperandLayout(0, SUMS{part}, 2)"
+                given = f"gl.convert_layout({given}, {layout}, assert_trivial=True)"
             product(given, number, target, part)
-        before = factors[place - 1][1]
-        if place and before != target:
+        before = factors[index - 1][1]
+        if index and before != target:
             # Not the last products, but those before them: their registers are free.
             names = ", ".join(f"a{before}_{part}" for part in range(len(parts)))
             write(f"{names} = warpgroup_mma_wait({len(parts)}, deps=[{names}])")
@@ -588,23 +588,25 @@ def awaited(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
     write(f"{names} = warpgroup_mma_wait(0, deps=[{names}])")
 
 
-def workers(write: Writer, teams: int) -> None:
-    """How many warps and registers the teams that differentiate have."""
-    each = (", ".join([what] * teams) for what in (f"PRODUCERS // {teams}", "REGISTERS"))
+def workers(write: Writer, partitions: int) -> None:
+    """How many warps and registers the partitions that differentiate have."""
+    each = (", ".join([what] * partitions) for what in (f"PRODUCERS // {partitions}", "REGISTERS"))
     write(f"], [{next(each)}], [{next(each)}])")
 
 
-def barriers(write: Writer, teams: int, **lengths: str) -> None:
-    """What is full when all teams have said so, and empty or ready when one thread has.
+def barriers(write: Writer, partitions: int, **lengths: str) -> None:
+    """What is full when all partitions have said so, and empty or ready when one thread has.
 
-    And the numbers of the teams, ``T0 …``, as constants.
+    And the numbers of the partitions, ``T0 …``, as constants.
     """
     write("BARRIER: gl.constexpr = mbarrier.MBarrierLayout()")
     for name, length in lengths.items():
         write(f"{name} = gl.allocate_shared_memory(gl.int64, [{length}, 1], BARRIER)")
         write(f"for stage in gl.static_range({length}):")
-        write(f"    mbarrier.init({name}.index(stage), count={teams if name == 'full' else 1})")
+        write(
+            f"    mbarrier.init({name}.index(stage), count={partitions if name == 'full' else 1})"
+        )
     write("fence_async_shared()")
-    write("team_barrier()")
-    for team in range(teams):
-        write(f"T{team}: gl.constexpr = {team}")
+    write("thread_barrier()")
+    for partition in range(partitions):
+        write(f"T{partition}: gl.constexpr = {partition}")

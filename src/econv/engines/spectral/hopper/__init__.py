@@ -1,0 +1,1 @@
+"""The spectral engine on Hopper GPUs: warp-specialised kernels in Gluon."""

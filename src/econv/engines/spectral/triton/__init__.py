@@ -1,0 +1,1 @@
+"""The spectral engine on GPUs: kernels in Triton, and what launches them."""
