@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -341,7 +341,7 @@ class _Disk:
     not. Two processes may write at once: the last one's is kept whole.
     """
 
-    _all: dict[str, _Disk] = {}
+    _all: ClassVar[dict[str, _Disk]] = {}
 
     def __init__(self, path: Path) -> None:
         self.path = path
