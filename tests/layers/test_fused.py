@@ -11,26 +11,47 @@ from torch import nn
 
 import econv
 from econv import GroupBatchNorm2d, GroupConv2d
-from econv.engines import auto, note, spectral
+from econv.engines import ENGINES, Prologue
+from econv.engines.door import FUSED as BOTH
+from econv.engines.spectral.torch import Torch
+from econv.engines.spectral.triton import engine
 from econv.layers import norm_relu_conv
 
-FUSED = "spectral/triton" + spectral.FUSED
+FUSED = "spectral/triton" + BOTH
+
+
+class OnAnyDevice(engine.Triton):
+    """What the kernels do, as operations of torch."""
+
+    def why_not(self, problem):
+        if problem.device.type not in engine.DEVICES:
+            return "another device"
+        return self._not_covered(problem)
+
+    def forward(self, task, x, weight, affine):
+        x = x if affine is None else Prologue(affine).apply(x)
+        return Torch().forward(task, x, weight, None)
+
+    def backward(self, task, gradient, x, weight, affine, known, wanted):
+        if affine is None:
+            return Torch().backward(task, gradient, x, weight, None, known, wanted)
+        with torch.enable_grad():
+            x, affine = (t.detach().requires_grad_() for t in (x, affine))
+            made = Prologue(affine).apply(x)
+        given = (gradient, made.detach(), weight, None, known, wanted)
+        to_made, to_weight, _ = Torch().backward(task, *given)
+        to_x, to_affine = torch.autograd.grad(made, (x, affine), to_made)
+        return to_x, to_weight, to_affine
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Kernels seem to run on a CPU."""
-    monkeypatch.setenv("ECONV_TRITON", "0")
-    monkeypatch.setattr(spectral, "TRITON", {"cpu"})
-    monkeypatch.setattr(auto, "on_kernels", lambda x, work: x.dtype != torch.float64)
-
-    def forward_activated(self, x, affine):
-        note(FUSED)
-        each = affine.repeat_interleave(self.group.order, 1)[:, None, :, None, None]
-        centre, scale, shift = each
-        return self._run_spectral(torch.relu((x - centre) * scale + shift).to(x.dtype))
-
-    monkeypatch.setattr(GroupConv2d, "forward_activated", forward_activated)
+    engine.DEVICES.add("cpu")
+    monkeypatch.delitem(ENGINES, "spectral/hopper")
+    monkeypatch.setitem(ENGINES, "spectral/triton", OnAnyDevice())
+    yield
+    engine.DEVICES.discard("cpu")
 
 
 class PreActivated(nn.Module):
@@ -181,7 +202,7 @@ def test_a_hook_of_all_modules_is_called(pair, x):
     assert called == [GroupBatchNorm2d, GroupConv2d, PreActivated]
 
 
-def test_what_the_kernels_do_not_take_runs_one_after_the_other(monkeypatch, pair, x):
+def test_what_the_kernels_do_not_take_runs_one_after_the_other(pair, x):
     assert FUSED not in ran_by(copy.deepcopy(pair).double(), x.double())
     with torch.autocast("cpu", torch.bfloat16):
         assert FUSED not in ran_by(pair, x)
@@ -191,7 +212,7 @@ def test_what_the_kernels_do_not_take_runs_one_after_the_other(monkeypatch, pair
         pair(x)
     assert ran == ["dense"]
     pair.conv.engine = "spectral"
-    monkeypatch.setattr(spectral, "TRITON", {"cuda"})
+    engine.DEVICES.discard("cpu")
     assert FUSED not in ran_by(pair, x)
 
 
