@@ -18,11 +18,8 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import math
-import platform
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -37,9 +34,8 @@ from torch.nn import functional
 
 import econv
 from econv.engines import Problem, choice
-from econv.files import write_atomically
-from econv.records import revision, source_hash
 from econv.train.capture import captured
+from recording import Growing, origin
 from timing import isolated, kernels
 
 # The networks
@@ -348,51 +344,30 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     stop = time.perf_counter() + args.limit
     torch.backends.cudnn.benchmark = True
-    record = {**head(args), "rows": [], "stopped": False}
-    if args.json and args.json.exists():
-        before = json.loads(args.json.read_text(encoding="utf-8"))
-        if all(before.get(key) == value for key, value in head(args).items()):
-            record["rows"] = before["rows"]
+    record = Growing(args.json, head(args), "rows", lambda row: (row["network"], row["way"]))
 
     def keep(row: dict[str, Any]) -> None:
-        known = (row["network"], row["way"])
-        record["rows"] = [r for r in record["rows"] if (r["network"], r["way"]) != known] + [row]
         if "profile" in row:
             print_profile(row)
         else:
             print(line(row, args.batch), flush=True)
-        write(record, args.json)
+        record.keep(row, stopped=True)  # unless it comes to the end
 
     for name in args.networks:
         if time.perf_counter() < stop:
             measure(name, args.ways, args, stop, keep)
         forget()
-    record["stopped"] = time.perf_counter() > stop
-    if record["stopped"]:
+    stopped = time.perf_counter() > stop
+    if stopped:
         print(f"stopped after {args.limit:.0f} s", flush=True)
-    write(record, args.json)
-
-
-def write(record: dict[str, Any], path: Path | None) -> None:
-    if path:
-        write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
+    record.write(stopped=stopped)
 
 
 def head(args: argparse.Namespace) -> dict[str, Any]:
     cuda = args.device == "cuda"
-    return {
-        "kind": args.device,
-        "device": torch.cuda.get_device_name() if cuda else platform.machine(),
-        "group": GROUP,
-        "batch": args.batch,
-        "size": args.size,
-        "precision": "bfloat16, autocast" if cuda else "float32",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "revision": revision(),
-        "source_sha256": source_hash(),
-    }
+    sizes = {"group": GROUP, "batch": args.batch, "size": args.size}
+    precision = "bfloat16, autocast" if cuda else "float32"
+    return {**origin(args.device), **sizes, "precision": precision}
 
 
 if __name__ == "__main__":

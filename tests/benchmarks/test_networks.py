@@ -94,7 +94,7 @@ def test_a_row_holds_the_source_and_both_engines(small, tmp_path, capsys):
     # A record of the same code and sizes is continued, another one is not.
     found["rows"].append({**row, "way": "compile"})
     path.write_text(json.dumps(found))
-    assert [r["way"] for r in run(path)["rows"]] == ["compile", "eager"]
+    assert [r["way"] for r in run(path)["rows"]] == ["eager", "compile"]
     assert [r["way"] for r in run(path, "--batch", "2")["rows"]] == ["eager"]
 
 
