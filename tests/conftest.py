@@ -1,7 +1,8 @@
-"""What every test starts from: one thread, and the same random numbers; small data sets."""
+"""What every test starts from: one thread, the same random numbers and engines; small data sets."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from small_data import Published
 
 pytest.register_assert_rewrite("small_data")
+
+# Engines by rule, here and in processes that tests start: what was faster is not the same twice.
+os.environ["ECONV_MEASURE"] = "0"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,6 +36,20 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """``"auto"`` measures and has not decided anything yet; where it keeps its choices."""
+    from econv.engines import choice
+
+    folder = tmp_path / "measured"
+    monkeypatch.delenv("ECONV_MEASURE")
+    monkeypatch.setenv("ECONV_CACHE", str(folder))
+    for known in ("_memory", "_decided", "_failed"):
+        monkeypatch.setattr(choice, known, {})
+    monkeypatch.setattr(choice._Disk, "_all", {})
+    return folder / "choices"
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from econv import (
     central,
     restrict,
 )
-from econv.engines.dense import filter_places
+from econv.engines.dense import filter_offsets
 from econv.testing import (
     assert_equivariant,
     convergence_order,
@@ -457,10 +457,10 @@ def rejects(module, x, group, **kinds) -> float:
 
 def with_table(name: str, table) -> GroupConv2d:
     """A layer whose output A reads input B through table(A, B) in place of A⁻¹B."""
-    layer = GroupConv2d(2, 2, name, **DOUBLE)
+    layer = GroupConv2d(2, 2, name, engine="dense", **DOUBLE)
     order = layer.group.order
     relative = np.array([[table(a, b) for b in range(order)] for a in range(order)])
-    layer.places = torch.tensor(filter_places(relative, layer.in_fields))
+    layer.offsets = torch.tensor(filter_offsets(relative, layer.in_fields))
     return layer
 
 

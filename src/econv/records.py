@@ -100,7 +100,9 @@ class Record:
     """How many runs shared the device, this one among them; None if not known."""
     convolutions: dict[str, int] | None = None
     """How many of econv's convolutions each engine ran in a step, as `econv.engine` names them;
-    None if not known, or if ``torch.compile`` ran them, which then were dense."""
+    None if not known, or if ``torch.compile`` ran them."""
+    choices: dict[str, str] | None = None
+    """The engines that ``"auto"`` had measured as the faster ones, by problem; None if not known."""
     format: int = FORMAT
 
     def __post_init__(self) -> None:

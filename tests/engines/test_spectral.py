@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import econv
 from econv import GroupConv2d, LiftConv2d, VectorConv2d
-from econv.engines import spectral
 from econv.engines.spectral import native
+from econv.engines.spectral.torch import tables
 from econv.plan import spectral_plan
 from test_engines import FORWARD, distance, layers_with, run_reference
 
@@ -279,13 +279,25 @@ def test_a_layer_traced_by_jit_reads_its_input():
     assert distance(traced(other), layer(other)) <= 1e-12
 
 
-def test_a_traced_layer_must_bring_its_tables():
-    layer = GroupConv2d(1, 1, "p4")
-    with (
-        econv.engine("spectral"),
-        pytest.raises(Exception, match=r'built with engine="spectral"'),
-    ):
-        torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(1, 4, 6, 6))
+def test_a_block_around_the_compiler_chooses_the_engine():
+    from torch._dynamo.backends.common import aot_autograd
+
+    layer = GroupConv2d(1, 1, "p4", dtype=torch.float64)
+    x = torch.randn(1, 4, 6, 6, dtype=torch.float64)
+    seen = []
+
+    def keep(graph, inputs):
+        seen.append(graph.code)
+        return graph
+
+    for name in ("dense", "spectral", "dense"):
+        with econv.engine(name):
+            wanted = layer(x)
+            compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+            found = compiled(x)
+        assert distance(found, wanted) <= 1e-12
+        assert ("econv.spectral" in seen[-1]) == (name == "spectral")
+        assert ("aten.convolution" in seen[-1]) == (name == "dense")
 
 
 def test_state_is_the_same_for_all_engines():
@@ -298,9 +310,12 @@ def test_state_is_the_same_for_all_engines():
     for layer in (*layers, copy.deepcopy(layers[2]), pickle.loads(pickle.dumps(layers[2]))):
         assert distance(layer(x), wanted) <= 1e-5
     again = layers[2].double()
-    assert again.regular_stencils.dtype == torch.float64
-    exact = spectral_plan(again.basis, "regular", "regular").stencils
-    assert float((again.regular_stencils[:, 0] - torch.tensor(exact)).abs().max()) == 0
+    plan = spectral_plan(again.basis, "regular", "regular")
+    table = tables(plan, x.device, torch.float64)
+    assert table.stencils.dtype == torch.float64
+    assert float((table.stencils[:, 0] - torch.tensor(plan.stencils)).abs().max()) == 0
+    exact = copy.deepcopy(layers[0]).double()
+    assert distance(again(x.double()), exact(x.double())) <= 1e-12
 
 
 def test_only_the_input_and_the_weights_are_kept_for_the_backward_pass(ran):
@@ -310,7 +325,7 @@ def test_only_the_input_and_the_weights_are_kept_for_the_backward_pass(ran):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
         ran(layer, x)
     plan = spectral_plan(layer.basis, "regular", "regular")
-    table = spectral.tables(plan, x.device, x.dtype)
+    table = tables(plan, x.device, x.dtype)
     sizes = {t.data_ptr(): t.numel() for t in kept}
     known = (x.numel(), 16 * plan.weights, layer.weight.numel(), table.weight_map.numel())
     assert sum(sizes.values()) <= sum(known)

@@ -158,4 +158,6 @@ class _Permute(torch.autograd.Function):
 
 def _expand(weight: Tensor, synthesis: Tensor) -> Tensor:
     """Every weight as filters in every frame, ``[*, s]`` → ``[*, order, k, k]``."""
+    if len(synthesis) == 1:  # no sum: what compilers fuse, and matrix products are slow at
+        return weight[..., None, None] * synthesis[0]
     return (weight @ synthesis.flatten(1)).unflatten(-1, synthesis.shape[1:])

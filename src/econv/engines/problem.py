@@ -331,7 +331,7 @@ def _context(x: Tensor, weight: Tensor) -> str:
 
 
 def _hint(size: Any) -> int:
-    if isinstance(size, int):
-        return size
+    if not isinstance(size, torch.SymInt):
+        return int(size)  # while `torch.jit` traces, sizes are tensors
     hint = size.node.hint
     return 1 if hint is None else int(hint)

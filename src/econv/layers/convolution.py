@@ -163,7 +163,7 @@ class PDOConv2d(WithConstants):
     def convolution(self) -> engines.Convolution:
         """What the layer computes, as the engines are told."""
         known = self._convolution
-        own = (self.stride, self.padding, self.padding_mode, self.dilation)
+        own = (self.stride // self._step, self.padding, self.padding_mode, self.dilation)
         if own != (known.stride, known.padding, known.padding_mode, known.dilation):
             known = self._convolution = self._describe()  # somebody set them
         return known
@@ -171,7 +171,7 @@ class PDOConv2d(WithConstants):
     def _describe(self) -> engines.Convolution:
         each = {"regular": self._order, "vector": 2}[self.output_kind]
         fields = (self._parts(), self.output_kind, self.out_channels // each, self.groups)
-        windows = (self.stride, self.padding, self.padding_mode, self.dilation)
+        windows = (self.stride // self._step, self.padding, self.padding_mode, self.dilation)
         return engines.convolution(self.basis, *fields, *windows)
 
     def _parts(self) -> tuple[Part, ...]:
@@ -244,9 +244,18 @@ class PDOConv2d(WithConstants):
     def read(self, x: Tensor) -> Tensor:
         """What `forward` makes of its input before it is convolved."""
         self._check_input(x)
+        step = self._step
         if self.centred:
-            x = recentre(x, self.points(x.shape[2]), self.points(x.shape[3]))
+            x = recentre(x, self.points(x.shape[2]), self.points(x.shape[3]), step=step)
+        elif step > 1:
+            layout = engines.memory_format(x)
+            x = x[:, :, ::step, ::step].contiguous(memory_format=layout)
         return x
+
+    @property
+    def _step(self) -> int:
+        """Of layers that read one pixel for each of theirs, only these pixels are looked at."""
+        return self.stride if self.extent == 1 and not self.padding else 1
 
     def points(self, size: int) -> int:
         """How many points of an axis the windows fill, without the padding."""

@@ -178,25 +178,32 @@ def window_count(size: int, extent: int, stride: int, padding: int) -> int:
     return (size + padding - extent) // stride + 1
 
 
-def recentre(x: Tensor, height: int, width: int, fill: float = 0.0) -> Tensor:
+def recentre(x: Tensor, height: int, width: int, fill: float = 0.0, step: int = 1) -> Tensor:
     """The ``height`` × ``width`` points, a pixel apart, about the centre of the image.
 
     torch puts windows on pixels 0, s, 2s … and leaves what remains at the far end alone: on sizes
     where something remains, the samples lie off the centre and do not turn onto themselves. On
     the n − r points about the centre, r what would remain, the same windows lie symmetrically.
     Where r is even this crops; where it is odd the points lie between two pixels and are their
-    mean. Points outside of the image are ``fill``.
+    mean. Points outside of the image are ``fill``. Of the points each ``step``-th is taken.
 
     >>> recentre(torch.arange(5.0).expand(1, 1, 5, 5), 5, 4)[0, 0, 0].tolist()
     [0.5, 1.5, 2.5, 3.5]
     """
-    found = points_about_centre(x, height, width, fill)
+    found = points_about_centre(x, height, width, fill, step)
     return found.contiguous(memory_format=memory_format(x))
 
 
-def points_about_centre(x: Tensor, height: int, width: int, fill: float = 0.0) -> Tensor:
+def points_about_centre(
+    x: Tensor, height: int, width: int, fill: float = 0.0, step: int = 1
+) -> Tensor:
     """:func:`recentre` in whatever layout comes out; sizes may be symbolic."""
-    return _recentre_axis(_recentre_axis(x, 2, height, fill), 3, width, fill)
+    rows, columns = x.shape[2], x.shape[3]
+    known = not _symbolic(rows, columns, height, width)
+    if known and (rows - height, columns - width) == (1, 1):
+        return functional.avg_pool2d(x, 2, step)  # between four pixels, in one pass
+    found = _recentre_axis(_recentre_axis(x, 2, height, fill), 3, width, fill)
+    return found if step == 1 else found[:, :, ::step, ::step]
 
 
 def _recentre_axis(x: Tensor, dim: int, size: int, fill: float) -> Tensor:

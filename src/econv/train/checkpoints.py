@@ -143,6 +143,9 @@ def _check_told(told: Any, settings: Mapping[str, Any]) -> None:
         value = told[name]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(f"expected {name} of another kind; got {value!r:.50}")
+    choices = told.get("choices", {})  # older versions measured nothing
+    if not isinstance(choices, dict) or not all(isinstance(v, str) for v in choices.values()):
+        raise CheckpointError(f"expected choices as names of engines; got {choices!r:.50}")
     for entry in told["history"]:
         records.check_epoch(entry)
     for part in told["parts"]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from econv import records
+from econv import engines, records
 from econv.data import Dataset
 from econv.recipes import Recipe
 from econv.records import Record
@@ -67,6 +67,7 @@ class Loop:
             "seconds": 0.0,
             "setup_seconds": 0.0,
             "parts": [],
+            "choices": {},
         }
         self.best: dict[str, Tensor] = {}
 
@@ -76,6 +77,7 @@ class Loop:
         """Train to the end; ``ready`` is called before the first step, when all is set up."""
         if saved is not None:
             self.told.update(saved.told)
+            engines.keep(self.told["choices"])  # or the next steps could round another way
         with self.say:
             self._take_part()
             while True:
@@ -206,6 +208,7 @@ class Loop:
             return
         tensors = trainer.state() | {f"best.{name}": t for name, t in self.best.items()}
         self.board.flush()
+        self.told["choices"] = engines.kept()
         self.checkpoints.save(self.told, tensors)
 
     def _finish(self, trainer: Trainer, started: float) -> Record:
@@ -246,6 +249,7 @@ class Loop:
             parts=told["parts"],
             shared=self.shared,
             convolutions=trainer.convolutions or None,
+            choices=engines.kept(),
         )
         self.say.finished(record)
         return record
