@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import fresh
-from turns import in_turns
+from timing import interleaved
 
 HERE = Path(__file__).resolve()
 WIDTHS = (24, 48, 48, 96, 96, 96)
@@ -170,7 +170,7 @@ def compare(
     ours: Callable[[], None], plain: Callable[[], None], repeats: int
 ) -> dict[str, float | list[float]]:
     """Relate the times of two that run in turns."""
-    times = in_turns({"ours": ours, "plain": plain}, repeats, warm_up=3)
+    times = interleaved({"ours": ours, "plain": plain}, repeats, warm_up=3)
     paired = [a / b for a, b in zip(times["ours"], times["plain"], strict=True)]
     lower, _, upper = statistics.quantiles(paired, n=4)
     return {

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import econv
 from econv.models import ResNet
-from turns import in_turns
+from timing import interleaved
 
 TARGET = 1.05
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace, memory_format: torch.memory_format) -> dic
         return lambda: module(x)
 
     with torch.inference_mode():
-        times = in_turns({name: runner(m) for name, m in networks.items()}, args.repeats)
+        times = interleaved({name: runner(m) for name, m in networks.items()}, args.repeats)
     found = {name: statistics.median(values) for name, values in times.items()}
     ratios = {name: found["exported"] / seconds for name, seconds in found.items()}
     # The ratio of the fastest runs is what is least disturbed by the rest of the machine.

@@ -2,10 +2,10 @@
 
 Whole steps of a recipe (augmentation, forward, backward, optimiser, moving average) on pictures of
 noise of the data's size, as `econv train --step graph` runs them: every engine is captured as a
-CUDA graph of its own, and they take turns.
+CUDA graph of its own, and each runs some steps, isolated, in several rounds.
 
     python benchmarks/training_speed.py --json benchmarks/results/training_cuda.json
-    python benchmarks/training_speed.py --device cpu --mode eager --batch 4   # that it runs
+    python benchmarks/training_speed.py --device cpu --step eager --batch 4   # that it runs
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=NAMES, choices=sorted(RECIPES))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--mode", default="graph", choices=("eager", "graph"))
+    parser.add_argument("--step", default="graph", choices=("eager", "graph", "compile"))
     parser.add_argument("--batch", type=int, help="instead of the recipe's")
     parser.add_argument("--steps", type=int, default=10, help="of a measurement (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="measurements (%(default)s)")
@@ -104,10 +104,10 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     device = torch.device(args.device)
     gpu = device.type == "cuda"
-    execution = Execution(device, args.mode, "bfloat16" if gpu else "float32", gpu)
+    execution = Execution(device, args.step, "bfloat16" if gpu else "float32", gpu)
     record: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if gpu else device.type,
-        "mode": args.mode,
+        "step": args.step,
         "precision": execution.precision,
         "torch": torch.__version__,
         "python": sys.version.split()[0],

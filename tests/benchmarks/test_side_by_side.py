@@ -21,7 +21,7 @@ import build_and_size  # noqa: E402
 import compatibility  # noqa: E402
 import libraries  # noqa: E402
 import readme  # noqa: E402
-import turns  # noqa: E402
+import timing  # noqa: E402
 from compatibility_checks import CHECKS, Check  # noqa: E402
 from fresh import AbsentError, Outcome  # noqa: E402
 
@@ -590,7 +590,7 @@ def test_a_check_of_equivariance_says_no_to_an_ordinary_convolution(name):
 
 def test_times_are_related_in_turns(monkeypatch):
     clock, order = [0.0], []
-    monkeypatch.setattr(turns.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 
     def run(name, seconds):
         order.append(name)

@@ -9,7 +9,7 @@ training_speed = pytest.importorskip("training_speed", reason="no benchmarks bes
 
 
 def test_every_engine_takes_part_and_trains_the_same(tmp_path, capsys):
-    arguments = "--device cpu --mode eager --batch 2 --steps 1 --rounds 1"
+    arguments = "--device cpu --step eager --batch 2 --steps 1 --rounds 1"
     file = tmp_path / "found.json"
     recipes = ["--recipes", "cifar10_resnet26_p6_paper", "cifar10_resnet26_p6"]
     training_speed.main([*arguments.split(), *recipes, "--json", str(file)])
