@@ -112,9 +112,35 @@ def convolve(
             padded = functional.pad(x, (padding,) * 4, mode=mode)
         x = padded.contiguous(memory_format=memory_format(x))
         padding = 0
+    if _unfolds(convolution, x):
+        return _on_blocks_of_pixels(x, bank, bias, convolution.stride, padding)
     return functional.conv2d(
         x, bank, bias, convolution.stride, padding, convolution.dilation, convolution.groups
     )
+
+
+def _unfolds(convolution: Convolution, x: Tensor) -> bool:
+    """Whether tensor cores of a GPU would be starved of channels."""
+    few = x.shape[1] * convolution.stride**2 <= 16 and convolution.stride > 1
+    plain = convolution.groups == convolution.dilation == 1 and not exporting()
+    return x.is_cuda and few and plain and x.dtype in (torch.float16, torch.bfloat16)
+
+
+def _on_blocks_of_pixels(
+    x: Tensor, bank: Tensor, bias: Tensor | None, stride: int, padding: int
+) -> Tensor:
+    """A strided convolution as one of stride 1 that reads blocks of pixels as channels."""
+    size = bank.shape[-1]
+    reach = -(-size // stride)  # blocks
+    sides = []
+    for n in (x.shape[3], x.shape[2]):
+        windows = (n + 2 * padding - size) // stride + 1
+        sides += [padding, stride * (windows + reach - 1) - n - padding]
+    blocks = functional.pixel_unshuffle(functional.pad(x, sides), stride)
+    more = stride * reach - size
+    bank = functional.pixel_unshuffle(functional.pad(bank, (0, more, 0, more)), stride)
+    blocks = blocks.contiguous(memory_format=memory_format(x))
+    return functional.conv2d(blocks, bank, bias)
 
 
 def replicate(x: Tensor, before: int, after: int) -> Tensor:

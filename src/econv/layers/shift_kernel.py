@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,60 +13,65 @@ __all__ = ["launch"]
 
 @triton.jit
 def _mean_of_four(
-    x,
-    y,
-    channels,
-    height,
-    width,
-    rows,
-    columns,
+    x: Any,
+    y: Any,
+    height: Any,
+    rows: Any,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
     STEP: tl.constexpr,
     ADJOINT: tl.constexpr,
-    BP: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """y, ``rows`` × ``columns``, from x; or the transpose of that."""  # fmt: skip
-    pixel = (tl.program_id(0) * BP + tl.arange(0, BP))[:, None]
-    channel = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
+    BLOCK: tl.constexpr,
+) -> None:
+    """A piece of a row of y from two rows of x; or of the transpose of that.
+
+    Sizes along a row are constants: then the compiler knows what is aligned.
+    """
+    piece = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(1)
     image = tl.program_id(2).to(tl.int64)
-    known = (pixel < rows * columns) & (channel < channels)
-    i = pixel // columns
-    j = pixel % columns
-    source = x + image * height * width * channels
-    total = tl.zeros([BP, BC], tl.float32)
+    known = piece < COLUMNS * CHANNELS
+    column = piece // CHANNELS
+    total = tl.zeros([BLOCK], tl.float32)
     for a in tl.static_range(2):
+        if ADJOINT:
+            row = (i - a) // STEP
+            row_known = (i >= a) & ((i - a) % STEP == 0) & (row < height)
+        else:
+            row = i * STEP + a
+            row_known = row < height
+        source = x + (image * height + row) * (WIDTH * CHANNELS)
         for b in tl.static_range(2):
-            if ADJOINT:
-                p = i - a
-                q = j - b
-                there = known & (p >= 0) & (q >= 0) & (p % STEP == 0) & (q % STEP == 0)
-                p = p // STEP
-                q = q // STEP
-                there = there & (p < height) & (q < width)
+            if STEP == 1:
+                place = piece - b * CHANNELS if ADJOINT else piece + b * CHANNELS
+                there = (place >= 0) & (place < WIDTH * CHANNELS)
+            elif ADJOINT:
+                place = (column - b) // STEP * CHANNELS + piece % CHANNELS
+                there = (column >= b) & ((column - b) % STEP == 0) & (place < WIDTH * CHANNELS)
             else:
-                p = i * STEP + a
-                q = j * STEP + b
-                there = known
-            value = tl.load(source + (p * width + q) * channels + channel, mask=there, other=0.0)
+                place = (column * STEP + b) * CHANNELS + piece % CHANNELS
+                there = place < WIDTH * CHANNELS
+            value = tl.load(source + place, mask=known & there & row_known, other=0.0)
             total += value.to(tl.float32)
-    into = y + image * rows * columns * channels + pixel * channels + channel
+    into = y + (image * rows + i) * (COLUMNS * CHANNELS) + piece
     tl.store(into, (total * 0.25).to(y.dtype.element_ty), mask=known)
 
 
 def launch(x: Tensor, y: Tensor, step: int, adjoint: bool) -> None:
     """Fill y, channels-last as x is."""
     batch, channels, rows, columns = y.shape
-    grid = (triton.cdiv(rows * columns, 32), triton.cdiv(channels, 64), batch)
-    _mean_of_four[grid](
+    block = min(1024, triton.next_power_of_2(columns * channels))
+    _mean_of_four[triton.cdiv(columns * channels, block), rows, batch](
         x,
         y,
-        channels,
-        *x.shape[2:],
+        x.shape[2],
         rows,
-        columns,
+        WIDTH=x.shape[3],
+        COLUMNS=columns,
+        CHANNELS=channels,
         STEP=step,
         ADJOINT=adjoint,
-        BP=32,
-        BC=64,
+        BLOCK=block,
         num_warps=4,
     )

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -186,20 +185,21 @@ def _specialised(
     return bool(_launches().warp_specialised(plan, inputs, outputs, dtype, device))
 
 
+@cache
 def _launches() -> Any:
     from econv.engines.spectral.triton import launches
 
     return launches
 
 
-@contextmanager
-def on_device(x: Tensor) -> Iterator[None]:
+_NOTHING = nullcontext()
+
+
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
     """Kernels are launched on the current device: it has to be that of the tensors."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        yield
-        return
-    with torch.cuda.device(x.device):
-        yield
+        return _NOTHING
+    return torch.cuda.device(x.device)
 
 
 def _given(affine: Tensor | None) -> tuple[Tensor, ...]:
