@@ -216,19 +216,19 @@ def measured(problem: Problem, dtype: torch.dtype, may_run: bool = True) -> dict
     memory, text = _Disk.of(problem.device), _text(problem)
     names = {one.name for one in candidates(problem)}
     found = memory.times.get(text)
-    if found is not None and names <= found.keys():
-        return found
-    if not may_run:
-        return None
     store = _store()
-    if store is not None and torch.distributed.get_rank() > 0:
-        return _shared(store, text)
-    found = _measure(problem, dtype)
-    if found and all(math.isfinite(times.call) for times in found.values()):
-        memory.add(text, found)
-    else:
-        memory.times[text] = found
-    if store is not None:
+    first = store is None or torch.distributed.get_rank() == 0
+    if found is None or not names <= found.keys():
+        if not may_run:
+            return None
+        if not first:
+            return _shared(store, text)
+        found = _measure(problem, dtype)
+        if found and all(math.isfinite(times.call) for times in found.values()):
+            memory.add(text, found)
+        else:
+            memory.times[text] = found
+    if store is not None and first:  # what it remembers, too: others may have to wait for it
         store.set(f"econv {text}", json.dumps(found))
     return found
 
@@ -279,7 +279,7 @@ def _pass(one: Engine, problem: Problem, dtype: torch.dtype) -> Callable[[], Non
             y = one.run(problem, x, weight)
             if wanted:
                 if not gradient:
-                    gradient.append(torch.randn_like(y))
+                    gradient.append(torch.empty_like(y).normal_(generator=generator))
                 torch.autograd.grad(y, wanted, gradient[0])
 
     return run
