@@ -266,7 +266,10 @@ def _pass(one: Engine, problem: Problem, dtype: torch.dtype) -> Callable[[], Non
         torch.tensor(array, device=device, dtype=dtype if array.dtype.kind == "f" else None)
         for array in dense.tables(conv).values()
     ]
-    shape = (conv.out_fields * (2 if conv.target == "vector" else 1), channels // conv.groups)
+    shape: tuple[int, ...] = (
+        conv.out_fields * (2 if conv.target == "vector" else 1),
+        channels // conv.groups,
+    )
     if conv.parts[0].kind == "regular":
         shape = (shape[0], conv.parts[0].fields // conv.groups, conv.basis.group.order)
     learned = drawn((*shape, len(conv.basis.operators)), dtype).requires_grad_(problem.to_weight)
@@ -380,7 +383,7 @@ class _Disk:
 def _versions() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = [torch.__version__]
+    found = [str(torch.__version__)]
     for name in ("triton", "econv"):
         with contextlib.suppress(PackageNotFoundError):
             found.append(version(name))
