@@ -13,7 +13,7 @@ from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
 from econv.engines import Prologue, door, memory_format
 from econv.engines.problem import Geometry
 from econv.engines.spectral.hopper import launches as hopper_launches
-from econv.engines.spectral.operator import Task
+from econv.engines.spectral.operator import EngineError, Task
 from econv.engines.spectral.triton import engine as triton_engine
 from econv.engines.spectral.triton import kernels as triton_kernels
 from econv.engines.spectral.triton import launches as triton_launches
@@ -371,8 +371,9 @@ def test_operands_that_lie_elsewhere_are_found_out(monkeypatch, forgotten):
     monkeypatch.setattr(triton_launches, "_images", wrong)
     watched_steps(monkeypatch)
     forget()
-    with triton_tiles.tiles(bytes=1), pytest.raises(AssertionError):
+    with triton_tiles.tiles(bytes=1), pytest.raises(EngineError) as caught:
         results(layer, x, probe, "spectral")
+    assert isinstance(caught.value.__cause__, AssertionError)
 
 
 def test_images_in_groups_and_programs_that_share_pixels_give_the_same():

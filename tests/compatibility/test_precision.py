@@ -7,6 +7,7 @@ import torch
 
 import econv
 from catalogue import CASES, MODES, NETWORKS, case, run
+from test_spectral import ON_A_CPU
 
 # Relative errors; a network adds up those of its layers.
 TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.15, torch.float64: 1e-4}
@@ -93,7 +94,7 @@ def test_channels_last_is_kept_by_every_layer_of_a_network(name, train):
     assert distance(found, contiguous) <= 1e-5
 
 
-@pytest.mark.parametrize("engine", econv.engines.ENGINES)
+@pytest.mark.parametrize("engine", ON_A_CPU)
 def test_one_channel_that_was_made_channels_last_is_so_for_every_engine(engine):
     """Its numbers lie as they did before: the stride says what is wanted, as for torch."""
     layer = econv.LiftConv2d(1, 2, "p4", engine=engine)

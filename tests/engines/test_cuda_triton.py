@@ -10,26 +10,37 @@ import econv
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device found", allow_module_level=True)
 
-from econv.engines import auto, replayed, spectral, triton_ops
+from econv.engines import ENGINES, Problem, choice, door
+from econv.engines.choice import Times
 from econv.engines.problem import Geometry
+from econv.engines.spectral.torch import apply, tables
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton import steps as triton_steps
+from econv.engines.spectral.triton import tiles as triton_tiles
 from econv.plan import spectral_plan
 from econv.train.capture import captured
 from triton_checks import *  # noqa: F403
 from triton_checks import (
-    FUSED,
     PreActivated,
+    convolve,
     err_little_more,
     error,
     exact,
     exact_step,
     results,
     step,
+    weight_gradient,
 )
 
 BFLOAT16 = {"device": "cuda", "dtype": torch.bfloat16, "engine": "spectral"}
 ROWS = [("p8", 40, 16), ("p8", 80, 8), ("p16", 20, 32), ("p8m", 20, 32), ("p32", 20, 16)]
+
+
+def runs(layer, x):
+    """Which of the kernels, of those for Hopper GPUs and the others, takes these images."""
+    problem = Problem.of(layer.convolution, x, layer.weight)
+    names = ("spectral/hopper", "spectral/triton")
+    return next(name for name in names if ENGINES[name].why_not(problem) is None)
 
 
 def row(group, fields, size, batch=4):
@@ -45,7 +56,7 @@ def test_layers_of_the_benchmark_err_little_more_than_the_dense_engine(group, fi
     wanted = exact(layer, x, probe)
     with econv.engine() as ran:
         ours = results(layer, x, probe, "spectral")
-    assert ran == ["spectral/triton"]
+    assert ran == [runs(layer, x)]
     assert ours[0].is_contiguous(memory_format=torch.channels_last)
     for a, b, truth in zip(ours, results(layer, x, probe, "dense"), wanted, strict=True):
         assert error(a, truth) <= 1.5 * error(b, truth)
@@ -66,7 +77,7 @@ def test_later_calls_are_launched_by_address_and_give_the_same(
         launch(self, *tensors)
 
     monkeypatch.setattr(triton_steps.Launch, "__call__", counted)
-    with triton_ops.tiles(bytes=most):
+    with triton_tiles.tiles(bytes=most):
         wanted = results(layer, x, probe, "spectral")
         through_triton.clear()
         for _ in range(2):
@@ -125,38 +136,44 @@ def test_warp_specialised_kernels_err_little_more_than_others(monkeypatch, group
 def in_float64(x, probe, weights, plan, geometry):
     """What `run_with` gives, by torch's own operations."""
     x, weights = (tensor.double().requires_grad_() for tensor in (x, weights))
-    table = spectral.tables(plan, x.device, torch.float64)
-    out = spectral.apply(x, weights, table, geometry)
+    table = tables(plan, x.device, torch.float64)
+    out = apply(x, weights, table, geometry)
     return out, *torch.autograd.grad(out, [x, weights], probe.double())
 
 
 def run_with(chosen, x, probe, weights, plan, geometry):
     """A layer, its adjoint and the gradient to its weights, cut as said."""
     back = geometry.transposed(plan.basis.size, *x.shape[2:])
-    with triton_ops.tiles(**chosen):
+    with triton_tiles.tiles(**chosen):
         return (
-            triton_ops.convolve(x, weights, plan.name, False, *geometry),
-            triton_ops.convolve(probe, weights, plan.name, True, *back),
-            triton_ops.gram(x, probe, plan.name, *geometry[:4]),
+            convolve(x, weights, plan, geometry),
+            convolve(probe, weights, plan, back, into=x),
+            weight_gradient(x, probe, plan, geometry),
         )
 
 
 @HOPPER
 def test_kernels_are_warp_specialised_where_they_can_be(monkeypatch):
     """In float32, in other layouts and for few targets the other kernels run."""
-    runs = []
+    made_with = []
     made = triton_launches.ConvolutionRun.__init__
     monkeypatch.setattr(
         triton_launches.ConvolutionRun,
         "__init__",
-        lambda self, *args: (made(self, *args), runs.append(bool(self.specialised)))[0],
+        lambda self, *args: (
+            made(self, *args),
+            made_with.append(bool(self.specialised)),
+        )[0],
     )
 
     def ran(group, convert=lambda x: x):
         layer, x, _ = row(group, 8, 11)
         triton_launches.convolution_run.cache_clear()
-        layer.to(convert(x).dtype)(convert(x))
-        return runs[-1]
+        layer, x = layer.to(convert(x).dtype), convert(x)
+        with econv.engine() as ran:
+            layer(x)
+        assert ran == ["spectral/hopper" if made_with[-1] else "spectral/triton"]
+        return made_with[-1]
 
     assert ran("p8")
     assert ran("p8", torch.Tensor.half)
@@ -250,7 +267,7 @@ def pre_activated_row(group, fields, size, batch=4):
 def test_norm_and_relu_at_the_load_err_little_more_than_the_dense_engine(group, fields, size):
     pair, x, probe = pre_activated_row(group, fields, size)
     wanted = exact_step(pair, x, probe)
-    found = step(pair, x, probe, wanted=FUSED)
+    found = step(pair, x, probe, wanted=runs(pair.conv, x) + door.FUSED)
     err_little_more(found, step(pair, x, probe, "dense", False), wanted, 1.5)
 
 
@@ -306,41 +323,54 @@ def test_norm_and_relu_at_the_load_save_a_map(group, fields, size):
     assert peaks[True] <= peaks[False], peaks
 
 
-def with_coefficients(monkeypatch, x, dense, spectral):
-    """Coefficients of launches, and of Python's share, where ``x`` is; the name of their set."""
-    name = auto.where("cuda", x.dtype, auto.has_roles(x.device))
-    known, last = auto.COEFFICIENTS[name], auto.host(name)
-    table = {
-        engine: (launches,) * (len(known[engine]) - last) + (python,) * last
-        for engine, (launches, python) in (("dense", dense), ("spectral", spectral))
-    }
-    monkeypatch.setitem(auto.COEFFICIENTS, name, table)
-    # Of layers as small as these nothing would be asked.
-    monkeypatch.setattr(auto, "_QUEUED", {2: 0, 4: 0})
-    auto.faster.cache_clear()
+def measured_as(monkeypatch, layer, x, dense, kernels):
+    """Times of calls and of the device, in place of measured ones; the kernels that they are of."""
+    monkeypatch.delenv("ECONV_MEASURE", raising=False)
+    monkeypatch.setitem(choice._TINY, "cuda", 0)
+    for known in ("_memory", "_decided"):
+        monkeypatch.setattr(choice, known, {})
+    monkeypatch.setattr(choice._Disk, "_all", {})
+    name = runs(layer, x)
+    found = {"dense": Times(*dense), name: Times(*kernels)}
+    monkeypatch.setattr(choice, "_measure", lambda *given: found)
     return name
 
 
-def test_auto_takes_the_kernels_where_its_cost_model_says_so(monkeypatch):
+def test_auto_takes_the_kernels_where_they_were_faster(measuring, monkeypatch):
     layer, x, _ = row("p8", 8, 16)
     layer.engine = "auto"
-    for cost, engine in ((0.0, "spectral/triton"), (1e9, "dense")):
-        name = with_coefficients(monkeypatch, x, (1.0, 1.0), (cost, cost))
+    for times, fast in (((2.0, 1.0), True), ((1.0, 2.0), False)):
+        dense, kernels = times
+        name = measured_as(monkeypatch, layer, x, (dense, dense), (kernels, kernels))
+        monkeypatch.setenv("ECONV_CACHE", str(measuring / str(fast)))
         with econv.engine() as ran:
             layer(x)
-        assert ran == [engine]
-    with_coefficients(monkeypatch, x, (1.0, 1.0), (0.0, 0.0))
-    monkeypatch.delitem(auto.COEFFICIENTS, name)
-    with econv.engine() as ran:
+        assert ran == [name if fast else "dense"]
+
+
+def test_engines_are_measured_on_a_gpu(measuring, monkeypatch):
+    """Both times of each; random numbers of the device are left as they are."""
+    monkeypatch.setitem(choice._TINY, "cuda", 0)
+    layer, x, _ = row("p8", 8, 16)
+    layer.engine = "auto"
+    seen, measure = [], choice._measure
+    monkeypatch.setattr(choice, "_measure", lambda *given: seen.append(measure(*given)) or seen[-1])
+    before = torch.cuda.get_rng_state()
+    for _ in range(2):
         layer(x)
-    assert ran == ["dense"]
-    auto.faster.cache_clear()
+    (times,) = seen
+    assert times.keys() == {"dense", runs(layer, x)}
+    for call, device in times.values():
+        assert 0 < device <= 2 * call
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    (kept,) = measuring.iterdir()
+    assert torch.cuda.get_device_name().split()[-1] in kept.name
 
 
-def test_a_step_that_auto_chose_for_is_captured(monkeypatch):
+def test_a_step_that_auto_chose_for_is_captured(measuring, monkeypatch):
     """Python's share makes the kernels too slow, but not in a graph."""
     layer, x, probe = row("p8", 8, 16)
-    with_coefficients(monkeypatch, x, (1e-9, 0.0), (0.0, 1e9))
+    name = measured_as(monkeypatch, layer, x, (1.0, 2.0), (2.0, 1.0))
     layer.engine = "auto"
     found = torch.zeros_like(probe)
 
@@ -348,14 +378,15 @@ def test_a_step_that_auto_chose_for_is_captured(monkeypatch):
         found.copy_(layer(x))
 
     with torch.no_grad():
+        with econv.engine(name):
+            step()  # what is launched was compiled before, as measuring would have done
         with econv.engine() as ran:
             step()
         assert ran == ["dense"]
         wanted = found.clone()
-        with econv.engine() as ran, replayed():
+        with econv.engine() as ran:
             replay = captured(step, [found])
-        assert set(ran) == {"spectral/triton"}
+        assert ran == ["dense"] * 3 + [name]  # those that warm up are calls
         found.zero_()
         replay()
     assert error(found, wanted) <= 1e-2
-    auto.faster.cache_clear()

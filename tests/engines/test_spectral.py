@@ -23,6 +23,9 @@ RUNS = [
 ]
 
 
+ON_A_CPU = ["dense", *RUNS]
+
+
 @pytest.fixture(params=RUNS)
 def ran(request, monkeypatch):
     """Runs a layer and says no unless it was run as the test asks."""

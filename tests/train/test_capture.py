@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from econv import convert_sync_batchnorm
-from econv.engines import without_python
 from econv.recipes import Recipe
 from econv.train.capture import captured, tried
 from econv.train.trainer import Trainer
@@ -59,15 +58,16 @@ def test_the_watcher_refuses_what_waits() -> None:
         torch.ones(2)[torch.tensor([True, False])]
 
 
-def test_what_is_captured_is_chosen_for_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a device that does nothing: "auto" chooses as for a replay, and for nothing else."""
-    device = MagicMock()
+def test_a_step_is_warmed_up_and_then_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device that does nothing."""
+    device, recording = MagicMock(), []
+    device.graph().__enter__.side_effect = lambda *_: recording.append(True)
+    device.graph().__exit__.side_effect = lambda *_: recording.clear()
     for name in ("Stream", "stream", "current_stream", "CUDAGraph", "graph", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, getattr(device, name))
     seen = []
-    replay = captured(lambda: seen.append(without_python()), [])
-    assert seen == [True] * 4  # three to warm up
-    assert not without_python()
+    replay = captured(lambda: seen.append(bool(recording)), [])
+    assert seen == [False, False, False, True]
     assert replay is device.CUDAGraph().replay
 
 

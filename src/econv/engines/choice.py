@@ -216,19 +216,19 @@ def measured(problem: Problem, dtype: torch.dtype, may_run: bool = True) -> dict
     memory, text = _Disk.of(problem.device), _text(problem)
     names = {one.name for one in candidates(problem)}
     found = memory.times.get(text)
-    if found is not None and names <= found.keys():
-        return found
-    if not may_run:
-        return None
     store = _store()
-    if store is not None and torch.distributed.get_rank() > 0:
-        return _shared(store, text)
-    found = _measure(problem, dtype)
-    if found and all(math.isfinite(times.call) for times in found.values()):
-        memory.add(text, found)
-    else:
-        memory.times[text] = found
-    if store is not None:
+    first = store is None or torch.distributed.get_rank() == 0
+    if found is None or not names <= found.keys():
+        if not may_run:
+            return None
+        if not first:
+            return _shared(store, text)
+        found = _measure(problem, dtype)
+        if found and all(math.isfinite(times.call) for times in found.values()):
+            memory.add(text, found)
+        else:
+            memory.times[text] = found
+    if store is not None and first:  # what it remembers, too: others may have to wait for it
         store.set(f"econv {text}", json.dumps(found))
     return found
 
@@ -266,7 +266,10 @@ def _pass(one: Engine, problem: Problem, dtype: torch.dtype) -> Callable[[], Non
         torch.tensor(array, device=device, dtype=dtype if array.dtype.kind == "f" else None)
         for array in dense.tables(conv).values()
     ]
-    shape = (conv.out_fields * (2 if conv.target == "vector" else 1), channels // conv.groups)
+    shape: tuple[int, ...] = (
+        conv.out_fields * (2 if conv.target == "vector" else 1),
+        channels // conv.groups,
+    )
     if conv.parts[0].kind == "regular":
         shape = (shape[0], conv.parts[0].fields // conv.groups, conv.basis.group.order)
     learned = drawn((*shape, len(conv.basis.operators)), dtype).requires_grad_(problem.to_weight)
@@ -279,7 +282,7 @@ def _pass(one: Engine, problem: Problem, dtype: torch.dtype) -> Callable[[], Non
             y = one.run(problem, x, weight)
             if wanted:
                 if not gradient:
-                    gradient.append(torch.randn_like(y))
+                    gradient.append(torch.empty_like(y).normal_(generator=generator))
                 torch.autograd.grad(y, wanted, gradient[0])
 
     return run
@@ -380,7 +383,7 @@ class _Disk:
 def _versions() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = [torch.__version__]
+    found = [str(torch.__version__)]
     for name in ("triton", "econv"):
         with contextlib.suppress(PackageNotFoundError):
             found.append(version(name))

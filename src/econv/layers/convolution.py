@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+_WINDOWS = ("stride", "padding", "padding_mode", "dilation")
 
 
 class ConvOptions(TypedDict, total=False):
@@ -162,11 +163,12 @@ class PDOConv2d(WithConstants):
     @property
     def convolution(self) -> engines.Convolution:
         """What the layer computes, as the engines are told."""
-        known = self._convolution
-        own = (self.stride // self._step, self.padding, self.padding_mode, self.dilation)
-        if own != (known.stride, known.padding, known.padding_mode, known.dilation):
-            known = self._convolution = self._describe()  # somebody set them
-        return known
+        return self._convolution
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _WINDOWS and "_convolution" in self.__dict__:
+            self._convolution = self._describe()
 
     def _describe(self) -> engines.Convolution:
         each = {"regular": self._order, "vector": 2}[self.output_kind]

@@ -1,0 +1,812 @@
+"""Which engine runs: by layer, by block, by what was faster here; and what is remembered of it."""
+
+import json
+import logging
+import math
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import econv
+from econv import GroupConv2d, engines
+from econv.engines import Problem, choice
+from econv.engines.choice import Times
+from econv.engines.spectral import native
+from econv.engines.spectral.operator import EngineError
+from fake_engines import Fake, installed
+
+needs_kernel = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+
+
+def what_runs(layer, shape, dtype=torch.float32, **options):
+    with econv.engine(**options) as ran, torch.no_grad():
+        layer(torch.randn(shape, dtype=dtype))
+    return ran
+
+
+def called(layer, x=None):
+    """What ran a layer on some input."""
+    x = torch.randn(2, layer.in_channels, 8, 8) if x is None else x
+    with econv.engine() as ran:
+        layer(x)
+    (found,) = ran
+    return found
+
+
+def forget(patch):
+    """As another process would begin: with what is on disk."""
+    for known in ("_memory", "_decided", "_failed"):
+        patch.setattr(choice, known, {})
+    patch.setattr(choice._Disk, "_all", {})
+
+
+def refuse(*given):
+    raise AssertionError("measured")
+
+
+# Names
+
+
+def test_a_layers_own_choice_goes_first():
+    layer = GroupConv2d(1, 1, "p4", engine="dense")
+    assert what_runs(layer, (1, 4, 6, 6), name="spectral") == ["dense"]
+    layer = GroupConv2d(1, 1, "p4", engine="spectral")
+    (ran,) = what_runs(layer, (1, 4, 6, 6), name="dense")
+    assert ran.startswith("spectral/")
+
+
+def test_an_engine_is_asked_for_by_its_own_name():
+    layer = GroupConv2d(1, 1, "p4")
+    names = ["dense", "spectral/torch", *["spectral/native"] * native.available()]
+    for name in names:
+        assert what_runs(layer, (1, 4, 6, 6), name=name) == [name]
+        assert called(GroupConv2d(1, 1, "p4", engine=name)) == name
+
+
+def test_an_engine_that_cannot_run_says_why():
+    layer = GroupConv2d(1, 1, "p4", engine="spectral/triton")
+    with pytest.raises(ValueError, match=r"'spectral/triton' cannot run p4, .*NVIDIA GPUs"):
+        layer(torch.randn(1, 4, 6, 6))
+
+
+def test_the_innermost_block_decides_and_ends():
+    layer = GroupConv2d(1, 1, "p4")
+    x = torch.randn(1, 4, 6, 6)
+    with econv.engine("spectral") as outer:
+        layer(x)
+        with econv.engine("dense") as inner:
+            layer(x)
+        layer(x)
+    layer(x)
+    assert inner == ["dense"]
+    assert [ran.split("/")[0] for ran in outer] == ["spectral", "dense", "spectral"]
+
+
+def test_a_block_ends_with_an_error_too():
+    layer = GroupConv2d(1, 1, "p4")
+    with pytest.raises(KeyError), econv.engine("spectral", measure=False):
+        raise KeyError
+    assert what_runs(layer, (1, 4, 6, 6)) == ["dense"]
+    assert choice._measuring == choice._names == choice._lists == []
+
+
+def test_an_unknown_engine_is_an_error():
+    with (
+        pytest.raises(ValueError, match=r"unknown engine 'fast'.*'dense', 'spectral'"),
+        econv.engine("fast"),
+    ):
+        pass
+    with pytest.raises(ValueError, match="unknown engine 'fast'"):
+        GroupConv2d(1, 1, "p4", engine="fast")
+
+
+def test_a_network_tells_the_engine_of_every_convolution():
+    network = nn.Sequential(
+        econv.LiftConv2d(1, 2, "p4", engine="dense"),
+        nn.ReLU(),
+        GroupConv2d(2, 2, "p4", engine="spectral"),
+    )
+    with econv.engine() as ran, engines.noted() as noted:
+        network(torch.randn(1, 1, 8, 8))
+    assert [name.split("/")[0] for name in ran] == ["dense", "spectral"]
+    assert noted == ran
+
+
+# The rule
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("layer", "shape", "engine"),
+    [
+        (GroupConv2d(16, 16, "p8"), (8, 128, 32, 32), "spectral/native"),
+        (GroupConv2d(8, 8, "p16"), (1, 128, 16, 16), "spectral/native"),
+        (GroupConv2d(8, 8, "p8", dtype=torch.float64), (4, 64, 16, 16), "spectral/native"),
+        (GroupConv2d(2, 2, "p4"), (1, 8, 6, 6), "dense"),
+        (GroupConv2d(8, 8, "p2"), (4, 16, 16, 16), "dense"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else None,
+)
+def test_by_rule_the_kernel_runs_all_but_the_smallest_layers(layer, shape, engine):
+    assert what_runs(layer, shape, layer.weight.dtype) == [engine]
+
+
+def test_auto_is_dense_without_the_kernel(monkeypatch):
+    monkeypatch.setenv("ECONV_NATIVE", "0")
+    assert what_runs(GroupConv2d(16, 12, "p8"), (8, 128, 16, 16)) == ["dense"]
+
+
+def test_auto_is_dense_on_devices_without_kernels(measuring, monkeypatch):
+    monkeypatch.setattr(choice, "_measure", refuse)
+    layer = GroupConv2d(16, 16, "p8", device="meta")
+    with econv.engine() as ran:
+        layer(torch.empty(8, 128, 32, 32, device="meta"))
+    assert ran == ["dense"]
+
+
+def test_auto_is_dense_while_a_graph_is_exported():
+    layer = GroupConv2d(16, 16, "p8")
+    program = torch.export.export(layer, (torch.randn(8, 128, 16, 16),))
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert "aten.conv2d.default" in targets
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "alone", "wins"),
+    [(5, 1, True, True), (5, 1, False, False), (5, 256, False, True), (3, 256, True, False)],
+)
+def test_by_rule_a_gpu_runs_many_taps_of_large_layers(size, batch, alone, wins):
+    layer = GroupConv2d(16, 16, "p8", operators="order<=2", size=size, padding=size // 2)
+    given = Problem(
+        *(layer.convolution, 4 * batch, 32, 32, torch.bfloat16, torch.device("cuda")),
+        *(True, True, True),
+    )
+    able = [engines.ENGINES["dense"], engines.ENGINES["spectral/triton"]]
+    assert choice.rule(given, able, alone) is able[wins]
+    assert choice.rule(given._replace(context="watched"), able, alone) is able[0]
+    assert choice.rule(given, able[:1], alone) is able[0]
+
+
+# Measuring
+
+
+@pytest.mark.parametrize("times", [(1.0, 2.0), (2.0, 1.0)])
+def test_the_faster_engine_is_chosen(measuring, monkeypatch, times):
+    made = installed(monkeypatch, *times)
+    fast = min(made, key=lambda one: one.seconds)
+    layer = GroupConv2d(2, 2, "p4")
+    assert called(layer) == fast.name
+    assert all(one.calls >= 2 for one in made)  # the first call of each does not count
+
+
+def test_what_is_made_once_does_not_count(measuring, monkeypatch):
+    _dense, fake = installed(monkeypatch, 1.0, 0.5)
+    run = fake.run
+
+    def slow_at_first(*given):
+        fake.seconds = 0.5 if fake.calls else 100.0
+        return run(*given)
+
+    fake.run = slow_at_first
+    assert called(GroupConv2d(2, 2, "p4")) == fake.name
+
+
+def test_a_measured_choice_is_remembered(measuring, monkeypatch):
+    dense, fake = installed(monkeypatch, 2.0, 1.0)
+    first, again, other = GroupConv2d(2, 2, "p4"), GroupConv2d(2, 2, "p4"), GroupConv2d(2, 3, "p4")
+    x = torch.randn(2, 8, 8, 8)
+    called(first, x)
+    before = (dense.calls, fake.calls)
+    for layer in (first, again, first):
+        assert called(layer, x) == fake.name
+    assert (dense.calls, fake.calls) == (before[0], before[1] + 3)
+    called(other, x)
+    assert dense.calls > before[0]
+
+
+@pytest.mark.parametrize("change", ["batch", "size", "layout", "dtype", "gradients"])
+def test_another_problem_is_measured_anew(measuring, monkeypatch, change):
+    dense, _ = installed(monkeypatch, 2.0, 1.0)
+    layer = GroupConv2d(2, 2, "p4").requires_grad_(False)
+    x = torch.randn(2, 8, 8, 8)
+    called(layer, x)
+    before = dense.calls
+    called(layer, torch.randn_like(x))
+    assert dense.calls == before
+    others = {
+        "batch": lambda: (layer, x[:1]),
+        "size": lambda: (layer, x[..., :7]),
+        "layout": lambda: (layer, x.to(memory_format=torch.channels_last)),
+        "dtype": lambda: (layer.double(), x.double()),
+        "gradients": lambda: (layer, x.clone().requires_grad_()),
+    }
+    called(*others[change]())
+    assert dense.calls > before
+
+
+def test_small_problems_are_not_measured(measuring, monkeypatch):
+    dense, fake = installed(monkeypatch, 2.0, 1.0)
+    monkeypatch.undo()
+    for one in (dense, fake):
+        monkeypatch.setitem(choice.ENGINES, one.name, one)
+    monkeypatch.setenv("ECONV_CACHE", str(measuring.parent))
+    monkeypatch.delenv("ECONV_MEASURE")
+    monkeypatch.setattr(choice, "_measure", refuse)
+    layer = GroupConv2d(2, 2, "p4")
+    most = choice._TINY["cpu"] // (8 * 8 * 25 * 64)  # images of 8×8
+    called(layer, torch.randn(most, 8, 8, 8))
+    with pytest.raises(AssertionError, match="measured"):
+        called(layer, torch.randn(most + 1, 8, 8, 8))
+
+
+@pytest.mark.parametrize("forbid", ["a variable", "a block", "determinism"])
+def test_nothing_is_measured_where_it_may_not_be(measuring, monkeypatch, forbid):
+    installed(monkeypatch, 2.0, 1.0)
+    monkeypatch.setattr(choice, "_measure", refuse)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    with pytest.raises(AssertionError, match="measured"):  # the check can fail
+        layer(x)
+    if forbid == "a variable":
+        monkeypatch.setenv("ECONV_MEASURE", "0")
+        layer(x)
+    elif forbid == "a block":
+        with econv.engine("auto", measure=False):
+            layer(x)
+    else:
+        torch.use_deterministic_algorithms(True)
+        try:
+            layer(x)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert not measuring.exists()
+    monkeypatch.setenv("ECONV_MEASURE", "1")
+    with pytest.raises(AssertionError, match="measured"):  # nor was the rule's choice remembered
+        layer(x)
+
+
+def test_what_was_measured_does_not_count_where_a_rule_decides(measuring, monkeypatch):
+    installed(monkeypatch, 1.0, 2.0)
+    layer = GroupConv2d(8, 8, "p4")
+    x = torch.randn(2, 32, 8, 8)
+    assert called(layer, x) == "dense"
+    with econv.engine("auto", measure=False) as ran:
+        layer(x)
+    assert ran == ["spectral/native"]
+    assert called(layer, x) == "dense"
+
+
+@pytest.mark.parametrize("context", ["watched", "transformed"])
+def test_nothing_is_measured_for_tracers_and_transformations(measuring, monkeypatch, context):
+    installed(monkeypatch)
+    monkeypatch.setattr(choice, "_measure", refuse)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    problem = Problem.of(layer.convolution, x, layer.weight, context)
+    choice.choose(problem, "auto", layer.weight)
+
+
+def test_measuring_leaves_random_numbers_as_they_are(measuring, monkeypatch):
+    installed(monkeypatch)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8, requires_grad=True)
+    np.random.seed(0)
+    before = torch.get_rng_state()
+    numpys = np.random.get_state()[1].copy()
+    layer(x)
+    assert measuring.exists()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.array_equal(np.random.get_state()[1], numpys)
+
+
+def test_measuring_leaves_no_gradients_and_no_trace_on_the_layer(measuring, monkeypatch):
+    installed(monkeypatch)
+    layer, x = GroupConv2d(2, 2, "p4", bias=True), torch.randn(2, 8, 8, 8, requires_grad=True)
+    wanted = GroupConv2d(2, 2, "p4", bias=True, engine="dense")
+    wanted.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(x), wanted(x))
+    assert x.grad is None
+    assert all(p.grad is None for p in layer.parameters())
+
+
+@needs_kernel
+@pytest.mark.parametrize("inside", ["inference", "no gradients", "autocast", "compile"])
+def test_real_engines_are_measured_wherever_the_first_call_is(measuring, monkeypatch, inside):
+    monkeypatch.setitem(choice._TINY, "cpu", 0)
+    seen = []
+    measure = choice._measure
+    monkeypatch.setattr(choice, "_measure", lambda *given: seen.append(measure(*given)) or seen[-1])
+    layer, x = GroupConv2d(2, 2, "p8", stride=2), torch.randn(2, 16, 9, 9)
+    if inside == "inference":
+        with torch.inference_mode():
+            layer(x)
+    elif inside == "no gradients":
+        with torch.no_grad():
+            layer(x)
+    elif inside == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+    else:
+        torch._dynamo.reset()
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    (times,) = seen
+    assert times.keys() == {"dense", "spectral/native"}
+    assert all(0 < seconds < 1 for pair in times.values() for seconds in pair)
+    layer(x.requires_grad_()).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_threads_measure_a_problem_once(measuring, monkeypatch):
+    installed(monkeypatch, 2.0, 1.0)
+    seen, measure = [], choice._measure
+    entered = threading.Barrier(3)
+    decide = choice._decide
+
+    def together(*given):
+        entered.wait(60)
+        return decide(*given)
+
+    monkeypatch.setattr(choice, "_measure", lambda *given: seen.append(1) or measure(*given))
+    monkeypatch.setattr(choice, "_decide", together)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    threads = [threading.Thread(target=layer, args=(x,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [1]
+
+
+# Two times
+
+
+def measured_as(monkeypatch, **times):
+    """Times of calls and of the device, in place of measured ones."""
+    found = {name.replace("_", "/"): Times(*pair) for name, pair in times.items()}
+    monkeypatch.setattr(choice, "_measure", lambda *given: dict(found))
+
+
+def test_in_graphs_the_devices_time_counts(measuring, monkeypatch):
+    installed(monkeypatch)
+    measured_as(monkeypatch, dense=(1.0, 4.0), spectral_native=(2.0, 3.0))
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    eager = Problem.of(layer.convolution, x, layer.weight)
+    for problem, name in (
+        (eager, "dense"),
+        (eager._replace(context="traced"), "spectral/native"),
+        (eager, "dense"),
+    ):
+        assert choice.choose(problem, "auto", layer.weight).name == name
+
+
+def test_while_a_graph_is_captured_nothing_is_measured(measuring, monkeypatch):
+    installed(monkeypatch)
+    capturing = [True]
+    monkeypatch.setattr(choice, "_capturing", lambda device: capturing[0])
+    monkeypatch.setattr(choice, "_measure", refuse)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    assert called(layer, x) == "spectral/native"  # by rule: nothing is known
+    measured_as(monkeypatch, dense=(2.0, 3.0), spectral_native=(1.0, 4.0))
+    capturing[0] = False
+    assert called(layer, x) == "spectral/native"
+    capturing[0] = True
+    assert called(layer, x) == "dense"  # what was captured first has not settled it
+
+
+# Failures
+
+
+def broken(reason="no such luck"):
+    return EngineError(f"spectral/native failed: {reason}")
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_an_engine_that_fails_is_reported_once_and_another_runs(
+    measuring, monkeypatch, caplog, measure
+):
+    _, fake = installed(monkeypatch, 2.0, 1.0, error=broken())
+    layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
+    other = GroupConv2d(8, 4, "p4")
+    with econv.engine("auto", measure=measure) as ran:
+        for _ in range(3):
+            layer(x)
+        assert fake.calls == 1
+        layer(x[:1])
+        assert fake.calls == 1  # not for another batch either
+        other(x)
+    assert ran == ["dense"] * 5
+    assert fake.calls == 2
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(warnings) == 2
+    assert all("spectral/native failed on p4" in text for text in warnings)
+    assert all("EngineError: spectral/native failed: no such luck" in text for text in warnings)
+
+
+def test_an_engine_that_fails_raises_when_asked_by_name(measuring, monkeypatch):
+    _, fake = installed(monkeypatch, 2.0, 1.0, error=broken())
+    x = torch.randn(2, 8, 8, 8)
+    for name in ("spectral/native", "spectral"):
+        with pytest.raises(EngineError, match="no such luck"):
+            GroupConv2d(2, 2, "p4", engine=name)(x)
+        with econv.engine(name), pytest.raises(EngineError, match="no such luck"):
+            GroupConv2d(2, 2, "p4")(x)
+    assert fake.calls == 4
+
+
+@needs_kernel
+def test_a_kernel_that_fails_is_told_from_a_wrong_call(monkeypatch, caplog):
+    def fail(*given):
+        raise RuntimeError("the native kernel failed: 7")
+
+    for known in ("_memory", "_failed"):
+        monkeypatch.setattr(choice, known, {})
+    monkeypatch.setattr(native, "run", fail)
+    layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
+    wanted = what_dense_gives(layer, x)
+    assert called(layer, x) == "dense"
+    assert torch.equal(layer(x), wanted)
+    assert "the native kernel failed: 7" in caplog.text
+    with econv.engine("spectral"), pytest.raises(EngineError, match="failed: 7") as caught:
+        layer(x)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def what_dense_gives(layer, x):
+    with econv.engine("dense"):
+        return layer(x)
+
+
+def test_the_next_kernel_runs_in_place_of_one_that_fails(measuring, monkeypatch, caplog):
+    dense, slow = installed(monkeypatch, 3.0, 2.0)
+    first = Fake("spectral/triton", 1.0, dense.clock, error=broken())
+    monkeypatch.setitem(choice.ENGINES, first.name, first)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    assert called(layer, x) == "dense"  # while it is found out
+    assert first.calls == 1
+    assert called(layer, x[:1]) == slow.name
+    assert first.calls == 1
+    assert caplog.text.count("failed on") == 1
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError()])
+def test_an_engine_without_memory_has_lost(measuring, monkeypatch, caplog, error):
+    _, fake = installed(monkeypatch, 2.0, 1.0, error=error)
+    layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
+    assert called(layer, x) == called(layer, x) == "dense"
+    assert fake.calls == 1
+    assert not measuring.exists()  # another time there may be room
+    assert "failed" not in caplog.text
+    fake.error = None
+    forget(monkeypatch)
+    assert called(layer, x) == fake.name
+    assert measuring.exists()
+
+
+def test_an_error_of_memory_is_not_hidden(monkeypatch):
+    for known in ("_memory", "_failed"):
+        monkeypatch.setattr(choice, known, {})
+    installed(monkeypatch, error=torch.OutOfMemoryError("full"))
+    layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
+    with pytest.raises(torch.OutOfMemoryError):
+        layer(x)
+
+
+# On disk
+
+
+def the_file(folder):
+    (found,) = folder.iterdir()
+    return found
+
+
+def test_a_file_tells_what_was_measured_on_which_device(measuring, monkeypatch):
+    installed(monkeypatch, 1.0, 2.0)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    called(layer, x)
+    found = the_file(measuring)
+    assert torch.__version__.partition("+")[0] in found.name
+    assert (platform.processor() or platform.machine()) in found.name
+    ((text, times),) = json.loads(found.read_text()).items()
+    assert times == {"dense": [1.0, 1.0], "spectral/native": [2.0, 2.0]}
+    assert text.startswith(layer.convolution.name)
+    assert f"{torch.get_num_threads()} threads" in text
+    assert measuring.stat().st_mode & 0o077 == 0
+
+
+def test_what_is_on_disk_is_not_measured_again(measuring, monkeypatch):
+    installed(monkeypatch, 2.0, 1.0)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    called(layer, x)
+    forget(monkeypatch)
+    dense, fake = installed(monkeypatch, 1.0, 2.0)
+    assert called(layer, x) == fake.name
+    assert dense.calls == 0
+    torch.set_num_threads(2)  # another problem
+    try:
+        assert called(layer, x) == fake.name  # remembered in the process
+        forget(monkeypatch)
+        assert called(layer, x) == dense.name
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_an_engine_that_is_new_is_measured(measuring, monkeypatch):
+    dense, _fake = installed(monkeypatch, 2.0, 1.0)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    called(layer, x)
+    forget(monkeypatch)
+    faster = Fake("spectral/triton", 0.5, dense.clock)
+    monkeypatch.setitem(choice.ENGINES, faster.name, faster)
+    assert called(layer, x) == faster.name
+
+
+DAMAGED = {
+    "cut off": lambda good: good[:-9],
+    "empty": lambda good: b"",
+    "no text": lambda good: b"\xff\xfe\x00" + good,
+    "a list": lambda good: b"[1, 2, 3]",
+    "a number": lambda good: b"17",
+    "nothing": lambda good: b"null",
+    "numbers for times": lambda good: good.replace(b"[9.0, 9.0]", b"3"),
+    "one time": lambda good: good.replace(b"[9.0, 9.0]", b"[9.0]"),
+    "three times": lambda good: good.replace(b"[9.0, 9.0]", b"[9.0, 9.0, 9.0]"),
+    "words for times": lambda good: good.replace(b"9.0", b'"soon"'),
+    "no times": lambda good: good.replace(b"9.0", b"null"),
+    "no numbers": lambda good: good.replace(b"9.0", b"NaN"),
+    "endless": lambda good: good.replace(b"9.0", b"Infinity"),
+    "negative": lambda good: good.replace(b"9.0", b"-9.0"),
+    "zero": lambda good: good.replace(b"9.0", b"0"),
+    "deep": lambda good: b"[" * 100_000,
+    "another program's": lambda good: b'{"version": 3, "entries": [{"a": 1}]}',
+    "another engine's": lambda good: good.replace(b"spectral/native", b"spectral/quantum"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_damaged_file_is_as_good_as_none(measuring, monkeypatch, damage):
+    dense, fake = installed(monkeypatch, 9.0, 1.0)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    called(layer, x)
+    path = the_file(measuring)
+    good = path.read_bytes()
+    assert good.count(b"9.0") == 2
+    path.write_bytes(damage(good))
+    assert path.read_bytes() != good
+    forget(monkeypatch)
+    before = dense.calls
+    assert called(layer, x) == fake.name
+    assert dense.calls > before
+    assert json.loads(path.read_text())[next(iter(json.loads(good)))] == {
+        "dense": [9.0, 9.0],
+        "spectral/native": [1.0, 1.0],
+    }
+
+
+def test_a_folder_in_the_place_of_the_file_does_no_harm(measuring, monkeypatch):
+    _dense, fake = installed(monkeypatch, 2.0, 1.0)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    called(layer, x)
+    path = the_file(measuring)
+    path.unlink()
+    path.mkdir()
+    forget(monkeypatch)
+    assert called(layer, x) == called(layer, x) == fake.name
+    assert list(measuring.iterdir()) == [path]  # nothing half-made is left
+    assert list(path.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["a file in its place", "no permission"])
+def test_a_folder_that_cannot_be_written_to_does_no_harm(measuring, monkeypatch, how):
+    dense, fake = installed(monkeypatch, 2.0, 1.0)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    if how == "a file in its place":
+        measuring.parent.write_text("")
+    elif os.geteuid():
+        measuring.parent.mkdir(mode=0o500)
+    else:  # root may write everywhere
+        monkeypatch.setattr(Path, "mkdir", refuse_writing)
+    assert called(layer, x) == called(layer, x) == fake.name
+    assert not measuring.is_dir()
+    before = dense.calls
+    forget(monkeypatch)
+    assert called(layer, x) == fake.name
+    assert dense.calls > before
+
+
+def refuse_writing(*given, **options):
+    raise PermissionError(13, "no permission")
+
+
+def test_other_problems_in_the_file_are_kept(measuring, monkeypatch):
+    installed(monkeypatch)
+    layer = GroupConv2d(2, 2, "p4")
+    for batch in (1, 2, 3):
+        forget(monkeypatch)
+        called(layer, torch.randn(batch, 8, 8, 8))
+    assert len(json.loads(the_file(measuring).read_text())) == 3
+
+
+SCRIPT = """
+import sys
+import pytest, torch
+import econv
+from econv.engines import choice
+from fake_engines import installed
+
+patch = pytest.MonkeyPatch()
+dense, fake = installed(patch, {dense}, {native})
+torch.set_num_threads(1)
+"""
+
+
+def start(code, folder, dense=1.0, native=2.0, **variables):
+    text = SCRIPT.format(dense=dense, native=native) + textwrap.dedent(code)
+    here = str(Path(__file__).parents[1])
+    paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "ECONV_CACHE": str(folder), "PYTHONPATH": paths, **variables}
+    environment.pop("ECONV_MEASURE", None)
+    command = [sys.executable, "-c", text]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
+
+
+def told(process):
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0
+    return said.split()
+
+
+ONE_CALL = """
+with econv.engine() as ran:
+    econv.GroupConv2d(2, 2, "p2")(torch.ones(2, 4, 8, 8))  # dense by rule
+print(ran[0], dense.calls)
+"""
+
+
+def test_another_process_reads_what_was_measured(tmp_path):
+    first = told(start(ONE_CALL, tmp_path, 2.0, 1.0))
+    assert first[0] == "spectral/native"
+    assert int(first[1]) >= 2
+    # There the other engine would be faster, and the dense one is never tried.
+    assert told(start(ONE_CALL, tmp_path, 1.0, 2.0)) == ["spectral/native", "0"]
+
+
+def test_two_processes_that_measure_at_once_leave_a_whole_file(tmp_path):
+    many = """
+    layer = econv.GroupConv2d(1, 1, "p4")
+    for batch in range({first}, {first} + 40):
+        layer(torch.ones(batch, 4, 6, 6))
+    """
+    for process in [start(many.format(first=first), tmp_path) for first in (1, 101)]:
+        told(process)
+    found = json.loads(the_file(tmp_path / "choices").read_text())  # and nothing half-made
+    sizes = {int(text.partition("} ")[2].partition("×")[0]) for text in found}
+    assert sizes >= set(range(1, 41)) or sizes >= set(range(101, 141))
+    assert all(times == {"dense": [1, 1], "spectral/native": [2, 2]} for times in found.values())
+
+
+# Kept decisions
+
+
+def test_kept_decisions_are_taken_again(measuring, monkeypatch):
+    installed(monkeypatch, 2.0, 1.0)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    assert engines.kept() == {}
+    called(layer, x)
+    kept = engines.kept()
+    assert list(kept.values()) == ["spectral/native"]
+    kept = json.loads(json.dumps(kept))  # as a checkpoint may hold it
+    forget(monkeypatch)
+    the_file(measuring).unlink()
+    dense, fake = installed(monkeypatch, 1.0, 2.0)
+    engines.keep(kept)
+    assert called(layer, x) == fake.name
+    assert dense.calls == 0
+    assert engines.kept() == kept
+    assert called(layer, x[:1]) == dense.name  # which nobody had decided
+
+
+def test_kept_decisions_replace_those_that_were_taken(measuring, monkeypatch):
+    installed(monkeypatch, 1.0, 2.0)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    assert called(layer, x) == "dense"
+    engines.keep(dict.fromkeys(engines.kept(), "spectral/native"))
+    assert called(layer, x) == "spectral/native"
+
+
+def test_kept_decisions_for_engines_that_cannot_run_are_taken_anew(measuring, monkeypatch):
+    _, fake = installed(monkeypatch, 2.0, 1.0)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    called(layer, x)
+    kept = engines.kept()
+    forget(monkeypatch)
+    engines.keep(dict.fromkeys(kept, "spectral/quantum"))
+    assert engines.kept() == {}
+    engines.keep(kept)
+    fake.reason = "not today"
+    assert called(layer, x) == "dense"
+
+
+# What is told
+
+
+def test_a_choice_is_logged_once(measuring, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="econv.engines")
+    installed(monkeypatch, 0.002, 0.001)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    for _ in range(3):
+        called(layer, x)
+        called(GroupConv2d(2, 2, "p4"), x)
+    (record,) = [r for r in caplog.records if r.name == "econv.engines"]
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == (
+        "p4, 2 regular → 2 regular, 5×5, batch 2, 8×8, float32, with gradients: "
+        "spectral/native (dense 2 ms, spectral/native 1 ms)"
+    )
+    called(layer, x[:1])
+    assert len([r for r in caplog.records if r.name == "econv.engines"]) == 2
+
+
+# Several processes
+
+TRAINED = """
+import os
+from pathlib import Path
+rank = int(os.environ["RANK"])
+torch.distributed.init_process_group(
+    "gloo", init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2
+)
+choice._WAIT = 60
+with econv.engine() as ran:
+    econv.GroupConv2d(2, 2, "p2")(torch.ones(2, 4, 8, 8))  # dense by rule
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+print(ran[0], dense.calls)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [False, True])
+def test_processes_that_train_together_choose_alike(tmp_path, known):
+    """Rank 1 has other speeds and another folder; rank 0 may have measured before."""
+    if known:
+        told(start(ONE_CALL, tmp_path / "0", 2.0, 1.0))
+    running = [
+        start(
+            *(TRAINED, tmp_path / str(rank), *times),
+            RANK=str(rank),
+            MEETING=str(tmp_path / "meeting"),
+            OMP_NUM_THREADS="1",
+        )
+        for rank, times in enumerate([(2.0, 1.0), (1.0, 2.0)])
+    ]
+    first, second = map(told, running)
+    assert first[0] == "spectral/native"
+    assert (first[1] == "0") == known
+    assert second == ["spectral/native", "0"]  # it has not measured
+
+
+def test_one_process_of_its_own_asks_nobody(measuring, monkeypatch):
+    monkeypatch.setattr(choice, "_shared", refuse)
+    installed(monkeypatch)
+    called(GroupConv2d(2, 2, "p4"))
+
+
+def test_a_first_process_that_is_silent_is_not_waited_for_without_end(
+    measuring, monkeypatch, caplog
+):
+    installed(monkeypatch)
+    monkeypatch.setattr(choice, "_WAIT", 0.1)
+    monkeypatch.setattr(choice, "_store", lambda: torch.distributed.HashStore())
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    assert called(GroupConv2d(8, 8, "p4")) == "spectral/native"  # by rule
+    assert "the first process has measured nothing" in caplog.text
+
+
+def test_times_are_numbers_that_can_be_compared():
+    assert min(Times(2.0, 1.0), Times(math.inf, math.inf)) == Times(2.0, 1.0)
