@@ -372,7 +372,8 @@ def time_of_networks(found: dict[str, Any] | None) -> str:
         f"(Kernels of a compiled training step; {found['device']}, {code(found)}; "
         "`benchmarks/networks.py --profile`.)"
     )
-    return "\n".join([*table(["ms", "", *kinds, "in all"], rows), "", note])
+    text = "Of whole networks, as they were and converted:"
+    return "\n".join([text, "", *table(["ms", "", *kinds, "in all"], rows), "", note])
 
 
 def training_speed(found: dict[str, Any]) -> str:
@@ -416,13 +417,13 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
         "training on a cpu": ("training_cpu.json", training_speed),
         "networks on a cpu": ("networks_cpu.json", networks),
         "gpu layers": ("engines_cuda.json", gpu_layers),
-        "gpu fused": ("engines_cuda.json", gpu_fused),
         "training on a gpu": ("training_cuda.json", training_speed),
         "networks on a gpu": ("networks_cuda.json", networks),
-        "time of networks": ("networks_cuda.json", time_of_networks),
     },
     "docs/engine-kernels.md": {
         "gpu kernels": ("engines_cuda.json", gpu_kernels),
+        "gpu fused": ("engines_cuda.json", gpu_fused),
+        "time of networks": ("networks_cuda.json", time_of_networks),
     },
 }
 # What needs a machine that there may have been none of.
