@@ -246,7 +246,7 @@ def errors(case: Case) -> dict[str, dict[str, float]]:
     layer, x = few.layer("cuda"), few.image("cuda")
     probe = torch.randn_like(layer(x))
 
-    def results(layer: nn.Module, engine: str, dtype: torch.dtype) -> list[Tensor]:
+    def results(layer: econv.GroupConv2d, engine: str, dtype: torch.dtype) -> list[Tensor]:
         given = x.detach().to(dtype).requires_grad_()
         with econv.engine(engine):
             out = layer(given)

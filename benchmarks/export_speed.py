@@ -1,6 +1,6 @@
 """Time of an exported network relative to the plain CNN of the same width, depth and filter size.
 
-The networks run interleaved in one process, so that whatever else the machine does meets all of them.
+The networks run interleaved in one process: whatever else the machine does meets all of them.
 The plain CNN is measured as it is written, with its batch norms, and with them folded as export
 folds ours; the network before export and the CNN with 3×3 filters stand beside it.
 

@@ -235,8 +235,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     layers = []
     for text in args.layer or ():
-        group, *numbers = text.split(",")
-        layers.append(Layer(group, *map(int, numbers[:3]), *numbers[3:]))
+        group, fields, batch, size, *more = text.split(",")
+        layers.append(Layer(group, int(fields), int(batch), int(size), *more))
     found = []
     for layer in layers or LAYERS:
         if args.wait:

@@ -12,7 +12,6 @@ import torch
 
 import econv
 from econv import GroupConv2d, filter_basis
-from econv.engines import triton_ops
 from econv.engines.problem import Geometry
 from econv.engines.spectral.hopper import kernels as hopper_kernels
 from econv.engines.spectral.hopper import launches as hopper_launches
@@ -27,14 +26,17 @@ from econv.plan import spectral_plan
 from gluon_interpreter import Deadlock, Gluon, OutOfBounds, Race
 from triton_checks import (
     LOW,
+    convolve,
     error,
     exact,
     forget,
     kernels_run,
+    learned,
     poisoned_without,
     pytestmark,
     results,
     watched_steps,
+    weight_gradient,
 )
 
 __all__ = ["kernels_run", "pytestmark"]  # the former runs around every check, the latter marks them
@@ -85,9 +87,9 @@ def case(group="p4", fields=(5, 6), shape=(2, 5, 7), dtype=torch.float16, **opti
 
 
 def warp_specialised(layer, x, probe, **chosen):
-    with triton_ops.tiles(warp_specialised=1, **chosen), econv.engine() as ran:
+    with triton_tiles.tiles(warp_specialised=1, **chosen), econv.engine() as ran:
         found = results(layer, x, probe, "spectral")
-    assert set(ran) == {"spectral/triton"}
+    assert set(ran) == {"spectral/hopper"}
     return found
 
 
@@ -221,7 +223,7 @@ def test_slots_wait_in_outputs_of_any_magnitude(interpret):
     ones = ones * (60_000 / large(ones).max())
     interpret()
     layer.engine = large.engine = "spectral"
-    with triton_ops.tiles(warp_specialised=1, halves=1):
+    with triton_tiles.tiles(warp_specialised=1, halves=1):
         found, filled = layer(x), large(ones)
     assert found[0].any()
     assert not found[1].any()
@@ -366,7 +368,7 @@ def test_images_of_any_magnitude_keep_their_digits(interpret):
     scaled = (x * scales).bfloat16()
     interpret()
     layer.engine = "spectral"
-    with triton_ops.tiles(warp_specialised=1):
+    with triton_tiles.tiles(warp_specialised=1):
         found = layer(scaled).double()
     layer.engine = "dense"
     wanted = layer.double()(scaled.double())
@@ -401,14 +403,15 @@ def test_poison_that_is_read_is_seen(interpret, monkeypatch, kernel):
 def test_an_activated_input_gives_what_the_other_kernels_do(interpret):
     plan = spectral_plan(filter_basis("p4", **LOW), "regular", "regular")
     x = torch.randn(2, 3 * 4, 5, 6).half().to(memory_format=torch.channels_last)
-    weights, affine = torch.randn(2, 3, plan.weights), torch.randn(3, 3)
+    weight, affine = learned(plan, (2, 3)), torch.randn(3, 3)
     geometry = Geometry(1, 1, 1, 1, 5, 6)
     made = []
     for special in (0, 1):
         gluon = interpret()
-        given = [t.detach().requires_grad_() for t in (x, weights, affine)]
-        with triton_ops.tiles(warp_specialised=special):
-            out = triton_ops.convolve(*given[:2], plan.name, False, *geometry, affine=given[2])
+        given = [t.detach().requires_grad_() for t in (x, weight, affine)]
+        name = "spectral/hopper" if special else "spectral/triton"
+        with triton_tiles.tiles(warp_specialised=special):
+            out, _ = torch.ops.econv.spectral(*given, name, plan.name, list(geometry))
             made.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
         assert gluon.launches.keys() == ({"forward", "weight_gradient"} if special else set())
     for ours, theirs in zip(made[1], made[0], strict=True):
@@ -427,13 +430,13 @@ def small():
     x, g = (t.to(memory_format=torch.channels_last) for t in (x, g))
     weights = torch.randn(2, 9, SMALL.weights, generator=generator)
     found = {}
-    with pytest.MonkeyPatch.context() as patch, triton_ops.tiles(warp_specialised=1, splits=2):
+    with pytest.MonkeyPatch.context() as patch, triton_tiles.tiles(warp_specialised=1, splits=2):
         gluon, sources = interpreting(patch, together=1), []
         read = hopper_kernels._read
         patch.setattr(hopper_kernels, "_read", lambda *given: sources.append(given) or read(*given))
-        triton_ops.convolve(x[:6], weights, SMALL.name, False, *AROUND)
+        convolve(x[:6], weights, SMALL, AROUND)
         found["forward"] = (sources[-1], gluon.launched)
-        triton_ops.gram(x, g, SMALL.name, *AROUND[:4])
+        weight_gradient(x, g, SMALL, AROUND)
         found["weight_gradient"] = (sources[-1], gluon.launched)
     forget_all()
     return found

@@ -10,13 +10,16 @@ import torch
 
 import econv
 from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
-from econv.engines import spectral, triton_ops
+from econv.engines import Prologue, door, memory_format
 from econv.engines.problem import Geometry
 from econv.engines.spectral.hopper import launches as hopper_launches
+from econv.engines.spectral.operator import Task
+from econv.engines.spectral.triton import engine as triton_engine
 from econv.engines.spectral.triton import kernels as triton_kernels
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton import steps as triton_steps
 from econv.engines.spectral.triton import tiles as triton_tiles
+from econv.engines.spectral.triton.engine import Hopper, Triton, largest
 from econv.engines.spectral.triton.kernels import INTERPRETED, OVERALL
 from econv.layers import norm_relu_conv
 from econv.plan import spectral_plan
@@ -35,14 +38,26 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(autouse=True)
 def kernels_run(monkeypatch):
     """Kernels take the tensors of the device here, and float32 has all its digits."""
-    monkeypatch.setattr(spectral, "TRITON", {DEVICE})
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     if not INTERPRETED:
         yield
         return
+    triton_engine.DEVICES.add(DEVICE)
+    triton_engine._unavailable.cache_clear()
+    monkeypatch.setattr(Hopper, "why_not", why_not_hopper)
     monkeypatch.setattr(torch, "batch_norm_stats", lambda x, eps: stats(x.float(), eps))
-    with triton_ops.tiles(gradient_fields=4, splits=1):  # fewer programs, one after the other
+    with triton_tiles.tiles(gradient_fields=4, splits=1):  # fewer programs, one after the other
         yield
+    triton_engine.DEVICES.discard(DEVICE)
+    triton_engine._unavailable.cache_clear()
+
+
+def why_not_hopper(self, problem):
+    """Its kernels are interpreted only where a check asks for them."""
+    chosen = triton_tiles.overridden()
+    if chosen is None or chosen.warp_specialised < 1:
+        return "nobody asked for it"
+    return Triton.why_not(self, problem)
 
 
 def error(found, wanted):
@@ -177,14 +192,14 @@ def test_largest_numbers_are_those_of_all_images_and_of_each(dtype):
     x[4, 0, 0, 0] = torch.nan
     wanted = x.flatten(1).abs().amax(1).float()
     for images in layouts(x):
-        found = triton_ops.largest(images)
+        found = largest(images)
         torch.testing.assert_close(found[OVERALL:], wanted, rtol=0, atol=0, equal_nan=True)
         assert found[0].isnan()
-        assert triton_ops.largest(images[:4])[0] == torch.inf
-        assert triton_ops.largest(images[1:2])[0] == 0
+        assert largest(images[:4])[0] == torch.inf
+        assert largest(images[1:2])[0] == 0
     expanded = torch.full((), -3.0, device=DEVICE).expand(2, 3, 4, 5)
-    assert triton_ops.largest(expanded).tolist()[OVERALL:] == [3.0, 3.0]
-    assert triton_ops.largest(x[:0]).shape == (OVERALL,)
+    assert largest(expanded).tolist()[OVERALL:] == [3.0, 3.0]
+    assert largest(x[:0]).shape == (OVERALL,)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -340,7 +355,7 @@ def test_operands_lie_where_their_steps_say(monkeypatch, name):
         def run(layer, x):
             return norm_relu_conv(norm, layer, x)
 
-    with triton_ops.tiles(bytes=1):
+    with triton_tiles.tiles(bytes=1):
         results(layer, x, probe, "spectral", run)
     assert len({begin for begin in begins if begin > 16}) >= 4  # groups, and their scales
 
@@ -356,14 +371,14 @@ def test_operands_that_lie_elsewhere_are_found_out(monkeypatch, forgotten):
     monkeypatch.setattr(triton_launches, "_images", wrong)
     watched_steps(monkeypatch)
     forget()
-    with triton_ops.tiles(bytes=1), pytest.raises(AssertionError):
+    with triton_tiles.tiles(bytes=1), pytest.raises(AssertionError):
         results(layer, x, probe, "spectral")
 
 
 def test_images_in_groups_and_programs_that_share_pixels_give_the_same():
     layer, x, probe = case("p4", (9, 5), (6, 5, 5))
     wanted = results(layer, x, probe, "spectral")
-    with triton_ops.tiles(bytes=1, splits=3):
+    with triton_tiles.tiles(bytes=1, splits=3):
         found = results(layer, x, probe, "spectral")
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
@@ -385,13 +400,13 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
     geometry = Geometry(1, 1, 1, 2, size, size)
     for adjoint in (False, True):
         made = triton_launches.ConvolutionRun(
-            x, plan.name, adjoint, geometry, fields, True, triton_ops.Tiles(), "tf32"
+            x, plan.name, adjoint, geometry, fields, True, triton_tiles.Tiles(), "tf32"
         )
         filters = max(4 * shape[1] ** 2 * 25, 9 << 19)
         assert 2 * made.own <= filters + (0 if adjoint else 2 * numbers)
         assert len(made.groups) <= (8 if adjoint else 2)
-        running = triton_tiles.at_a_time(x.device, triton_ops.Tiles().warps) // made.cut.programs
-        rounds = [g.images * size**2 / triton_ops.Tiles().pixels / running for g in made.groups]
+        running = triton_tiles.at_a_time(x.device, triton_tiles.Tiles().warps) // made.cut.programs
+        rounds = [g.images * size**2 / triton_tiles.Tiles().pixels / running for g in made.groups]
         assert sum(map(math.ceil, rounds)) == math.ceil(sum(rounds))  # none is half empty
         done = 0
         for group_ in made.groups:
@@ -406,7 +421,7 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
 
 def takes_no_more_for_the_weights(x, plan, geometry, most):
     weight_gradient = triton_launches.WeightGradientRun(
-        x, x, plan.name, geometry, triton_ops.Tiles(), "tf32"
+        x, x, plan.name, geometry, triton_tiles.Tiles(), "tf32"
     )
     spectrum = weight_gradient.groups[0].analysis.numbers + math.prod(weight_gradient.packed)
     partial = 4 * math.prod(weight_gradient.partial) * len(weight_gradient.sums)
@@ -444,7 +459,7 @@ def test_a_training_step_takes_as_many_launches_as_the_documents_say(monkeypatch
     )
     geometry = Geometry(1, 1, 1, 2, 16, 16)
     monkeypatch.setattr(hopper_launches, "INTERPRETED", False)
-    with triton_ops.tiles(gradient_fields=triton_ops.Tiles().gradient_fields, splits=0):
+    with triton_tiles.tiles(gradient_fields=triton_tiles.Tiles().gradient_fields, splits=0):
         runs = [
             triton_launches.ConvolutionRun(like, plan.name, back, geometry, 40, True, None, "tf32")
             for back in (False, True)
@@ -508,7 +523,7 @@ TILES = {
 def test_every_way_to_cut_gives_the_same(chosen):
     layer, x, probe = case("p4", (3, 13), dtype=torch.float16)
     wanted = results(layer, x, probe, "spectral")
-    with triton_ops.tiles(**chosen):
+    with triton_tiles.tiles(**chosen):
         found = results(layer, x, probe, "spectral")
     for ours, theirs in zip(found, wanted, strict=True):
         assert error(ours, theirs) <= 1e-3
@@ -623,6 +638,7 @@ def test_what_the_kernels_do_not_know_runs_otherwise(monkeypatch):
     _, tangent = torch.func.jvp(layer, (x,), (x,))
     assert error(tangent, layer(x)) <= 1e-5
     monkeypatch.setenv("ECONV_TRITON", "0")
+    triton_engine._unavailable.cache_clear()
     assert ran_by(layer, x)[0] != "spectral/triton"
 
 
@@ -634,30 +650,54 @@ def operands(group="p4"):
     return plan, x, g, weights, Geometry(1, 2, 1, 2, 3, 3)
 
 
+def learned(plan, fields=(1, 2)):
+    return torch.randn(*fields, plan.weight_map.shape[0], device=DEVICE)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_the_operators_pass_the_checks_of_torch():
-    plan, x, g, weights, geometry = operands()
-    x.requires_grad_()
-    weights.requires_grad_()
-    operators = torch.ops.econv
-    x_scale, w_scale, g_scale = (triton_ops.largest(tensor) for tensor in (x, weights, g))
-    torch.library.opcheck(operators.largest.default, (x, None))
-    for last in (False, True):
-        inputs = (x, x_scale, weights, w_scale, plan.name, False, *geometry, last, None)
-        torch.library.opcheck(operators.convolve.default, inputs)
-    g.requires_grad_()
-    inputs = (x, x_scale, g, g_scale, plan.name, *geometry[:4], None)
-    torch.library.opcheck(operators.gram.default, inputs)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("activated", [False, True])
+def test_the_operators_pass_the_checks_of_torch(activated, layout):
+    plan, x, g, _, geometry = operands()
+    x, weight = x.to(memory_format=layout), learned(plan)
+    affine = torch.randn(3, 2, device=DEVICE) if activated else None
+    known, rest = largest(x, affine), ("spectral/triton", plan.name, list(geometry))
+    for wanted in ((True, True), (True, False), (False, True)):
+        inputs = (g, x, weight, affine, known, *rest, *wanted)
+        torch.library.opcheck(torch.ops.econv.spectral_backward.default, inputs)
+    for tensor in (x, weight) if affine is None else (x, weight, affine):
+        tensor.requires_grad_()
+    torch.library.opcheck(torch.ops.econv.spectral.default, (x, weight, affine, *rest))
+
+
+def convolve(x, weights, plan, geometry, affine=None, into=None):
+    """A layer with spectral weights, or its adjoint with an output like ``into``."""
+    given = (Task(plan, geometry), x, largest(x, affine), weights, affine, into)
+    return Hopper()._launch(*given)
+
+
+def weight_gradient(x, g, plan, geometry):
+    """The gradient to spectral weights."""
+    run = triton_launches.weight_gradient_run(
+        triton_tiles.Like.of(x),
+        triton_tiles.Like.of(g),
+        plan.name,
+        geometry,
+        triton_tiles.overridden(),
+        triton_launches.precision_of(x.dtype),
+        False,
+    )
+    return run(x, largest(x), g, largest(g))
 
 
 def test_the_adjoint_and_the_weight_gradient_are_those_of_the_layer():
     plan, x, g, weights, geometry = operands("p6")
     back = geometry.transposed(plan.basis.size, *x.shape[2:])
-    out = triton_ops.convolve(x, weights, plan.name, False, *geometry)
-    adjoint = triton_ops.convolve(g, weights, plan.name, True, *back)
-    weight_gradient = triton_ops.gram(x, g, plan.name, *geometry[:4])
+    out = convolve(x, weights, plan, geometry)
+    adjoint = convolve(g, weights, plan, back, into=x)
+    to_weights = weight_gradient(x, g, plan, geometry)
     scalar = (out * g).sum()
-    for other in ((adjoint * x).sum(), (weight_gradient * weights).sum()):
+    for other in ((adjoint * x).sum(), (to_weights * weights).sum()):
         torch.testing.assert_close(other, scalar, rtol=1e-4, atol=1e-4)
 
 
@@ -680,15 +720,15 @@ def test_a_compiled_layer_is_one_graph_with_the_operator_in_it():
     for ours, theirs in zip(found, results(layer, x, probe, "spectral"), strict=True):
         torch.testing.assert_close(ours, theirs)
     forward, backward = graphs
-    assert "econv.convolve" in forward
-    assert "econv.convolve" in backward
+    assert "econv.spectral.default" in forward
+    assert "econv.spectral_backward.default" in backward
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_an_exported_layer_holds_the_operator():
+def test_an_exported_layer_is_made_of_operations_of_torch():
     layer, x, _ = case("p4")
     program = torch.export.export(layer, (x,))
-    assert "econv.convolve.default" in str(program.graph)
+    assert "econv" not in str(program.graph)
     torch.testing.assert_close(program.module()(x), layer(x))
 
 
@@ -700,7 +740,7 @@ def test_results_repeat_to_the_last_bit():
         assert torch.equal(first, second)
 
 
-FUSED = "spectral/triton" + spectral.FUSED
+FUSED = "spectral/triton" + door.FUSED
 
 
 class PreActivated(torch.nn.Module):
@@ -771,7 +811,7 @@ def test_norm_and_relu_at_the_load_equal_the_modules_in_float64(training, option
     x = x.to(memory_format=torch.channels_last if training else torch.contiguous_format)
     wanted = exact_step(pair, x, probe)
     found = step(pair, x, probe, wanted=FUSED)
-    assert found[0].is_contiguous(memory_format=spectral.memory_format(x))
+    assert found[0].is_contiguous(memory_format=memory_format(x))
     for ours, theirs in zip(found, wanted, strict=True):
         assert error(ours, theirs) <= FLOAT32
 
@@ -884,14 +924,14 @@ def test_buffers_of_an_activated_layer_are_filled_before_they_are_read(monkeypat
 
 
 def test_activated_views_with_gaps_are_read_as_they_lie():
-    plan, x, _, weights, geometry = operands()
-    affine = torch.randn(3, 2, device=DEVICE)
+    plan, x, _, _, geometry = operands()
+    weight, affine = learned(plan), torch.randn(3, 2, device=DEVICE)
     wide = torch.randn(4, x.shape[1], 10, 12, device=DEVICE)
     view = wide[::2, :, ::2, ::2]
     results = []
     for images in (view, view.contiguous()):
-        given = [t.detach().requires_grad_() for t in (images, weights, affine)]
-        out = triton_ops.convolve(*given[:2], plan.name, False, *geometry, affine=given[2])
+        given = [t.detach().requires_grad_() for t in (images, weight, affine)]
+        out, _ = torch.ops.econv.spectral(*given, "spectral/triton", plan.name, list(geometry))
         results.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
     for ours, theirs in zip(*results, strict=True):
         assert error(ours, theirs) <= FLOAT32
@@ -905,11 +945,11 @@ def test_largest_numbers_of_activated_images(dtype):
     affine = torch.tensor([[0.5, 1.0, -2.0], [-1.5, 1.0, 0.3], [-9.0, 3.0, 1.0]]).to(DEVICE)
     x[1], affine[2, 0] = -50.0, -90.0
     for images in layouts(x):
-        wanted = triton_ops._activated(images, affine).flatten(1).amax(1)
-        found = triton_ops.largest(images, affine)
+        wanted = Prologue(affine).apply(images.float()).flatten(1).amax(1)
+        found = largest(images, affine)
         torch.testing.assert_close(found[OVERALL:], wanted, equal_nan=True)
         assert found[0].isnan()
-        assert triton_ops.largest(images[:3], affine)[0] == torch.inf
+        assert largest(images[:3], affine)[0] == torch.inf
     assert wanted.tolist()[1:3] == [0.0, torch.inf]
 
 
@@ -957,26 +997,6 @@ def test_gradients_of_gradients_of_an_activated_layer():
     assert ran == [FUSED]
     for ours, theirs in zip(found, wanted, strict=True):
         assert error(ours, theirs) <= 10 * FLOAT32
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_the_operators_on_activated_inputs_pass_the_checks_of_torch():
-    plan, x, g, weights, geometry = operands()
-    affine = torch.randn(3, 2, device=DEVICE)
-    operators = torch.ops.econv
-    torch.library.opcheck(operators.activation_backward.default, (torch.randn_like(x), x, affine))
-    for tensor in (x, weights, g, affine):
-        tensor.requires_grad_()
-    scales = [triton_ops.largest(t.detach()) for t in (weights, g)]
-    x_scale = triton_ops.largest(x.detach(), affine.detach())
-    torch.library.opcheck(operators.largest.default, (x.detach(), affine.detach()))
-    inputs = (x, x_scale, weights, scales[0], plan.name, False, *geometry, False, affine)
-    torch.library.opcheck(operators.convolve.default, inputs)
-    inputs = (x, x_scale, g, scales[1], plan.name, *geometry[:4], affine)
-    torch.library.opcheck(operators.gram.default, inputs)
-    back = geometry.transposed(plan.basis.size, *x.shape[2:])
-    with pytest.raises(ValueError, match="no affine with adjoint"):
-        triton_ops.convolve(g.detach(), weights, plan.name, True, *back, affine=affine[:, :1])
 
 
 def test_blocks_of_a_network_use_it_by_themselves():

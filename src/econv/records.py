@@ -102,7 +102,7 @@ class Record:
     """How many of econv's convolutions each engine ran in a step, as `econv.engine` names them;
     None if not known, or if ``torch.compile`` ran them."""
     choices: dict[str, str] | None = None
-    """The engines that ``"auto"`` had measured as the faster ones, by problem; None if not known."""
+    """What ``"auto"`` had measured to be faster, by problem; None if not known."""
     format: int = FORMAT
 
     def __post_init__(self) -> None:

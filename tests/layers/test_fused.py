@@ -11,31 +11,20 @@ from torch import nn
 
 import econv
 from econv import GroupBatchNorm2d, GroupConv2d
-from econv.engines import auto, note, spectral
-from econv.layers import norm_relu_conv
-
-FUSED = "spectral/triton" + spectral.FUSED
+from econv.layers import fused, norm_relu_conv
+from fusing import FUSED, fuse_on_cpu
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Kernels seem to run on a CPU."""
-    monkeypatch.setenv("ECONV_TRITON", "0")
-    monkeypatch.setattr(spectral, "TRITON", {"cpu"})
-    monkeypatch.setattr(auto, "on_kernels", lambda x, work: x.dtype != torch.float64)
-
-    def forward_activated(self, x, affine):
-        note(FUSED)
-        each = affine.repeat_interleave(self.group.order, 1)[:, None, :, None, None]
-        centre, scale, shift = each
-        return self._run_spectral(torch.relu((x - centre) * scale + shift).to(x.dtype))
-
-    monkeypatch.setattr(GroupConv2d, "forward_activated", forward_activated)
+    fuse_on_cpu(monkeypatch)
 
 
 class PreActivated(nn.Module):
-    def __init__(self, **options):
+    def __init__(self, relu=None, **options):
         super().__init__()
+        self.relu = relu
         self.norm = GroupBatchNorm2d(2, "p4")
         self.conv = GroupConv2d(2, 3, "p4", **{"engine": "spectral", **options})
         with torch.no_grad():
@@ -44,10 +33,10 @@ class PreActivated(nn.Module):
                 tensor.uniform_(0.5, 1.5)
 
     def forward(self, x):
-        return norm_relu_conv(self.norm, self.conv, x)
+        return norm_relu_conv(self.norm, self.conv, x, self.relu)
 
     def one_after_the_other(self, x):
-        return self.conv(torch.relu(self.norm(x)))
+        return self.conv((torch.relu if self.relu is None else self.relu)(self.norm(x)))
 
 
 def ran_by(run, x):
@@ -127,6 +116,11 @@ def without_eps(pair):
     pair.norm.eps = 0.0
 
 
+def looked_at_here_and_there(pair):
+    options = {"operators": "order<=0", "stride": 2, "padding": 0, "engine": "spectral"}
+    pair.conv = GroupConv2d(2, 2, "p4", **options)
+
+
 def grouped(pair):
     pair.conv = GroupConv2d(2, 2, "p4", groups=2, engine="spectral")
 
@@ -144,6 +138,7 @@ AS_BEFORE = {
     "dense": by_filters,
     "centred": centred,
     "groups": grouped,
+    "one pixel of several": looked_at_here_and_there,
     "no eps": without_eps,
 }
 
@@ -169,6 +164,69 @@ def test_modules_that_differ_are_called_one_after_the_other(monkeypatch, pair, x
     assert torch.equal(out, pair.one_after_the_other(x))
 
 
+RELUS = {
+    "module": nn.ReLU(),
+    "in place": nn.ReLU(inplace=True),
+    "function": torch.relu,
+    "function in place": torch.relu_,
+}
+
+
+@pytest.mark.parametrize("relu", RELUS.values(), ids=RELUS.keys())
+@pytest.mark.parametrize("training", [False, True])
+def test_a_relu_of_ones_own(x, relu, training):
+    torch.manual_seed(0)
+    pair = PreActivated(relu).train(training)
+    other, kept = copy.deepcopy(pair), x.clone()
+    assert ran_by(pair, x)[0] == FUSED
+    wanted = other.one_after_the_other(x)
+    torch.testing.assert_close(pair.eval()(x), other.eval()(x))
+    torch.testing.assert_close(pair.train(training)(x), wanted, rtol=1e-4, atol=1e-5)
+    assert torch.equal(x, kept)
+
+
+def with_a_hook(kind):
+    relu = nn.ReLU()
+    getattr(relu, f"register_{kind}_hook")(lambda *arguments: None)
+    return relu
+
+
+def with_another_forward():
+    relu = nn.ReLU()
+    relu.forward = torch.sigmoid
+    return relu
+
+
+NO_RELU = {
+    "forward hook": lambda: with_a_hook("forward"),
+    "forward pre-hook": lambda: with_a_hook("forward_pre"),
+    "backward hook": lambda: with_a_hook("full_backward"),
+    "backward pre-hook": lambda: with_a_hook("full_backward_pre"),
+    "another forward": with_another_forward,
+    "subclass": type("Other", (nn.ReLU,), {}),
+    "another module": nn.GELU,
+    "no modules": nn.Sequential,
+    "another function": lambda: torch.sigmoid,
+}
+
+
+@pytest.mark.parametrize("make", NO_RELU.values(), ids=NO_RELU.keys())
+def test_what_is_no_plain_relu_is_called(x, make):
+    pair = PreActivated(make()).eval()
+    with econv.engine() as ran:
+        found = pair(x)
+    assert len(ran) == 1
+    assert FUSED not in ran
+    assert torch.equal(found, pair.one_after_the_other(x))
+
+
+def test_hooks_of_the_relu_see_what_it_makes(pair, x):
+    pair.relu, seen = nn.ReLU(inplace=True), []
+    pair.relu.register_forward_hook(lambda module, given, made: seen.append(made.clone()))
+    pair(x)
+    assert torch.equal(*seen, torch.relu(pair.norm(x)))
+
+
 def test_a_hook_of_all_modules_is_called(pair, x):
     called = []
     hook = nn.modules.module.register_module_forward_hook(
@@ -191,7 +249,7 @@ def test_what_the_kernels_do_not_take_runs_one_after_the_other(monkeypatch, pair
         pair(x)
     assert ran == ["dense"]
     pair.conv.engine = "spectral"
-    monkeypatch.setattr(spectral, "TRITON", {"cuda"})
+    monkeypatch.setattr(fused, "DEVICES", {"cuda"})
     assert FUSED not in ran_by(pair, x)
 
 

@@ -2,8 +2,9 @@
 
 The source is traced (`trace`) and every operation of it (`operations`) planned (`plan`) by its rule
 (`rules`, `registry`), for widths that are chosen last (`widths`). The plan is built as a network
-with the source's call signature (`network`), given the source's weights where that is wanted
-(`fit`) and reported (`report`). `convert` is the one call for all of it.
+with the source's call signature (`network`), which on GPUs runs in another form (`fusion`), given
+the source's weights where that is wanted (`fit`) and reported (`report`). `convert` is the one call
+for all of it.
 """
 
 from econv.conversion.convert import MATCHES, convert

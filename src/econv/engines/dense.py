@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines.problem import Convolution, Problem, Prologue, Weight, memory_format
+from econv.engines.problem import (
+    Convolution,
+    Problem,
+    Prologue,
+    Weight,
+    exporting,
+    memory_format,
+)
 
 __all__ = ["Dense", "convolve", "filter_offsets", "filters", "replicate", "tables"]
 
@@ -123,7 +130,7 @@ def replicate(x: Tensor, before: int, after: int) -> Tensor:
 
 def _permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """The second axis in another order."""
-    if torch.compiler.is_exporting() or torch._C._is_tracing():  # who know no functions of ours
+    if exporting() or torch._C._is_tracing():  # who know no functions of ours
         return x.index_select(1, order)
     found: Tensor = _Permute.apply(x, order, back)
     return found

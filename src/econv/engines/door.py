@@ -19,6 +19,7 @@ from econv.engines.problem import (
     Prologue,
     Weight,
     convolution_named,
+    exporting,
     without_autocast,
 )
 from econv.engines.registry import ENGINES, Engine
@@ -44,7 +45,7 @@ def convolve(
     """
     name = choice.resolve(engine)
     if torch.compiler.is_compiling():
-        if torch.compiler.is_exporting():
+        if exporting():
             name = "dense" if name == "auto" else "spectral/torch" if name != "dense" else name
             return _run(convolution, x, weight, bias, name, prologue, "watched")
         affine = None if prologue is None else prologue.affine

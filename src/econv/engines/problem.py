@@ -29,6 +29,7 @@ __all__ = [
     "Weight",
     "convolution",
     "convolution_named",
+    "exporting",
     "memory_format",
     "result_dtype",
     "transformed",
@@ -309,6 +310,11 @@ def watched(x: Tensor) -> bool:
     """Whether a tracer, or whatever else watches, must see operations of torch."""
     watching = torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
     return watching or type(x) not in (Tensor, torch.nn.Parameter)
+
+
+def exporting() -> bool:
+    """Whether `torch.export` follows; its own question is answered wrongly inside a compiler."""
+    return torch.compiler._is_exporting_flag
 
 
 def transformed() -> bool:

@@ -271,7 +271,7 @@ class PDOConv2d(WithConstants):
 
         It is told how with :meth:`forward_activated`.
         """
-        if self.centred:
+        if self.centred or self._step > 1:  # `read` makes another input
             return False
         self._check_input(x)
         return engines.fuses(self.convolution, x, self.weight, self.engine)

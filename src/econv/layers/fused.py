@@ -11,6 +11,8 @@ This room knows when that is possible; what is done then is the business of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
@@ -20,11 +22,16 @@ from econv.engines.spectral.triton.engine import DEVICES
 from econv.layers.convolution import GroupConv2d
 from econv.layers.normalisation import GroupBatchNorm2d
 
-__all__ = ["norm_relu_conv"]
+__all__ = ["may_fuse", "norm_relu_conv"]
 
 
-def norm_relu_conv(norm: nn.Module, conv: nn.Module, x: Tensor) -> Tensor:
-    """``conv(torch.relu(norm(x)))``, without the map in between where that can be had.
+def norm_relu_conv(
+    norm: nn.Module,
+    conv: nn.Module,
+    x: Tensor,
+    relu: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """``conv(relu(norm(x)))``, without the map in between where that can be had.
 
     It can where ``norm`` is a :class:`~econv.GroupBatchNorm2d` and ``conv`` a
     :class:`~econv.GroupConv2d` that would run on the Triton kernels, by ``engine="spectral"`` or by
@@ -37,32 +44,39 @@ def norm_relu_conv(norm: nn.Module, conv: nn.Module, x: Tensor) -> Tensor:
     synchronised, quantised); with ``groups`` or ``centred``, in float64, in float16 where it is
     trained, under an autocast to another dtype than that of ``x``.
 
+    ``relu`` is what is called between the two: a module, which may work in place, or `torch.relu`
+    (the default) or `torch.relu_`.
+
     >>> norm, conv = GroupBatchNorm2d(4, "p8"), GroupConv2d(4, 6, "p8")
     >>> norm_relu_conv(norm, conv, torch.randn(2, 32, 9, 9)).shape
     torch.Size([2, 48, 9, 9])
     """
-    if not torch.compiler.is_compiling() and _seen(x) and _as_made(norm, conv):
+    if may_fuse(x) and _as_made(norm, conv, relu):
         assert isinstance(norm, GroupBatchNorm2d)
         assert isinstance(conv, GroupConv2d)
         norm.check(x)
         if conv.fuses(x) and norm.fuses(x):
             return conv.forward_activated(*norm.as_affine(x))
-    result: Tensor = conv(torch.relu(norm(x)))
+    result: Tensor = conv((torch.relu if relu is None else relu)(norm(x)))
     return result
 
 
-def _seen(x: Tensor) -> bool:
+def may_fuse(x: Tensor) -> bool:
     """Whether kernels may take ``x``, with nobody who would want to see operations of torch."""
-    return not watched(x) and x.device.type in DEVICES and not transformed()
+    if torch.compiler.is_compiling() or watched(x):
+        return False
+    return x.device.type in DEVICES and not transformed()
 
 
-def _as_made(norm: nn.Module, conv: nn.Module) -> bool:
+def _as_made(norm: nn.Module, conv: nn.Module, relu: Callable[[Tensor], Tensor] | None) -> bool:
     """Whether to call the modules is to run their `forward` as it was written, and no more."""
     if type(norm) is not GroupBatchNorm2d or type(conv) is not GroupConv2d:
         return False
+    if type(relu) is not nn.ReLU and relu not in (None, torch.relu, torch.relu_):
+        return False
     if norm.group != conv.group or norm.fields != conv.in_fields or hooks._has_any_global_hook():
         return False
-    for module in (norm, conv):
+    for module in (norm, conv, *([relu] if isinstance(relu, nn.Module) else [])):
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             return False
         if module._backward_hooks or module._backward_pre_hooks or module._compiled_call_impl:

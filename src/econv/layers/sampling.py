@@ -12,6 +12,7 @@ from torch.nn import functional
 from econv.engines import dense, memory_format
 from econv.layers.checks import check_rank, positive
 from econv.layers.constants import WithConstants
+from econv.layers.shift import mean_of_four
 
 __all__ = [
     "CentredAvgPool2d",
@@ -201,7 +202,7 @@ def points_about_centre(
     rows, columns = x.shape[2], x.shape[3]
     known = not _symbolic(rows, columns, height, width)
     if known and (rows - height, columns - width) == (1, 1):
-        return functional.avg_pool2d(x, 2, step)  # between four pixels, in one pass
+        return mean_of_four(x, step)  # points between four pixels
     found = _recentre_axis(_recentre_axis(x, 2, height, fill), 3, width, fill)
     return found if step == 1 else found[:, :, ::step, ::step]
 

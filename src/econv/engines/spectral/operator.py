@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines.problem import Geometry, Problem, Prologue, Weight, memory_format
+from econv.engines.problem import (
+    Geometry,
+    Problem,
+    Prologue,
+    Weight,
+    exporting,
+    memory_format,
+)
 from econv.plan import ParityError, SpectralPlan, plan_named
 
 __all__ = ["EngineError", "Spectral", "Task"]
@@ -129,7 +136,7 @@ class Spectral:
     ) -> Tensor:
         if problem.context == "traced":
             found = _SPECTRAL(x, weight, affine, self.name, task.plan.name, list(task.geometry))
-        elif torch._C._is_tracing() or torch.compiler.is_exporting():
+        elif torch._C._is_tracing() or exporting():
             found = self.forward(task, x, weight, affine)  # they know no functions of autograd
         else:
             found = _Convolve.apply(x, weight, affine, self, task)

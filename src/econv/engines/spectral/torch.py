@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines.problem import Geometry
+from econv.engines.problem import Geometry, exporting
 from econv.engines.spectral.operator import Spectral, Task
 from econv.plan import SpectralPlan
 
@@ -39,7 +39,7 @@ class Torch(Spectral):
         """The layer, some images at a time; half precisions are rounded once, at the end."""
         table, weights = spectral_weights(task.plan, weight, x.dtype)
         working = x.to(weights.dtype)
-        if torch._C._is_tracing() or torch.compiler.is_exporting():  # for any number of images
+        if torch._C._is_tracing() or exporting():  # for any number of images
             return apply(working, weights, table, task.geometry).to(x.dtype), self.known_like(x)
         parts = [
             apply(working[here], weights, table, task.geometry)

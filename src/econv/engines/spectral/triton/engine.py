@@ -72,7 +72,7 @@ class Triton(Spectral):
         with on_device(x):
             _, weights = spectral_weights(task.plan, weight, x.dtype)
             known = largest(x, affine)
-            return self._convolve(task, x, known, weights, affine), known
+            return self._launch(task, x, known, weights, affine), known
 
     def known_like(self, x: Tensor) -> Tensor:
         """The largest numbers of images."""
@@ -109,12 +109,12 @@ class Triton(Spectral):
                 to_weight = (to_weights @ table.weight_map.T).to(weight.dtype)
             if wanted[0]:
                 back = Task(task.plan, task.back(x))
-                to_x = self._convolve(back, gradient, found, weights, None, x)
+                to_x = self._launch(back, gradient, found, weights, None, x)
                 if affine is not None:
                     to_x, to_affine = activation_backward(to_x, x, affine)
         return to_x, to_weight, to_affine
 
-    def _convolve(
+    def _launch(
         self,
         task: Task,
         x: Tensor,

@@ -1,0 +1,148 @@
+"""Norm, ReLU and convolution of a graph as one call, for devices whose kernels run them as one.
+
+The graph of a converted network has a node for each. `fused` writes another graph, in which every
+such chain is a call of `econv.layers.norm_relu_conv`. Both compute the same, with the same modules,
+which are looked up when they run: one that was replaced, or has hooks, counts in both.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import update_wrapper
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from econv.layers import GroupBatchNorm2d, GroupConv2d, norm_relu_conv
+from econv.layers.fused import may_fuse
+
+__all__ = ["Chain", "chains", "fused", "switched"]
+
+_RELUS: dict[Any, bool] = {
+    torch.relu: False,
+    functional.relu: False,
+    torch.relu_: True,
+    functional.relu_: True,
+    "relu": False,
+    "relu_": True,
+}
+"""Functions and methods, and whether they write into what they read."""
+
+
+class Chain(NamedTuple):
+    """Three nodes, of which each is read by the next and by nothing else."""
+
+    norm: fx.Node
+    relu: fx.Node
+    conv: fx.Node
+
+
+def chains(graph: fx.Graph, root: nn.Module) -> list[Chain]:
+    """Where a `GroupConv2d`, and nothing else, reads the ReLU of a `GroupBatchNorm2d`.
+
+    What the norm reads may have other readers. ``root`` has the modules that the graph names.
+    """
+    found = []
+    for conv in graph.nodes:
+        relu = _only_read_by(conv)
+        norm = None if relu is None else _only_read_by(relu)
+        if relu is None or norm is None or not _calls(conv, root, GroupConv2d):
+            continue
+        if _in_place(relu, root) is not None and _calls(norm, root, GroupBatchNorm2d):
+            found.append(Chain(norm, relu, conv))
+    return found
+
+
+def fused(graph: fx.Graph, root: nn.Module) -> fx.Graph | None:
+    """A copy of a graph with its `chains` as one call each; nothing where there are none.
+
+    The call stands where the norm stood: what writes into the norm's input later still comes later.
+    """
+    found = copy.deepcopy(graph)
+    together = chains(found, root)
+    for norm, relu, conv in together:
+        run: Callable[..., Tensor] = norm_relu_conv
+        with found.inserting_before(norm):
+            modules = [found.get_attr(str(node.target)) for node in (norm, conv)]
+            given = [*modules, norm.args[0]]
+            if relu.op == "call_module":
+                given.append(found.get_attr(str(relu.target)))
+            elif _in_place(relu, root):
+                run = _norm_relu_in_place_conv
+            conv.replace_all_uses_with(found.call_function(run, tuple(given)))
+        for node in (conv, relu, norm):
+            found.erase_node(node)
+    return found if together else None
+
+
+def switched(plain: Callable[..., Any], graph: fx.Graph, code: str) -> Callable[..., Any]:
+    """The ``forward`` that was generated from a graph, as ``code``, with a second form.
+
+    Eager calls on devices whose kernels fuse run what is generated from the `fused` graph, at the
+    first of them. Whoever traces, compiles, exports or transforms meets ``plain``.
+    """
+    forms: list[Callable[..., Any]] = []
+
+    def second(network: nn.Module) -> Callable[..., Any]:
+        if not forms:
+            forms.append(_generated(graph, code, network) or plain)
+        return forms[0]
+
+    may_fuse_call = _may_fuse_call  # not a global: those of the function are others
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = second(self) if may_fuse_call(args, kwargs) else plain
+        return run(self, *args, **kwargs)
+
+    # Tracers look into the globals of a ``forward`` for functions that they have to follow.
+    made = FunctionType(forward.__code__, plain.__globals__, "forward", None, forward.__closure__)
+    return update_wrapper(made, plain)
+
+
+def _may_fuse_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether kernels may take the first tensor of a call."""
+    if torch.compiler.is_compiling():
+        return False
+    tensors = (given for given in (*args, *kwargs.values()) if isinstance(given, Tensor))
+    first = next(tensors, None)
+    return first is not None and may_fuse(first)
+
+
+def _generated(graph: fx.Graph, code: str, root: nn.Module) -> Callable[..., Any] | None:
+    """The function of the fused graph; nothing if the graph was edited since it became code."""
+    if graph.python_code("self").src != code:
+        return None
+    found = fused(graph, root)
+    return None if found is None else type(fx.GraphModule(root, found)).forward
+
+
+def _norm_relu_in_place_conv(norm: nn.Module, conv: nn.Module, x: Tensor) -> Tensor:
+    return norm_relu_conv(norm, conv, x, torch.relu_)
+
+
+def _only_read_by(node: fx.Node) -> fx.Node | None:
+    """The first argument of a node, if nothing else reads it."""
+    read = node.args[0] if node.args else None
+    return read if isinstance(read, fx.Node) and [*read.users] == [node] else None
+
+
+def _calls(node: fx.Node, root: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a node calls a module of a class with one argument."""
+    if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+        return False
+    return type(root.get_submodule(str(node.target))) is kind
+
+
+def _in_place(node: fx.Node, root: nn.Module) -> bool | None:
+    """Whether a ReLU that is a function writes into what it reads; nothing for what is no ReLU."""
+    if node.op == "call_module":
+        return False if _calls(node, root, nn.ReLU) else None
+    always = _RELUS.get(node.target) if node.op in ("call_function", "call_method") else None
+    asked = [*node.args[1:], *node.kwargs.values()]
+    if always is None or len(asked) > 1 or not node.kwargs.keys() <= {"inplace"}:
+        return None
+    return always or bool(asked and asked[0])

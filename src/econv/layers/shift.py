@@ -1,0 +1,59 @@
+"""Half a pixel along both axes: means of four neighbours, in one pass over memory.
+
+torch's own pooling takes many times as long where channels lie last on a GPU.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from econv.engines.problem import memory_format, transformed, watched
+
+__all__ = ["mean_of_four"]
+
+_DEVICES = {"cuda"}
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def mean_of_four(x: Tensor, step: int = 1) -> Tensor:
+    """`avg_pool2d` of 2×2 windows, ``step`` pixels apart.
+
+    >>> mean_of_four(torch.arange(4.0).view(1, 1, 2, 2)).item()
+    1.5
+    """
+    if torch.compiler.is_compiling() or not _has_kernel(x):
+        return functional.avg_pool2d(x, 2, step)
+    return cast(Tensor, _MeanOfFour.apply(x, step, None))
+
+
+def _has_kernel(x: Tensor) -> bool:
+    if x.device.type not in _DEVICES or x.dtype not in _DTYPES or watched(x) or transformed():
+        return False
+    usual = torch.version.hip is None and find_spec("triton") is not None
+    return usual and x.numel() > 0 and memory_format(x) is torch.channels_last
+
+
+class _MeanOfFour(torch.autograd.Function):
+    """The means, or with the size of an image what their gradient is to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: int, size: tuple[int, int] | None) -> Tensor:
+        from econv.layers.shift_kernel import launch
+
+        ctx.step, ctx.adjoint, ctx.size = step, size is not None, x.shape[2:]
+        sizes = tuple((n - 2) // step + 1 for n in x.shape[2:]) if size is None else size
+        x = x.contiguous(memory_format=torch.channels_last)
+        like = {"dtype": x.dtype, "device": x.device, "memory_format": torch.channels_last}
+        y = torch.empty((*x.shape[:2], *sizes), **like)
+        with torch.cuda.device_of(x):
+            launch(x, y, step, ctx.adjoint)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _MeanOfFour.apply(gradient, ctx.step, None if ctx.adjoint else ctx.size), None, None

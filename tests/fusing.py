@@ -1,0 +1,55 @@
+"""Kernels that normalise and rectify where they read, as operations of torch: they run on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from econv.engines import ENGINES, Prologue, choice
+from econv.engines.door import FUSED as BOTH
+from econv.engines.spectral.torch import Torch
+from econv.engines.spectral.triton.engine import Triton
+from econv.layers import fused, pooled
+
+__all__ = ["FUSED", "fuse_on_cpu"]
+
+FUSED = Triton.name + BOTH
+
+
+class OnAnyDevice(Triton):
+    """What the kernels do, as operations of torch."""
+
+    def why_not(self, problem):
+        return self._not_covered(problem)
+
+    def forward(self, task, x, weight, affine):
+        x = x if affine is None else Prologue(affine).apply(x)
+        return Torch().forward(task, x, weight, None)
+
+    def backward(self, task, gradient, x, weight, affine, known, wanted):
+        if affine is None:
+            return Torch().backward(task, gradient, x, weight, None, known, wanted)
+        with torch.enable_grad():
+            x, affine = (t.detach().requires_grad_() for t in (x, affine))
+            made = Prologue(affine).apply(x)
+        given = (gradient, made.detach(), weight, None, known, wanted)
+        to_made, to_weight, _ = Torch().backward(task, *given)
+        to_x, to_affine = torch.autograd.grad(made, (x, affine), to_made)
+        return to_x, to_weight, to_affine
+
+
+def affine(x, fields, weight, bias, running, eps):
+    """`pooled.affine`, as operations of torch."""
+    folded = x.float().unflatten(1, (fields, -1))
+    variance, mean = torch.var_mean(folded, (0, 2, 3, 4), correction=0)
+    if running is not None:
+        running.update(mean.detach(), variance.detach(), x.numel() // fields)
+    return x, pooled.rows(mean, (variance + eps).rsqrt(), weight, bias)
+
+
+def fuse_on_cpu(monkeypatch):
+    """Let the kernels seem to run on a CPU for the rest of a test."""
+    monkeypatch.setattr(choice, "_memory", {})
+    monkeypatch.setattr(fused, "DEVICES", {"cpu"})
+    monkeypatch.setattr(pooled, "affine", affine)
+    monkeypatch.delitem(ENGINES, "spectral/hopper")
+    monkeypatch.setitem(ENGINES, Triton.name, OnAnyDevice())
