@@ -66,6 +66,7 @@ bench: $(STAMP)
 	@$(RUN) benchmarks/convert_and_rotate.py --seeds 3 --json outputs/convert_and_rotate.json
 	@$(RUN) benchmarks/quantisation.py --json outputs/quantisation.json
 	@$(RUN) benchmarks/engines.py --json outputs/engines.json
+	@$(RUN) benchmarks/networks.py --cpu --json outputs/networks.json
 	@$(RUN) benchmarks/initialisation.py
 	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json
 

@@ -7,7 +7,7 @@
   ReLU, orientation pooling and a classifier, in fresh interpreters; the libraries take turns.
 - checkpoint: the bytes of that network's saved state dict, in train and in eval mode.
 - layer: the time of one convolution between regular fields over that of the plain Conv2d with as
-  many channels and taps. The two run in turns in one process, so that whatever else the machine
+  many channels and taps. The two run interleaved in one process, so that whatever else the machine
   does meets both; each result is first checked against that Conv2d with the layer's filters.
 
 Import and construction run on one thread and are counted in seconds of the processor, which a busy
@@ -169,7 +169,7 @@ def layer_times(
 def compare(
     ours: Callable[[], None], plain: Callable[[], None], repeats: int
 ) -> dict[str, float | list[float]]:
-    """Relate the times of two that run in turns."""
+    """Relate the times of two that run interleaved."""
     times = interleaved({"ours": ours, "plain": plain}, repeats, warm_up=3)
     paired = [a / b for a, b in zip(times["ours"], times["plain"], strict=True)]
     lower, _, upper = statistics.quantiles(paired, n=4)
@@ -196,7 +196,7 @@ class Measurement:
         return outcome.value
 
     def medians(self, function: str, repeats: int, **arguments: Any) -> dict[str, float]:
-        """The median of what each library answers, asked in turns, after one turn to warm up."""
+        """The median of what each library answers, interleaved, after one round to warm up."""
         found: dict[str, list[float]] = {name: [] for name in self.pythons}
         for _ in range(repeats + 1):
             for name, answers in found.items():

@@ -1,6 +1,6 @@
 """Time of an exported network relative to the plain CNN of the same width, depth and filter size.
 
-The networks run in turns in one process, so that whatever else the machine does meets all of them.
+The networks run interleaved in one process: whatever else the machine does meets all of them.
 The plain CNN is measured as it is written, with its batch norms, and with them folded as export
 folds ours; the network before export and the CNN with 3×3 filters stand beside it.
 
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         f"{args.model} of {args.depth} layers with {'/'.join(map(str, args.fields))} fields, batch "
         f"{args.batch}, {args.size}×{args.size}, float32, {torch.get_num_threads()} threads, "
-        f"{args.repeats} runs in turns: time of the exported network over that of …"
+        f"{args.repeats} runs, interleaved: time of the exported network over that of …"
     )
     results: dict[str, dict[str, float]] = {}
     for name, memory_format in MEMORY_FORMATS.items():

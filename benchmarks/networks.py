@@ -206,7 +206,8 @@ CLASSES = {  # the first whose expression is found in a kernel's name, in small 
     # The compiler's names list operations: those that only cast and arrange do so with filters.
     "filter expansion": (
         rf"^triton_[a-z]+_fused(?:_(?:{_LAYOUT}|convolution|convolution_backward))*_\d+$"
-        r"|index_?select|gather|sgemm|gemmsn|gemv|gemm_f32f32|tf32|s1688gemm|nvjet_s|splitkreduce"
+        r"|index_?(?:select|func)|gather|sgemm|gemmsn|gemv|f32f32_f32f32|tf32|s1688gemm|nvjet_s"
+        r"|cublas|splitkreduce|cutlass::kernel2<(?!.*(?:fprop|dgrad|wgrad))"
     ),
     "convolutions": (
         r"^(?:analyse|forward|weight_gradient|pack|arrange|largest|reduce|spread|to_affine"

@@ -16,9 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_cases import Case
-from engine_limits import limits
-
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -36,11 +33,13 @@ LIBRARIES = {"econv": "**econv**", "escnn": "escnn", "e2cnn": "e2cnn"}
 CONTROL = "torch"
 LONGEST_MESSAGE = 120
 
-# The kernels whose least time benchmarks/engine_limits.py finds, as profilers call them.
+# The kernels of a training step, as profilers call them now and in older records.
 KERNELS = {
     "layer and adjoint": ("forward",),
-    "gradient to the weights": ("gram",),
-    "transforms": ("analyse", "lay", "largest"),
+    "weight gradient": ("weight_gradient", "gram"),
+    "spectra": ("analyse",),
+    "packed gradients": ("pack", "lay"),
+    "largest numbers": ("largest",),
 }
 
 
@@ -166,7 +165,7 @@ def costs_table(found: dict[str, Any]) -> str:
     ]
     note = (
         f"({settings['group']}, 5×5, CPU, {settings['threads']} thread, batch {settings['batch']}, "
-        f"{settings['size']}×{settings['size']}; medians, taken in turns in one run; "
+        f"{settings['size']}×{settings['size']}; medians, interleaved in one run; "
         "`benchmarks/build_and_size.py`.)"
     )
     heads = [*library_names(found["versions"]), "ordinary CNN"]
@@ -253,88 +252,128 @@ def cpu_layers(found: dict[str, Any]) -> str:
     return "\n".join([*table(head, rows), "", note])
 
 
+def isolated(times: dict[str, Any]) -> dict[str, Any]:
+    """What was measured in isolation; older records call it alone."""
+    found: dict[str, Any] = times.get("isolated") or times.get("alone") or times
+    return found
+
+
 def gpu_layers(found: dict[str, Any]) -> str:
-    """The layers of the GPU: dense over spectral, memory and errors."""
+    """The layers of the GPU: dense over spectral, "auto" over the better, memory and errors."""
     rows = []
     for layer in found["layers"]:
         both, errors = layer["forward+backward"], layer["errors"]
         worst = max(errors["spectral"][name] / error for name, error in errors["dense"].items())
         peaks = (layer["peak_bytes"][engine] / 1e6 for engine in ("dense", "spectral"))
+        over = layer.get("auto_over_better")
+        compiled = both.get("compile")
         rows.append(
             [
                 layer_name(layer["case"]),
                 ratio(layer["forward"]["median"]),
                 ratio(both["median"]),
-                ratio(both["graph"]),
-                f"**{ratio(both['alone']['median'])}**" if "alone" in both else "–",
-                ratio(layer["with_norm_and_relu"]),
+                f"{ratio(both['graph'])} / **{ratio(isolated(both)['median'])}**",
+                ratio(compiled["median"]) if compiled else "–",
+                f"{over['graph']:.2f} / {over['compile']:.2f}" if over else "–",
                 " / ".join(f"{peak:.0f}" for peak in peaks),
                 f"{worst:.2f}",
             ]
         )
-    head = ["layer, bfloat16", "forward", "forward+backward", "as CUDA graphs", "each alone"]
-    head += ["with norm and ReLU", "peak MB, dense / spectral", "error over dense's"]
+    head = ["layer, bfloat16", "forward", "forward+backward", "CUDA graphs, interleaved / isolated"]
+    head += ["compiled", "auto over the better, graph / compiled", "peak MB, dense / spectral"]
+    head += ["error over dense's"]
     note = (
-        "(dense / spectral, medians of one run; with norm and ReLU: as CUDA graphs, in turns, the "
-        f"layer's output normed and rectified; {found['device']}, torch {found['torch']}, Triton "
-        f"{found['triton']}, code of revision {found['revision'][:12]}; `benchmarks/engines.py "
-        "--device cuda`.)"
+        f"(Time of dense over that of spectral; {found['device']}, torch {found['torch']}, Triton "
+        f"{found['triton']}, {code(found)}; `benchmarks/engines.py --device cuda`.)"
     )
     return "\n".join([*table(head, rows), "", note])
 
 
+def code(found: dict[str, Any]) -> str:
+    return f"code of revision {found['revision'][:12]}"
+
+
 def gpu_fused(found: dict[str, Any]) -> str:
-    """Norm, ReLU and layer, one after the other and in one go."""
+    """Norm, ReLU and layer, one after the other and fused."""
     rows = []
     for layer in found["layers"]:
         if after := layer.get("after_norm_and_relu"):
-            times, ways = after.get("alone", after)["median"], ("dense", "spectral", "fused")
+            times, ways = isolated(after)["median"], ("dense", "spectral", "fused")
             cells = [f"{times['dense'] / times[way]:.2f}" for way in ways[1:]]
-            cells.append(f"{times['spectral'] / times['fused']:.2f}")
             cells.append(" / ".join(f"{after['peak_bytes'][way] / 1e6:.0f}" for way in ways))
             rows.append([layer_name(layer["case"]), *cells])
     if not rows:
-        return "There is no record of this yet."
-    head = ["norm, ReLU, layer, bfloat16", "one after the other", "in one go"]
-    head += ["in one go / one after the other", "peak MB, dense / spectral / in one go"]
+        return ""
+    head = ["norm, ReLU, layer, bfloat16", "spectral", "spectral, fused"]
+    head += ["peak MB, dense / spectral / fused"]
     note = (
-        "(Speed over the dense engine's, a training step as a CUDA graph, each way alone; "
-        f"{found['device']}, code of revision {found['revision'][:12]}; "
-        "`benchmarks/engines.py --device cuda`.)"
+        "(Speed over the dense engine's, training steps as CUDA graphs, isolated; "
+        f"{found['device']}, {code(found)}; `benchmarks/engines.py --device cuda`.)"
     )
     return "\n".join([*table(head, rows), "", note])
 
 
 def gpu_kernels(found: dict[str, Any]) -> str:
-    """Where the time of a training step goes."""
-    names = ("forward", "gram", "analyse", "lay", "largest")
+    """Where the time of a training step of a layer goes."""
     rows = []
     for layer in found["layers"]:
         ours, dense = (layer["kernels"][engine] for engine in ("spectral", "dense"))
-        rest = sum(ours.values()) - sum(ours[name] for name in names)
-        cells = [*(ours[name] for name in names), rest, sum(ours.values()), sum(dense.values())]
+        named = [sum(ours.get(name, 0.0) for name in names) for names in KERNELS.values()]
+        cells = [*named, sum(ours.values()) - sum(named), sum(ours.values()), sum(dense.values())]
         rows.append([layer_name(layer["case"]), *(f"{cell:.0f}" for cell in cells)])
-    head = ["µs", "layer and adjoint", "gradient to the weights", "spectra", "gradient laid out"]
-    head += ["largest numbers", "rest", "in all", "dense, in all"]
-    return "\n".join(table(head, rows))
+    head = ["µs", *KERNELS, "rest", "in all", "dense, in all"]
+    note = f"({found['device']}, {code(found)}; `benchmarks/engines.py --device cuda`.)"
+    return "\n".join([*table(head, rows), "", note])
 
 
-def gpu_limits(found: dict[str, Any]) -> str:
-    """How far kernels with roles are from what the GPU could do."""
+WAYS = {"compile": "`torch.compile`", "graph": "CUDA graph", "eager": "eager"}
+
+
+def networks(found: dict[str, Any] | None) -> str:
+    """Training steps of whole networks: the source, and converted."""
     rows = []
-    for layer in found["layers"]:
-        cells = []
-        times = layer["kernels"]["spectral"]
-        for name, least in limits(Case(**layer["case"])).items():
-            took = sum(times[kernel] for kernel in KERNELS[name])
-            bounds = [f"{each:.0f}" for each in least if each]
-            longest = bounds.index(f"{max(least):.0f}")
-            bounds[longest] = f"**{bounds[longest]}**"
-            cells.append(f"{', '.join(bounds)} of {took:.0f} ({max(least) / took:.0%})")
-        rows.append([layer_name(layer["case"]), *cells])
-    head = ["µs", "layer and adjoint: tensor cores, sums of halves, memory"]
-    head += ["gradient to the weights: the same", "spectra, laid gradient, largest: memory"]
-    return "\n".join(table(head, rows))
+    for row in found["rows"] if found else ():
+        times = row.get("median", {})
+        if {"source", "dense", "auto"} <= times.keys():
+            chosen = (f"{count} × {name}" for name, count in row["chosen"]["auto"].items())
+            rows.append(
+                [
+                    f"{row['network'].partition(',')[0]}, {row['match']}",
+                    WAYS[row["way"]],
+                    *(f"{1e3 * times[name]:.3g}" for name in ("source", "dense", "auto")),
+                    *(f"{times[name] / times['source']:.2f}" for name in ("dense", "auto")),
+                    f"**{times['dense'] / times['auto']:.2f}**",
+                    ", ".join(chosen),
+                ]
+            )
+    if found is None or not rows:
+        return ""
+    head = ["network, kept", "step", "source, ms", "dense, ms", "auto, ms", "dense / source"]
+    head += ["auto / source", "dense / auto", "auto chose"]
+    size = f"batch {found['batch']}, {found['size']}×{found['size']}"
+    note = (
+        f"(Converted to {found['group']}; {size}, {found['precision']}, isolated; "
+        f"{found['device']}, {code(found)}; `benchmarks/networks.py`.)"
+    )
+    return "\n".join([*table(head, rows), "", note])
+
+
+def time_of_networks(found: dict[str, Any] | None) -> str:
+    """Where the time of compiled training steps goes."""
+    rows, kinds = [], []
+    for row in found["rows"] if found else ():
+        for name, profile in row.get("profile", {}).items():
+            kinds = list(profile["ms"])
+            cells = [f"{ms:.2f}" for ms in (*profile["ms"].values(), sum(profile["ms"].values()))]
+            rows.append([f"{row['network'].partition(',')[0]}, {row['match']}", name, *cells])
+    if found is None or not rows:
+        return ""
+    note = (
+        f"(Kernels of a compiled training step; {found['device']}, {code(found)}; "
+        "`benchmarks/networks.py --profile`.)"
+    )
+    text = "Of whole networks, as they were and converted:"
+    return "\n".join([text, "", *table(["ms", "", *kinds, "in all"], rows), "", note])
 
 
 def training_speed(found: dict[str, Any]) -> str:
@@ -356,8 +395,7 @@ def training_speed(found: dict[str, Any]) -> str:
     head += ["spectral / dense", "auto / dense"]
     note = (
         f"(Images a second, and over the dense engine's; {found['device']}, "
-        f"{found['precision']}, code of revision {found['revision'][:12]}; "
-        "`benchmarks/training_speed.py`.)"
+        f"{found['precision']}, {code(found)}; `benchmarks/training_speed.py`.)"
     )
     return "\n".join([*table(head, rows), "", note])
 
@@ -375,20 +413,21 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
         "device tests": ("device_tests.json", device_tests),
     },
     "docs/engines.md": {
-        "cpu layers": ("engines_cpu_rows.json", cpu_layers),
+        "cpu layers": ("engines_cpu.json", cpu_layers),
         "training on a cpu": ("training_cpu.json", training_speed),
+        "networks on a cpu": ("networks_cpu.json", networks),
         "gpu layers": ("engines_cuda.json", gpu_layers),
         "training on a gpu": ("training_cuda.json", training_speed),
-        "gpu fused": ("engines_cuda.json", gpu_fused),
+        "networks on a gpu": ("networks_cuda.json", networks),
     },
     "docs/engine-kernels.md": {
         "gpu kernels": ("engines_cuda.json", gpu_kernels),
-        "gpu limits": ("engines_cuda.json", gpu_limits),
-        "gpu layers without roles": ("engines_cuda_without_roles.json", gpu_layers),
-        "gpu kernels without roles": ("engines_cuda_without_roles.json", gpu_kernels),
+        "gpu fused": ("engines_cuda.json", gpu_fused),
+        "time of networks": ("networks_cuda.json", time_of_networks),
     },
 }
-NOT_EVERYWHERE = ("device_tests.json",)  # what needs a machine that there may have been none of
+# What needs a machine that there may have been none of.
+NOT_EVERYWHERE = ("device_tests.json", "networks_cpu.json", "networks_cuda.json")
 
 
 def read(results: str) -> Any:
@@ -404,7 +443,10 @@ def with_tables(text: str, tables: dict[str, str]) -> str:
     for name, content in tables.items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
         text, count = re.subn(
-            pattern, lambda m, content=content: f"{m[1]}{content}\n{m[2]}", text, flags=re.S
+            pattern,
+            lambda m, content=content: f"{m[1]}{content and content + chr(10)}{m[2]}",
+            text,
+            flags=re.S,
         )
         if count != 1:
             raise SystemExit(f"expected the markers of table {name!r} once; found {count}")

@@ -14,6 +14,7 @@ KERNELS = {
         "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816wgrad_optimized>(int)",
         "sm80_xmma_dgrad_implicit_gemm_indexed_bf16bf16_bf16f32_f32_nhwckrsc_nhwc",
         "void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16>(int)",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816fprop_optimized_256x128>(int)",
         "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
         *("analyse", "forward", "weight_gradient", "pack", "packed_rows", "arrange_rows"),
         *("largest", "largest_activated", "reduce", "to_affine", "spread"),
@@ -35,7 +36,9 @@ KERNELS = {
         "triton_poi_fused__unsafe_view_clone_index_select_view_6",
         "triton_poi_fused__unsafe_view_clone_transpose_view_1",
         "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nn_align1>(int)",
+        "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_execute_kernel__5x_cublas",
         "void at::native::indexSelectSmallIndex<float>(int)",
+        "void at::native::indexFuncLargeIndex<float>(int)",
     ],
     "optimiser": [
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedSgdMathFunctor>()",

@@ -588,7 +588,7 @@ def test_a_check_of_equivariance_says_no_to_an_ordinary_convolution(name):
 # ----------------------------------------------------------------------------------------- costs
 
 
-def test_times_are_related_in_turns(monkeypatch):
+def test_times_are_related_interleaved(monkeypatch):
     clock, order = [0.0], []
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 
@@ -641,7 +641,7 @@ def test_costs_refuse_bad_options(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_libraries_are_asked_in_turns_and_the_first_turn_does_not_count(monkeypatch):
+def test_libraries_are_asked_interleaved_and_the_first_round_does_not_count(monkeypatch):
     asked = []
 
     def answer(python, file, function, arguments, limit):

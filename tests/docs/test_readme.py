@@ -43,12 +43,11 @@ def test_the_tables_of_engines_say_how_many_times_dense_takes():
     case = {"group": "p8", "in_fields": 4, "out_fields": 8, "batch": 2, "size": 16}
     times = {"dense": 3.0, "spectral": 2.0}
     errors = {"dense": {"output": 0.2, "input": 0.2}, "spectral": {"output": 0.1, "input": 0.3}}
-    parts = dict.fromkeys(("forward", "gram", "analyse", "lay", "largest", "spread"), 10.0)
+    parts = dict.fromkeys(("forward", "gram", "analyse", "pack", "largest", "spread"), 10.0)
     layer = {
         "case": case,
         "forward": {"median": times},
         "forward+backward": {"median": times, "graph": {"dense": 5.0, "spectral": 2.0}},
-        "with_norm_and_relu": {"dense": 8.0, "spectral": 2.0},
         "peak_bytes": {"dense": 2e6, "spectral": 1e6},
         "errors": errors,
         "kernels": {"dense": {"conv": 90.0}, "spectral": parts},
@@ -57,19 +56,24 @@ def test_the_tables_of_engines_say_how_many_times_dense_takes():
     found = {**known, "layers": [layer]}
     name = "| p8, 4→8, batch 2, 16×16 |"
     assert f"{name} 1.50 | **1.50** | 2 / 1 |" in readme.cpu_layers(found)
-    assert f"{name} 1.50 | 1.50 | 2.50 | – | 4.00 | 2 / 1 | 1.50 |" in readme.gpu_layers(found)
-    layer["forward+backward"]["alone"] = {"median": {"dense": 7.0, "spectral": 2.0}}
-    assert f"{name} 1.50 | 1.50 | 2.50 | **3.50** | 4.00 | 2 / 1 |" in readme.gpu_layers(found)
-    assert readme.gpu_fused(found) == "There is no record of this yet."
+    both = layer["forward+backward"]
+    for word in ("alone", "isolated"):
+        both[word] = {"median": {"dense": 7.0, "spectral": 2.0}}
+        text = f"{name} 1.50 | 1.50 | 2.50 / **3.50** | – | – | 2 / 1 | 1.50 |"
+        assert text in readme.gpu_layers(found)
+    both["compile"] = {"median": {"dense": 4.0, "spectral": 2.0}}
+    layer["auto_over_better"] = {"graph": 1.0, "compile": 1.04}
+    assert "**3.50** | 2.00 | 1.00 / 1.04 | 2 / 1 |" in readme.gpu_layers(found)
+    assert readme.gpu_fused(found) == ""
     layer["after_norm_and_relu"] = {
         "median": {"dense": 9.0, "spectral": 6.0, "fused": 4.0},
         "peak_bytes": {"dense": 4e6, "spectral": 3e6, "fused": 2e6},
     }
-    assert f"{name} 1.50 | 2.25 | 1.50 | 4 / 3 / 2 |" in readme.gpu_fused(found)
+    assert f"{name} 1.50 | 2.25 | 4 / 3 / 2 |" in readme.gpu_fused(found)
     layer["after_norm_and_relu"]["alone"] = {
         "median": {"dense": 9.0, "spectral": 3.0, "fused": 2.0}
     }
-    assert f"{name} 3.00 | 4.50 | 1.50 | 4 / 3 / 2 |" in readme.gpu_fused(found)
+    assert f"{name} 3.00 | 4.50 | 4 / 3 / 2 |" in readme.gpu_fused(found)
     assert "revision aaaaaaaaaaaa;" in readme.gpu_layers(found)
     assert f"{name} 10 | 10 | 10 | 10 | 10 | 10 | 60 | 90 |" in readme.gpu_kernels(found)
     run = {"recipe": "one+batch_size=8", "operators": ["9 on 5×5"], "parameters": 1234, "batch": 8}
@@ -80,6 +84,31 @@ def test_the_tables_of_engines_say_how_many_times_dense_takes():
     assert "| 1,234 | 16 | 9,807 | 7,202 | 9,807 | 0.73 | 1.00 |" in text
     assert "| one | 9 on 5×5 | 1,234 | 8 | 2.0 | 5.0 | 4.0 | 2.50 | 2.00 |" in text
     assert "code of revision 0123456789ab;" in text
+
+
+def test_the_tables_of_networks_hold_source_and_converted():
+    readme = pytest.importorskip("readme", reason="no benchmarks beside the tests")
+    row = {"network": "resnet18, flops", "match": "flops", "way": "compile"}
+    row |= {"median": {"source": 0.01, "dense": 0.03, "auto": 0.02}}
+    row |= {"chosen": {"auto": {"dense": 3, "spectral/hopper": 17}}}
+    failed = {**row, "median": {"source": 0.01}}
+    found = {"device": "a GPU", "revision": "a" * 40, "group": "p8", "batch": 64, "size": 224}
+    found |= {"precision": "bfloat16", "rows": [row, failed]}
+    text = readme.networks(found)
+    line = "| resnet18, flops | `torch.compile` | 10 | 30 | 20 | 3.00 | 2.00 | **1.50** |"
+    assert f"{line} 3 × dense, 17 × spectral/hopper |" in text
+    assert text.count("resnet18") == 1
+    assert readme.time_of_networks(found) == ""
+    row["profile"] = {"auto": {"ms": {"convolutions": 3.0, "norms": 1.5}}}
+    assert "| resnet18, flops | auto | 3.00 | 1.50 | 4.50 |" in readme.time_of_networks(found)
+    for made in (readme.networks, readme.time_of_networks):
+        assert made(None) == ""
+
+
+def test_a_table_without_a_record_is_absent():
+    readme = pytest.importorskip("readme", reason="no benchmarks beside the tests")
+    text = "a\n<!-- table: x -->\nold\n<!-- end -->\nb\n"
+    assert readme.with_tables(text, {"x": ""}) == "a\n<!-- table: x -->\n<!-- end -->\nb\n"
 
 
 def test_the_papers_tables_are_those_of_the_records():

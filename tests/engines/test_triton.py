@@ -39,7 +39,7 @@ def compiled(layer, folder, *options):
 
 def test_compiled_for_a_gpu_that_is_not_there(tmp_path):
     """Every kernel of a layer compiles, soon, and keeps its numbers in registers."""
-    record = compiled("p8,16,64,16", tmp_path, "--not-warp-specialised")
+    record = compiled("p8,16,64,16", tmp_path, "--engine", "spectral/triton")
     assert record["compile_seconds"] < 20
     kernels = {row["kernel"]: row for row in record["launches"]}
     names = {"largest", "arrange", "analyse", "forward", "pack", "weight_gradient", "reduce"}
@@ -49,7 +49,6 @@ def test_compiled_for_a_gpu_that_is_not_there(tmp_path):
         assert row["shared"] <= 227 * 1024
     for name in ("forward", "weight_gradient"):
         assert kernels[name]["instructions"]["HMMA"] > 0
-        assert kernels[name]["microseconds"]["tensor"] > 0
     # Neighbouring threads read and store what lies side by side: four fields of a place, the lanes
     # of a fragment.
     for access in ("loads", "stores"):
@@ -110,7 +109,7 @@ def test_compiled_where_slots_come_in_chunks_of_unlike_products(tmp_path):
 
 def test_compiled_with_norm_and_relu_at_the_load(tmp_path):
     """They take no kernels that spill, and every access is as wide as it can be."""
-    record = compiled("p16,16,16,8", tmp_path, "--activated", "--not-warp-specialised")
+    record = compiled("p16,16,16,8", tmp_path, "--activated", "--engine", "spectral/triton")
     kernels = {row["kernel"]: row for row in record["launches"]}
     own = ("largest_activated", "analyse_activated", "activation_backward", "statistics_backward")
     for name in own:
