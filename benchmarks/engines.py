@@ -380,24 +380,21 @@ def _named(names: str, *rows: tuple[int, ...]) -> list[dict[str, int]]:
 
 # What is tried, in this order: small programs and large ones, few launches and many.
 CONVOLUTION_TILES = _named(
-    "pixels warps stages accumulators",
-    (32, 4, 1, 384),
-    (64, 8, 1, 384),
-    (16, 2, 1, 384),
-    (32, 4, 2, 384),
-    (32, 4, 1, 192),
-    (64, 4, 1, 192),
-    (64, 8, 1, 192),
-    (128, 8, 1, 192),
+    "pixels warps accumulators",
+    (32, 4, 384),
+    (64, 8, 384),
+    (16, 2, 384),
+    (32, 4, 192),
+    (64, 4, 192),
+    (64, 8, 192),
+    (128, 8, 192),
 )
 GRADIENT_TILES = _named(
-    "gradient_pixels gradient_fields gradient_warps gradient_accumulators",
-    (64, 2, 4, 384),
-    (64, 4, 8, 384),
-    (128, 2, 8, 384),
-    (64, 4, 8, 192),
-    (32, 4, 4, 192),
-    (128, 2, 8, 192),
+    "gradient_pixels gradient_fields gradient_warps",
+    (64, 2, 4),
+    (64, 4, 8),
+    (128, 2, 8),
+    (32, 4, 4),
 )
 SPLITS = (1, 2, 3, 4)  # times as many programs as one for each processor
 

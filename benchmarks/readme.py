@@ -16,9 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_cases import Case
-from engine_limits import limits
-
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -36,12 +33,8 @@ LIBRARIES = {"econv": "**econv**", "escnn": "escnn", "e2cnn": "e2cnn"}
 CONTROL = "torch"
 LONGEST_MESSAGE = 120
 
-# The kernels whose least time benchmarks/engine_limits.py finds, as profilers call them.
-KERNELS = {
-    "layer and adjoint": ("forward",),
-    "gradient to the weights": ("gram",),
-    "transforms": ("analyse", "lay", "largest"),
-}
+# What records of older kernels call them.
+RENAMED = {"gram": "weight_gradient", "lay": "pack"}
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -307,33 +300,16 @@ def gpu_fused(found: dict[str, Any]) -> str:
 
 def gpu_kernels(found: dict[str, Any]) -> str:
     """Where the time of a training step goes."""
-    names = ("forward", "gram", "analyse", "lay", "largest")
+    names = ("forward", "weight_gradient", "analyse", "pack", "largest")
     rows = []
     for layer in found["layers"]:
         ours, dense = (layer["kernels"][engine] for engine in ("spectral", "dense"))
+        ours = {RENAMED.get(name, name): time for name, time in ours.items()}
         rest = sum(ours.values()) - sum(ours[name] for name in names)
         cells = [*(ours[name] for name in names), rest, sum(ours.values()), sum(dense.values())]
         rows.append([layer_name(layer["case"]), *(f"{cell:.0f}" for cell in cells)])
-    head = ["µs", "layer and adjoint", "gradient to the weights", "spectra", "gradient laid out"]
+    head = ["µs", "layer and adjoint", "gradient to the weights", "spectra", "gradient packed"]
     head += ["largest numbers", "rest", "in all", "dense, in all"]
-    return "\n".join(table(head, rows))
-
-
-def gpu_limits(found: dict[str, Any]) -> str:
-    """How far kernels with roles are from what the GPU could do."""
-    rows = []
-    for layer in found["layers"]:
-        cells = []
-        times = layer["kernels"]["spectral"]
-        for name, least in limits(Case(**layer["case"])).items():
-            took = sum(times[kernel] for kernel in KERNELS[name])
-            bounds = [f"{each:.0f}" for each in least if each]
-            longest = bounds.index(f"{max(least):.0f}")
-            bounds[longest] = f"**{bounds[longest]}**"
-            cells.append(f"{', '.join(bounds)} of {took:.0f} ({max(least) / took:.0%})")
-        rows.append([layer_name(layer["case"]), *cells])
-    head = ["µs", "layer and adjoint: tensor cores, sums of halves, memory"]
-    head += ["gradient to the weights: the same", "spectra, laid gradient, largest: memory"]
     return "\n".join(table(head, rows))
 
 
@@ -383,9 +359,8 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
     },
     "docs/engine-kernels.md": {
         "gpu kernels": ("engines_cuda.json", gpu_kernels),
-        "gpu limits": ("engines_cuda.json", gpu_limits),
-        "gpu layers without roles": ("engines_cuda_without_roles.json", gpu_layers),
-        "gpu kernels without roles": ("engines_cuda_without_roles.json", gpu_kernels),
+        "gpu layers, plain kernels": ("engines_cuda_without_roles.json", gpu_layers),
+        "gpu kernels, plain": ("engines_cuda_without_roles.json", gpu_kernels),
     },
 }
 NOT_EVERYWHERE = ("device_tests.json",)  # what needs a machine that there may have been none of

@@ -38,9 +38,9 @@ from econv import filter_basis
 from econv.engines import triton_ops
 from econv.engines.spectral import Geometry
 from econv.engines.spectral.hopper import kernels as hopper_kernels
+from econv.engines.spectral.tiling import Like
 from econv.engines.spectral.triton import steps as triton_steps
 from econv.engines.spectral.triton.launches import statistics_steps
-from econv.engines.spectral.triton.tiles import Like
 from econv.plan import SpectralPlan, spectral_plan
 
 SMS, CLOCK, MEMORY = 132, 1.7e9, 4.1e12  # of an H200: processors, cycles and bytes a second

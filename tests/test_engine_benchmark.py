@@ -276,29 +276,6 @@ def recorded(name):
     return [(cases.Case(**layer["case"]), layer) for layer in layers]
 
 
-def test_no_kernel_is_faster_than_its_limits():
-    """Nor ten times slower: the units are those that it runs on."""
-    readme = pytest.importorskip("readme", reason="no benchmarks beside the tests")
-    found = recorded("engines_cuda")
-    assert len(found) >= 6
-    for case, layer in found:
-        times = layer["kernels"]["spectral"]
-        for name, least in readme.limits(case).items():
-            took = sum(times[kernel] for kernel in readme.KERNELS[name])
-            assert 0.1 * took <= max(least) <= took, (str(case), name)
-
-
-def test_limits_count_every_product_and_byte_of_a_layer():
-    limits = pytest.importorskip("engine_limits", reason="no benchmarks beside the tests")
-    case = cases.Case("p8", 40, 40, 512, 16, dtype="bfloat16")
-    found = limits.limits(case)["layer and adjoint"]
-    pixels = 512 * 16**2
-    # Four products of two columns and 24 features for each pair of fields, forwards and backwards.
-    assert found.tensor == pytest.approx(2 * 2e6 * pixels * 40 * 40 * 4 * 24 * 2 / limits.TENSOR)
-    maps, spectrum = pixels * 320 * 2, 512 * 18**2 * 320 * 2
-    assert found.memory == pytest.approx(2e6 * (maps + spectrum) / limits.MEMORY)
-
-
 def test_layers_of_the_record_take_no_more_memory_and_err_little_more_than_dense():
     for case, layer in recorded("engines_cuda"):
         peak = layer["peak_bytes"]

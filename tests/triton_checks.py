@@ -11,12 +11,11 @@ import torch
 import econv
 from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
 from econv.engines import spectral, triton_ops
-from econv.engines.spectral import Geometry
+from econv.engines.spectral import Geometry, tiling
 from econv.engines.spectral.hopper import launches as hopper_launches
 from econv.engines.spectral.triton import kernels as triton_kernels
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton import steps as triton_steps
-from econv.engines.spectral.triton import tiles as triton_tiles
 from econv.engines.spectral.triton.kernels import INTERPRETED, OVERALL
 from econv.layers import norm_relu_conv
 from econv.plan import spectral_plan
@@ -381,7 +380,7 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
     shape = (batch, fields * plan.basis.group.order, size, size)
     numbers = math.prod(shape)
     strides = (numbers // batch, 1, shape[1] * size, shape[1])
-    x = triton_tiles.Like(shape, strides, torch.bfloat16, CPU)
+    x = tiling.Like(shape, strides, torch.bfloat16, CPU)
     geometry = Geometry(1, 1, 1, 2, size, size)
     for adjoint in (False, True):
         made = triton_launches.ConvolutionRun(
@@ -390,7 +389,7 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
         filters = max(4 * shape[1] ** 2 * 25, 9 << 19)
         assert 2 * made.own <= filters + (0 if adjoint else 2 * numbers)
         assert len(made.groups) <= (8 if adjoint else 2)
-        running = triton_tiles.at_a_time(x.device, triton_ops.Tiles().warps) // made.cut.programs
+        running = made.tiling.running(x.device)
         rounds = [g.images * size**2 / triton_ops.Tiles().pixels / running for g in made.groups]
         assert sum(map(math.ceil, rounds)) == math.ceil(sum(rounds))  # none is half empty
         done = 0
@@ -404,14 +403,22 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
     takes_no_more_for_the_weights(x, plan, geometry, 2 * numbers + filters)
 
 
+def launched(run, *names):
+    """The launches of a run whose kernels have these names."""
+    launches = [launch for launch, _ in run.steps.steps]
+    found = [launch for launch in launches if launch.kernel.fn.__name__ in names]
+    assert found
+    return found
+
+
 def takes_no_more_for_the_weights(x, plan, geometry, most):
     weight_gradient = triton_launches.WeightGradientRun(
         x, x, plan.name, geometry, triton_ops.Tiles(), "tf32"
     )
-    spectrum = weight_gradient.groups[0].analysis.numbers + math.prod(weight_gradient.packed)
-    partial = 4 * math.prod(weight_gradient.partial) * len(weight_gradient.sums)
+    spectrum = weight_gradient.spectrum + math.prod(weight_gradient.packed)
+    partial = 4 * math.prod(weight_gradient.partial) * len(weight_gradient.tiling.layouts)
     assert partial + 2 * spectrum <= most
-    assert sum(group.images for group in weight_gradient.groups) == x.shape[0]
+    assert sum(images for _, images in weight_gradient.groups) == x.shape[0]
     return weight_gradient
 
 
@@ -424,22 +431,20 @@ def test_warp_specialised_sums_take_no_more_either(group, fields, batch, size, l
     channels = fields * plan.basis.group.order
     strides = (channels * size**2, 1, channels * size, channels)
     meta = torch.device("meta")
-    x = triton_tiles.Like((batch, channels, size, size), strides, torch.bfloat16, meta)
+    x = tiling.Like((batch, channels, size, size), strides, torch.bfloat16, meta)
     geometry = Geometry(1, 1, 1, 2, size, size)
     most = 2 * batch * channels * size**2 + max(4 * channels**2 * 25, 9 << 19)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_launches, "INTERPRETED", False)
         weight_gradient = takes_no_more_for_the_weights(x, plan, geometry, most)
-    assert len(weight_gradient.sums) == launches
-    for share in weight_gradient.groups[0].shares:
-        assert (
-            math.prod(share.weight_gradients[0].grid) >= 0.9 * 132
-        )  # nearly all processors have work
+    assert len(weight_gradient.tiling.layouts) == launches
+    for launch in launched(weight_gradient, "weight_gradient"):
+        assert math.prod(launch.grid) >= 0.9 * 132  # nearly all processors have work
 
 
 def test_a_training_step_takes_as_many_launches_as_the_documents_say(monkeypatch):
     plan = spectral_plan(filter_basis("p8"), "regular", "regular")
-    like = triton_tiles.Like(
+    like = tiling.Like(
         (512, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, torch.device("meta")
     )
     geometry = Geometry(1, 1, 1, 2, 16, 16)
@@ -458,11 +463,11 @@ def test_a_training_step_takes_as_many_launches_as_the_documents_say(monkeypatch
 
 def test_layers_of_many_fields_have_no_more_programs_than_a_launch_may():
     plan = spectral_plan(filter_basis("p1"), "regular", "regular")
-    x = triton_tiles.Like((4, 2048, 8, 8), (131072, 1, 16384, 2048), torch.bfloat16, CPU)
+    x = tiling.Like((4, 2048, 8, 8), (131072, 1, 16384, 2048), torch.bfloat16, CPU)
     run = triton_launches.WeightGradientRun(
         x, x, plan.name, Geometry(1, 1, 1, 2, 8, 8), None, "tf32"
     )
-    for launch in (run.sums[0].reduce, *run.groups[0].shares[0].weight_gradients):
+    for launch in launched(run, "reduce", "weight_gradient"):
         assert max(launch.grid[1:]) <= 65_535
 
 
@@ -470,7 +475,7 @@ def test_layers_of_many_fields_have_no_more_programs_than_a_launch_may():
 def test_groups_begin_where_addresses_are_aligned(batch):
     """Others would need kernels of their own, found anew at every call."""
     plan = spectral_plan(filter_basis("p8"), "regular", "regular")
-    x = triton_tiles.Like((batch, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, CPU)
+    x = tiling.Like((batch, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, CPU)
     for adjoint in (False, True):
         geometry = Geometry(1, 1, 1, 2, 16, 16)
         made = triton_launches.ConvolutionRun(
@@ -485,7 +490,7 @@ def test_numbers_of_a_spectrum_are_counted_in_32_bits():
     plan = spectral_plan(filter_basis("p16"), "regular", "regular")
     x = torch.empty(64, 8 * 16, 768, 768, dtype=torch.bfloat16, device="meta")
     geometry = Geometry(1, 1, 1, 2, 768, 768)
-    like = triton_tiles.Like.of(x)
+    like = tiling.Like.of(x)
     made = triton_launches.ConvolutionRun(like, plan.name, False, geometry, 8, True, None, "tf32")
     numbers = [group.analysis.numbers for group in made.groups]
     assert sum(numbers) >= x.numel() > 2**31  # more than could be counted

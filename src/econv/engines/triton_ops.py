@@ -31,6 +31,7 @@ from torch import Tensor
 
 from econv.engines.dense import memory_format
 from econv.engines.spectral import Geometry
+from econv.engines.spectral.tiling import Like, Tiles, overridden, tiles
 from econv.engines.spectral.triton.kernels import OVERALL
 from econv.engines.spectral.triton.launches import (
     backward_run,
@@ -42,7 +43,6 @@ from econv.engines.spectral.triton.launches import (
     statistics_steps,
 )
 from econv.engines.spectral.triton.launches import weight_gradient_run as gram_run
-from econv.engines.spectral.triton.tiles import Like, Tiles, overridden, tiles
 from econv.plan import plan_named
 
 __all__ = [
