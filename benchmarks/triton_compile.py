@@ -34,9 +34,9 @@ from econv import filter_basis
 from econv.engines import ENGINES
 from econv.engines.problem import Geometry
 from econv.engines.spectral.operator import Task
+from econv.engines.spectral.tiling import Like
 from econv.engines.spectral.triton import norms, steps
 from econv.engines.spectral.triton.launches import statistics_steps
-from econv.engines.spectral.triton.tiles import Like
 from econv.plan import spectral_plan
 
 

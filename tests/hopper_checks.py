@@ -13,14 +13,13 @@ import torch
 import econv
 from econv import GroupConv2d, filter_basis
 from econv.engines.problem import Geometry
+from econv.engines.spectral import tiling
 from econv.engines.spectral.hopper import kernels as hopper_kernels
-from econv.engines.spectral.hopper import launches as hopper_launches
-from econv.engines.spectral.hopper import schedule as schedule
+from econv.engines.spectral.hopper import schedule
 from econv.engines.spectral.hopper.schedule import early_taps, fits, magnitudes
 from econv.engines.spectral.triton import kernels as triton_kernels
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton import steps as triton_steps
-from econv.engines.spectral.triton import tiles as triton_tiles
 from econv.engines.spectral.triton.scheme import halves, scheme
 from econv.plan import spectral_plan
 from gluon_interpreter import Deadlock, Gluon, OutOfBounds, Race
@@ -64,7 +63,7 @@ def interpreting(patch, seed=0, together=1):
         return triton_kernels.read_source(source, layout, names(gluon))
 
     patch.setattr(hopper_kernels, "_read", read)
-    patch.setattr(hopper_launches, "at_a_time", lambda device, warps: together)
+    patch.setattr(tiling, "concurrent_programs", lambda device, warps=8: together)
     forget_all()
     return gluon
 
@@ -161,13 +160,9 @@ def test_halves_are_alike_and_have_everything_once(group, options):
     one, two = both
     assert (one.batch, one.inner, one.pieces) == (two.batch, two.inner, two.pieces)
     for fields in (1, 5, 8, 20, 33, 64):
-        x = triton_tiles.Like((4, 8, 8, 8), (512, 1, 64, 8), torch.float16, torch.device("meta"))
-        for kind in (
-            hopper_launches.WarpSpecialised,
-            hopper_launches.WarpSpecialisedWeightGradient,
-        ):
-            chosen = triton_tiles.Tiles(warp_specialised=1, halves=1)
-            assert len({each.cut for each in kind.of(x, one.whole, chosen, fields)}) <= 1
+        chosen = tiling.Tiles(warp_specialised=1, halves=1)
+        for kind in (tiling.convolution_tiling, tiling.weight_gradient_tiling):
+            assert kind(one.whole, fields, chosen, True).layouts in (both, (one.whole,))
     slots = [slot for half in both for slot in half.slots if slot >= 0]
     assert sorted(slots) == list(range(plan.analysis.shape[0]))
     owned = [[half.owned(weight) for half in both] for weight in range(plan.weights)]
@@ -280,7 +275,7 @@ def test_every_way_to_cut_gives_the_same(interpret):
 def test_more_fields_than_one_program_holds(interpret, monkeypatch):
     """As few as four at a time, and of the last four not all are there."""
     layer, x, probe = case("p16", (5, 9), (1, 5, 6), **LOW)
-    monkeypatch.setattr(hopper_launches, "_ACCUMULATORS", 4 * 16)
+    monkeypatch.setattr(tiling, "_CONSUMER_ACCUMULATORS", 4 * 16)
     gluon = interpret(2)
     found = warp_specialised(layer, x, probe)
     assert gluon.launches["forward"] == 3 + 2  # the layer and its adjoint
@@ -299,7 +294,7 @@ def test_taps_that_are_loaded_early_have_names_of_their_own():
 def test_sums_of_every_cut_fit_into_registers_and_into_a_product(group):
     layout = scheme(spectral_plan(filter_basis(group), "regular", "regular"), 8)
     for fields in (1, 4, 20, 37, 73, 76, 140, 152, 400):
-        cuts = list(hopper_launches._cuts(fields, layout))
+        cuts = list(tiling.cuts(fields, layout))
         assert cuts
         for found in cuts:
             assert found.padded >= fields
@@ -321,14 +316,10 @@ def test_what_would_be_too_large_for_float16_is_not_warp_specialised(monkeypatch
     assert 7 < math.log2(most) < 8
     monkeypatch.setattr(schedule, "HEADROOM", 8)
     assert not fits(layout)
-    x = triton_tiles.Like(
-        (4, 8 * 32, 8, 8), (2**14, 1, 2**11, 2**8), torch.float16, torch.device("meta")
-    )
-    assert not hopper_launches.WarpSpecialised.of(
-        x, layout, triton_tiles.Tiles(warp_specialised=1), 8
-    )
+    given = (layout, 8, tiling.Tiles(warp_specialised=1), True)
+    assert not tiling.convolution_tiling(*given).warp_specialised
     monkeypatch.undo()
-    assert hopper_launches.WarpSpecialised.of(x, layout, triton_tiles.Tiles(warp_specialised=1), 8)
+    assert tiling.convolution_tiling(*given).warp_specialised
 
 
 class Compiled:

@@ -12,13 +12,13 @@ import econv
 from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
 from econv.engines import Prologue, door, memory_format
 from econv.engines.problem import Geometry
+from econv.engines.spectral import tiling
 from econv.engines.spectral.hopper import launches as hopper_launches
 from econv.engines.spectral.operator import EngineError, Task
 from econv.engines.spectral.triton import engine as triton_engine
 from econv.engines.spectral.triton import kernels as triton_kernels
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton import steps as triton_steps
-from econv.engines.spectral.triton import tiles as triton_tiles
 from econv.engines.spectral.triton.engine import Hopper, Triton, largest
 from econv.engines.spectral.triton.kernels import INTERPRETED, OVERALL
 from econv.layers import norm_relu_conv
@@ -46,7 +46,7 @@ def kernels_run(monkeypatch):
     triton_engine._unavailable.cache_clear()
     monkeypatch.setattr(Hopper, "why_not", why_not_hopper)
     monkeypatch.setattr(torch, "batch_norm_stats", lambda x, eps: stats(x.float(), eps))
-    with triton_tiles.tiles(gradient_fields=4, splits=1):  # fewer programs, one after the other
+    with tiling.tiles(gradient_fields=4, splits=1):  # fewer programs, one after the other
         yield
     triton_engine.DEVICES.discard(DEVICE)
     triton_engine._unavailable.cache_clear()
@@ -54,7 +54,7 @@ def kernels_run(monkeypatch):
 
 def why_not_hopper(self, problem):
     """Its kernels are interpreted only where a check asks for them."""
-    chosen = triton_tiles.overridden()
+    chosen = tiling.overridden()
     if chosen is None or chosen.warp_specialised < 1:
         return "nobody asked for it"
     return Triton.why_not(self, problem)
@@ -355,7 +355,7 @@ def test_operands_lie_where_their_steps_say(monkeypatch, name):
         def run(layer, x):
             return norm_relu_conv(norm, layer, x)
 
-    with triton_tiles.tiles(bytes=1):
+    with tiling.tiles(bytes=1):
         results(layer, x, probe, "spectral", run)
     assert len({begin for begin in begins if begin > 16}) >= 4  # groups, and their scales
 
@@ -371,7 +371,7 @@ def test_operands_that_lie_elsewhere_are_found_out(monkeypatch, forgotten):
     monkeypatch.setattr(triton_launches, "_images", wrong)
     watched_steps(monkeypatch)
     forget()
-    with triton_tiles.tiles(bytes=1), pytest.raises(EngineError) as caught:
+    with tiling.tiles(bytes=1), pytest.raises(EngineError) as caught:
         results(layer, x, probe, "spectral")
     assert isinstance(caught.value.__cause__, AssertionError)
 
@@ -379,7 +379,7 @@ def test_operands_that_lie_elsewhere_are_found_out(monkeypatch, forgotten):
 def test_images_in_groups_and_programs_that_share_pixels_give_the_same():
     layer, x, probe = case("p4", (9, 5), (6, 5, 5))
     wanted = results(layer, x, probe, "spectral")
-    with triton_tiles.tiles(bytes=1, splits=3):
+    with tiling.tiles(bytes=1, splits=3):
         found = results(layer, x, probe, "spectral")
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
@@ -397,17 +397,17 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
     shape = (batch, fields * plan.basis.group.order, size, size)
     numbers = math.prod(shape)
     strides = (numbers // batch, 1, shape[1] * size, shape[1])
-    x = triton_tiles.Like(shape, strides, torch.bfloat16, CPU)
+    x = tiling.Like(shape, strides, torch.bfloat16, CPU)
     geometry = Geometry(1, 1, 1, 2, size, size)
     for adjoint in (False, True):
         made = triton_launches.ConvolutionRun(
-            x, plan.name, adjoint, geometry, fields, True, triton_tiles.Tiles(), "tf32"
+            x, plan.name, adjoint, geometry, fields, True, tiling.Tiles(), "tf32"
         )
         filters = max(4 * shape[1] ** 2 * 25, 9 << 19)
         assert 2 * made.own <= filters + (0 if adjoint else 2 * numbers)
         assert len(made.groups) <= (8 if adjoint else 2)
-        running = triton_tiles.at_a_time(x.device, triton_tiles.Tiles().warps) // made.cut.programs
-        rounds = [g.images * size**2 / triton_tiles.Tiles().pixels / running for g in made.groups]
+        running = made.tiling.running(x.device)
+        rounds = [g.images * size**2 / tiling.Tiles().pixels / running for g in made.groups]
         assert sum(map(math.ceil, rounds)) == math.ceil(sum(rounds))  # none is half empty
         done = 0
         for group_ in made.groups:
@@ -420,14 +420,22 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
     takes_no_more_for_the_weights(x, plan, geometry, 2 * numbers + filters)
 
 
+def launched(run, *names):
+    """The launches of a run whose kernels have these names."""
+    launches = [launch for launch, _ in run.steps.steps]
+    found = [launch for launch in launches if launch.kernel.fn.__name__ in names]
+    assert found
+    return found
+
+
 def takes_no_more_for_the_weights(x, plan, geometry, most):
     weight_gradient = triton_launches.WeightGradientRun(
-        x, x, plan.name, geometry, triton_tiles.Tiles(), "tf32"
+        x, x, plan.name, geometry, tiling.Tiles(), "tf32"
     )
-    spectrum = weight_gradient.groups[0].analysis.numbers + math.prod(weight_gradient.packed)
-    partial = 4 * math.prod(weight_gradient.partial) * len(weight_gradient.sums)
+    spectrum = weight_gradient.spectrum + math.prod(weight_gradient.packed)
+    partial = 4 * math.prod(weight_gradient.partial) * len(weight_gradient.tiling.layouts)
     assert partial + 2 * spectrum <= most
-    assert sum(group.images for group in weight_gradient.groups) == x.shape[0]
+    assert sum(images for _, images in weight_gradient.groups) == x.shape[0]
     return weight_gradient
 
 
@@ -440,27 +448,25 @@ def test_warp_specialised_sums_take_no_more_either(group, fields, batch, size, l
     channels = fields * plan.basis.group.order
     strides = (channels * size**2, 1, channels * size, channels)
     meta = torch.device("meta")
-    x = triton_tiles.Like((batch, channels, size, size), strides, torch.bfloat16, meta)
+    x = tiling.Like((batch, channels, size, size), strides, torch.bfloat16, meta)
     geometry = Geometry(1, 1, 1, 2, size, size)
     most = 2 * batch * channels * size**2 + max(4 * channels**2 * 25, 9 << 19)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_launches, "INTERPRETED", False)
         weight_gradient = takes_no_more_for_the_weights(x, plan, geometry, most)
-    assert len(weight_gradient.sums) == launches
-    for share in weight_gradient.groups[0].shares:
-        assert (
-            math.prod(share.weight_gradients[0].grid) >= 0.9 * 132
-        )  # nearly all processors have work
+    assert len(weight_gradient.tiling.layouts) == launches
+    for launch in launched(weight_gradient, "weight_gradient"):
+        assert math.prod(launch.grid) >= 0.9 * 132  # nearly all processors have work
 
 
 def test_a_training_step_takes_as_many_launches_as_the_documents_say(monkeypatch):
     plan = spectral_plan(filter_basis("p8"), "regular", "regular")
-    like = triton_tiles.Like(
+    like = tiling.Like(
         (512, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, torch.device("meta")
     )
     geometry = Geometry(1, 1, 1, 2, 16, 16)
     monkeypatch.setattr(hopper_launches, "INTERPRETED", False)
-    with triton_tiles.tiles(gradient_fields=triton_tiles.Tiles().gradient_fields, splits=0):
+    with tiling.tiles(gradient_fields=tiling.Tiles().gradient_fields, splits=0):
         runs = [
             triton_launches.ConvolutionRun(like, plan.name, back, geometry, 40, True, None, "tf32")
             for back in (False, True)
@@ -474,11 +480,11 @@ def test_a_training_step_takes_as_many_launches_as_the_documents_say(monkeypatch
 
 def test_layers_of_many_fields_have_no_more_programs_than_a_launch_may():
     plan = spectral_plan(filter_basis("p1"), "regular", "regular")
-    x = triton_tiles.Like((4, 2048, 8, 8), (131072, 1, 16384, 2048), torch.bfloat16, CPU)
+    x = tiling.Like((4, 2048, 8, 8), (131072, 1, 16384, 2048), torch.bfloat16, CPU)
     run = triton_launches.WeightGradientRun(
         x, x, plan.name, Geometry(1, 1, 1, 2, 8, 8), None, "tf32"
     )
-    for launch in (run.sums[0].reduce, *run.groups[0].shares[0].weight_gradients):
+    for launch in launched(run, "reduce", "weight_gradient"):
         assert max(launch.grid[1:]) <= 65_535
 
 
@@ -486,7 +492,7 @@ def test_layers_of_many_fields_have_no_more_programs_than_a_launch_may():
 def test_groups_begin_where_addresses_are_aligned(batch):
     """Others would need kernels of their own, found anew at every call."""
     plan = spectral_plan(filter_basis("p8"), "regular", "regular")
-    x = triton_tiles.Like((batch, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, CPU)
+    x = tiling.Like((batch, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, CPU)
     for adjoint in (False, True):
         geometry = Geometry(1, 1, 1, 2, 16, 16)
         made = triton_launches.ConvolutionRun(
@@ -501,7 +507,7 @@ def test_numbers_of_a_spectrum_are_counted_in_32_bits():
     plan = spectral_plan(filter_basis("p16"), "regular", "regular")
     x = torch.empty(64, 8 * 16, 768, 768, dtype=torch.bfloat16, device="meta")
     geometry = Geometry(1, 1, 1, 2, 768, 768)
-    like = triton_tiles.Like.of(x)
+    like = tiling.Like.of(x)
     made = triton_launches.ConvolutionRun(like, plan.name, False, geometry, 8, True, None, "tf32")
     numbers = [group.analysis.numbers for group in made.groups]
     assert sum(numbers) >= x.numel() > 2**31  # more than could be counted
@@ -524,7 +530,7 @@ TILES = {
 def test_every_way_to_cut_gives_the_same(chosen):
     layer, x, probe = case("p4", (3, 13), dtype=torch.float16)
     wanted = results(layer, x, probe, "spectral")
-    with triton_tiles.tiles(**chosen):
+    with tiling.tiles(**chosen):
         found = results(layer, x, probe, "spectral")
     for ours, theirs in zip(found, wanted, strict=True):
         assert error(ours, theirs) <= 1e-3
@@ -680,11 +686,11 @@ def convolve(x, weights, plan, geometry, affine=None, into=None):
 def weight_gradient(x, g, plan, geometry):
     """The gradient to spectral weights."""
     run = triton_launches.weight_gradient_run(
-        triton_tiles.Like.of(x),
-        triton_tiles.Like.of(g),
+        tiling.Like.of(x),
+        tiling.Like.of(g),
         plan.name,
         geometry,
-        triton_tiles.overridden(),
+        tiling.overridden(),
         triton_launches.precision_of(x.dtype),
         False,
     )

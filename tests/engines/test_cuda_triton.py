@@ -13,10 +13,10 @@ if not torch.cuda.is_available():
 from econv.engines import ENGINES, Problem, choice, door
 from econv.engines.choice import Times
 from econv.engines.problem import Geometry
+from econv.engines.spectral import tiling
 from econv.engines.spectral.torch import apply, tables
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton import steps as triton_steps
-from econv.engines.spectral.triton import tiles as triton_tiles
 from econv.plan import spectral_plan
 from econv.train.capture import captured
 from triton_checks import *  # noqa: F403
@@ -77,7 +77,7 @@ def test_later_calls_are_launched_by_address_and_give_the_same(
         launch(self, *tensors)
 
     monkeypatch.setattr(triton_steps.Launch, "__call__", counted)
-    with triton_tiles.tiles(bytes=most):
+    with tiling.tiles(bytes=most):
         wanted = results(layer, x, probe, "spectral")
         through_triton.clear()
         for _ in range(2):
@@ -144,7 +144,7 @@ def in_float64(x, probe, weights, plan, geometry):
 def run_with(chosen, x, probe, weights, plan, geometry):
     """A layer, its adjoint and the gradient to its weights, cut as said."""
     back = geometry.transposed(plan.basis.size, *x.shape[2:])
-    with triton_tiles.tiles(**chosen):
+    with tiling.tiles(**chosen):
         return (
             convolve(x, weights, plan, geometry),
             convolve(probe, weights, plan, back, into=x),
@@ -160,10 +160,7 @@ def test_kernels_are_warp_specialised_where_they_can_be(monkeypatch):
     monkeypatch.setattr(
         triton_launches.ConvolutionRun,
         "__init__",
-        lambda self, *args: (
-            made(self, *args),
-            made_with.append(bool(self.specialised)),
-        )[0],
+        lambda self, *args: (made(self, *args), runs.append(self.tiling.warp_specialised))[0],
     )
 
     def ran(group, convert=lambda x: x):

@@ -81,7 +81,7 @@ struct Job {
   int64_t up, down, dilation, before, size;
   int64_t stencils, features, slots, weights, blocks;  // slots: those that blocks write
   const Real *x, *w, *other;
-  Real *y, *weight_gradient;
+  Real *y, *w_gradient;
   Transform analysis;   // channels of an input field to its spectrum
   Transform synthesis;  // channels of an output field to the slots of the blocks; used both ways
   const int64_t* class_start;            // [7], into entries: stencils by classes of symmetry
@@ -653,21 +653,21 @@ extern "C" int econv_spectral(const Job* job) {
   const Cut c = cut_up(j);
   const int64_t regions = j.batch * c.down * c.across;
   const int64_t threads = std::max<int64_t>(1, std::min(j.threads, regions));
-  int64_t matrices = 0, grams = 0, widest = 0, features = 0;
+  int64_t matrices = 0, sums_size = 0, widest = 0, features = 0;
   for (int64_t b = 0; b < j.blocks; b++) {
     const Block& block = j.block[b];
     const int64_t wide = block.columns * j.out_fields, inner = block.inner * j.in_fields;
     matrices += inner * wide;
-    grams += inner * round_up(wide, LANES);
+    sums_size += inner * round_up(wide, LANES);
     widest = std::max(widest, round_up(wide, LANES));
     features += block.rows * inner;
   }
   static thread_local Scratch shared_packed, shared_sums;
   Real* packed = shared_packed.take(matrices);
-  Real* all_sums = shared_sums.take(j.weight_gradient ? grams * threads : 1);
+  Real* all_sums = shared_sums.take(j.w_gradient ? sums_size * threads : 1);
   if (!packed || !all_sums) return 3;
   // For all threads: fewer may come than are asked for.
-  if (j.weight_gradient) std::memset(all_sums, 0, grams * threads * sizeof(Real));
+  if (j.w_gradient) std::memset(all_sums, 0, sums_size * threads * sizeof(Real));
   {
     Real* to = packed;
     for (int64_t b = 0; b < j.blocks; b++) {
@@ -680,7 +680,7 @@ extern "C" int econv_spectral(const Job* job) {
   const int64_t line_size = j.in_channels * (round_up(j.width, LANES) + 2 * LANES);
   const int64_t most = std::max(j.in_channels * j.stencils, j.out_channels + j.slots);
   const int64_t found_size = std::max(most, j.in_channels * 2) * 2 * LANES;
-  const int64_t turned_size = j.weight_gradient ? c.pixels * widest : 0;
+  const int64_t turned_size = j.w_gradient ? c.pixels * widest : 0;
   // Whole vectors for each part, so that all of them are aligned.
   const int64_t sizes[] = {spectrum_size, z_size, product_size, line_size, found_size, turned_size};
   int64_t total = 0;
@@ -696,8 +696,8 @@ extern "C" int econv_spectral(const Job* job) {
       part += round_up(sizes[i], 64);
     }
     Real *spectrum = places[0], *z = places[1], *products = places[2], *line = places[3];
-    Real* sums = all_sums + thread * grams;
-    if (part && j.weight_gradient) std::memset(places[5], 0, turned_size * sizeof(Real));
+    Real* sums = all_sums + thread * sums_size;
+    if (part && j.w_gradient) std::memset(places[5], 0, turned_size * sizeof(Real));
     auto work = [&](int64_t region) {
       const int64_t image = region / (c.down * c.across), rest = region % (c.down * c.across);
       const int64_t top = rest / c.across * c.region_rows, left = rest % c.across * c.region_columns;
@@ -715,7 +715,7 @@ extern "C" int econv_spectral(const Job* job) {
           multiply(j, c, z, packed, here * columns, products);
           synthesise(j, c, products, image, top + row, left, here, columns, places[4]);
         }
-        if (j.weight_gradient)
+        if (j.w_gradient)
           correlate(j, c, z, image, top + row, left, here, columns, products, places[5], sums,
                     places[4]);
       }
@@ -732,8 +732,8 @@ extern "C" int econv_spectral(const Job* job) {
   });
   for (int f : failed)
     if (f) return 3;
-  if (!j.weight_gradient) return 0;
-  std::memset(j.weight_gradient, 0, j.out_fields * j.in_fields * j.weights * sizeof(Real));
+  if (!j.w_gradient) return 0;
+  std::memset(j.w_gradient, 0, j.out_fields * j.in_fields * j.weights * sizeof(Real));
   int64_t start = 0;
   for (int64_t b = 0; b < j.blocks; b++) {
     const Block& block = j.block[b];
@@ -745,8 +745,8 @@ extern "C" int econv_spectral(const Job* job) {
           for (int64_t o = 0; o < j.out_fields; o++) {
             Real sum = 0;
             for (int64_t t = 0; t < threads; t++)
-              sum += all_sums[t * grams + start + n * j.out_fields + o];
-            j.weight_gradient[(o * j.in_fields + f) * j.weights + j.entry[place]] += j.sign[place] * sum;
+              sum += all_sums[t * sums_size + start + n * j.out_fields + o];
+            j.w_gradient[(o * j.in_fields + f) * j.weights + j.entry[place]] += j.sign[place] * sum;
           }
         }
   }

@@ -136,11 +136,11 @@ def run(
     out_channels = plan.synthesis.shape[0]
     shape = (x.shape[0], out_fields * out_channels, geometry.height, geometry.width)
     result = x.new_empty(shape) if output else None
-    weight_gradient = None if other is None else torch.empty_like(weights)
+    found = None if other is None else torch.empty_like(weights)
     if not x.numel() or not geometry.height or not geometry.width:
         return (
             None if result is None else result.zero_(),
-            None if weight_gradient is None else weight_gradient.zero_(),
+            None if found is None else found.zero_(),
         )
     job = _Job()
     job.size_of_job = ctypes.sizeof(_Job)
@@ -154,19 +154,16 @@ def run(
     program.fill(job)
     job.x, job.w = x.data_ptr(), weights.data_ptr()
     job.y = result.data_ptr() if result is not None else None
-    if other is not None and weight_gradient is not None:
+    if other is not None and found is not None:
         other = _dense_images(other)
-        job.other, job.other_stride, job.weight_gradient = (
-            other.data_ptr(),
-            other.stride(0),
-            weight_gradient.data_ptr(),
-        )
+        job.other, job.other_stride = other.data_ptr(), other.stride(0)
+        job.w_gradient = found.data_ptr()
     code = library.econv_spectral(ctypes.byref(job))
     if code:
         stencils = f"expected stencils of up to {_LARGEST}×{_LARGEST}; got {plan.basis.size}"
         wrong = {1: "another layout of its arguments", 2: stencils, 3: "no memory"}
         raise RuntimeError(f"the native kernel failed: {wrong.get(code, code)}")
-    return result, weight_gradient
+    return result, found
 
 
 def _dense_images(x: Tensor) -> Tensor:
@@ -178,7 +175,7 @@ def _dense_images(x: Tensor) -> Tensor:
 _SIZES = """size_of_job threads batch in_fields out_fields in_channels out_channels height width
 out_height out_width x_stride other_stride up down dilation before size stencils features slots
 weights blocks"""
-_IMAGES = "x w other y weight_gradient"
+_IMAGES = "x w other y w_gradient"
 _COUNTS = "rows places pairs first singles"
 _TABLES = "pair single row_start row_place row_factor place_start place_row place_factor"
 _POINTERS = """class_start class_stencil class_adds class_factor feature_place feature_factor block

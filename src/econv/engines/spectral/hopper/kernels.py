@@ -44,8 +44,6 @@ from econv.engines.spectral.hopper.source import convolution_source, weight_grad
 from econv.engines.spectral.triton.kernels import exponent, read_source, two_to
 from econv.engines.spectral.triton.scheme import FIELDS, Scheme
 
-__all__ = ["AVAILABLE", "Copies", "forward", "row_copies", "weight_copies", "weight_gradient"]
-
 
 @lru_cache(maxsize=256)
 def forward(layout: Scheme, parts: tuple[int, ...], partitions: int) -> Any:

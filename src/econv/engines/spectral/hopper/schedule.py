@@ -12,33 +12,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from econv.engines.spectral.triton.scheme import FIELDS, Scheme
-from econv.engines.spectral.triton.source import HEADROOM, Writer, joined, split_evenly, twos
+from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two
+from econv.engines.spectral.triton.writer import Writer, twos
 
-__all__ = [
-    "ROWS",
-    "awaited",
-    "barriers",
-    "differentiate_function",
-    "early_taps",
-    "filled",
-    "fits",
-    "gains",
-    "issue_function",
-    "load_taps",
-    "magnitudes",
-    "pieces_of_a_chunk",
-    "pipeline_step",
-    "products",
-    "rows_of_a_copy",
-    "sum_layouts",
-    "thread_layouts",
-    "tile_offsets",
-    "used_pieces",
-    "weight_names",
-    "workers",
-    "zeros",
-]
+ROWS = 64
+"""Rows of a warp-specialised product."""
 
 _BOX = 256  # rows of a matrix that one copy brings, at most
 
@@ -75,29 +53,11 @@ def used_pieces(layout: Scheme) -> tuple[int, ...]:
     return pieces[: last + 1]
 
 
-ROWS = 64
-"""Rows of a warp-specialised product."""
-
-
-def _asm(code: str, *operands: str) -> str:
-    registers = "=r" + ",r" * len(operands)
-    return (
-        f'gl.inline_asm_elementwise("{code}", "{registers}", [{", ".join(operands)}],'
-        " dtype=gl.int32, is_pure=True, pack=1)"
-    )
-
-
-def _sum(one: str, other: str, sign: str = "+") -> str:
-    return _asm(f"{'add' if sign == '+' else 'sub'}.f16x2 $0, $1, $2;", one, other)
-
-
-def _scaled(one: str, low: float, high: float, other: str | None) -> str:
-    """One times two numbers, plus the other."""
-    bits = int(np.array([low, high], dtype=np.float16).view(np.uint32)[0])
-    start = f"{{ .reg .b32 c; mov.b32 c, {bits:#x};"
-    if other is None:
-        return _asm(f"{start} mul.f16x2 $0, $1, c; }}", one)
-    return _asm(f"{start} fma.rn.f16x2 $0, $1, c, $2; }}", one, other)
+def weight_gradient_features(layout: Scheme) -> int:
+    """Features of a field and target in the gradient to the weights, with padding."""
+    pieces = pieces_of_a_chunk(layout)
+    assert pieces is not None
+    return max(ROWS // FIELDS, power_of_two(sum(pieces)))
 
 
 def load_taps(write: Writer, fields: int, words: int, centre: str, names: dict[str, str]) -> None:
@@ -109,7 +69,7 @@ def load_taps(write: Writer, fields: int, words: int, centre: str, names: dict[s
             continue
         parts = [f"{name}{word}" for word in range(words)]
         write(f"t = gl.reshape(t, [{fields}, BP, {twos(words)}])")
-        split_evenly(write, "t", parts, "gl")
+        write.split("t", parts)
         for part in parts:
             write(f"{part} = gl.convert_layout({part}, ITEMS, assert_trivial=True)")
 
@@ -158,7 +118,9 @@ def _derivatives(
                 started.add((stencil, word))
                 if old is None and first is not None:
                     first[stencil, word] = value
-                text = name if old is None and value == 1.0 else _scaled(name, value, value, old)
+                text = (
+                    name if old is None and value == 1.0 else write.scaled(name, value, value, old)
+                )
                 write(f"d{stencil}_{word} = {text}")
 
     def taps(word: int, i: int, j: int) -> None:
@@ -172,7 +134,7 @@ def _derivatives(
         else:
             for sign, factors in zip("+-", mirrored, strict=True):
                 if factors.any():
-                    write(f"w = {_sum(kept, 'u', sign)}")
+                    write(f"w = {write.sum(kept, 'u', sign)}")
                     add("w", word, factors)
 
     def used(word: int, i: int, j: int) -> bool:
@@ -199,11 +161,11 @@ def _derivatives(
                 for above in "pm"[: len(rows)]:
                     one = f"{above}p{word}"
                     if dx:
-                        one = _sum(one, f"{above}m{word}", sign)
+                        one = write.sum(one, f"{above}m{word}", sign)
                     write(f"at_{above} = {one}")
                 for other, i in zip("+-", rows, strict=False):
                     if used(word, i, j):
-                        write(f"u = {_sum('at_p', 'at_m', other) if dy else 'at_p'}")
+                        write(f"u = {write.sum('at_p', 'at_m', other) if dy else 'at_p'}")
                         taps(word, i, j)
 
 
@@ -239,7 +201,7 @@ class _Normal:
     def __init__(self, layout: Scheme, chunk: int) -> None:
         self.layout = layout
         found: dict[tuple[int, int], float] = {}
-        _derivatives(Writer(f16x2=True), layout, chunk, FIELDS, found)
+        _derivatives(Writer("gl"), layout, chunk, FIELDS, found)
         self.scales = {key: v if abs(v) >= _LEAST else 1.0 for key, v in found.items()}
         self.gains: dict[int, float] = {}
         for names in layout.lists[chunk]:
@@ -277,10 +239,11 @@ def _normal(layout: Scheme, chunk: int) -> _Normal:
 
 def gains(layout: Scheme) -> np.ndarray:
     """What the weights of each feature are multiplied by, ``[batch * inner * 2]``."""
+    normal = [_normal(layout, chunk).gains for chunk in range(len(layout.lists))]
     rows = [
         [
-            _normal(layout, chunk).gains.get(f, 1.0)
-            for chunk, rows in enumerate(layout.lists)
+            known.get(f, 1.0)
+            for known, rows in zip(normal, layout.lists, strict=True)
             for f in rows[t]
         ]
         for t in range(layout.batch)
@@ -309,14 +272,11 @@ def magnitudes(layout: Scheme, chunk: int) -> list[float]:
         for (stencil, word), scale in normal.scales.items()
     ]
     for feature in normal.gains:
-        terms = normal.terms(feature)
-        found.append(
-            sum(
-                float(abs(factor / normal.scales[stencil, word]) * taps[stencil])
-                * float(slots[2 * word + side])
-                for stencil, word, side, factor in terms
-            )
+        terms = (
+            abs(factor / normal.scales[stencil, word]) * taps[stencil] * slots[2 * word + side]
+            for stencil, word, side, factor in normal.terms(feature)
         )
+        found.append(float(sum(terms)))
     return found
 
 
@@ -337,7 +297,7 @@ class _Words:
             self.taken.add(name)
             low, high = 2 * one[2], 4 + 2 * two[2]
             selector = low | (low + 1) << 4 | high << 8 | (high + 1) << 12
-            self.write(f"{name} = {_asm(f'prmt.b32 $0, $1, $2, {selector:#x};', a, b)}")
+            self.write(f"{name} = {self.write.asm(f'prmt.b32 $0, $1, $2, {selector:#x};', a, b)}")
         return name
 
     def word(self, one: int, two: int) -> str:
@@ -355,9 +315,9 @@ class _Words:
             b = right[n] if n < len(right) else (*right[-1][:3], 0.0)
             source = self._halves(a[:3], b[:3])
             if a[3] == b[3] == 1.0:
-                found = source if found is None else _sum(found, source)
+                found = source if found is None else self.write.sum(found, source)
             else:
-                found = _scaled(source, a[3], b[3], found)
+                found = self.write.scaled(source, a[3], b[3], found)
         assert found is not None
         self.taken.add(name)
         self.write(f"{name} = {found}")
@@ -369,31 +329,18 @@ def _features(
 ) -> None:
     """The features ``v{piece}`` of a slot chunk, as they lie in the stage."""
     words = _Words(write, layout, chunk)
-    lists = layout.lists[chunk]
-    spare = next(f for names in lists for f in names if f >= 0)
-    there = filled(layout, chunk, pieces)
-    first = 0
-    for number, size in enumerate(pieces):
-        if number not in there:
-            first += size
-            continue
-        columns = []
-        for k in range(first, first + size, 2):
-            column = []
-            for names in lists:
-                # Padding repeats features of the same target; their weights are zero.
-                other = names[:2] if names[1] >= 0 else (spare, spare)
-                one, two = (*names[k : k + 2], -1, -1)[:2]
-                if one < 0:
-                    one, two = other
-                column.append(words.word(one, two if two >= 0 else one))
-            columns.append(joined(column, "gl"))
-        first += size
+    for number in filled(layout, chunk, pieces):
+        size = pieces[number]
+        columns = [
+            write.joined([words.word(*pair) for pair in column])
+            for column in layout.pairs(chunk, sum(pieces[:number]), size)
+        ]
         # The inner axis is joined last, so that a thread holds neighbours along it.
-        shape = f"[{fields}, BP, {layout.batch}, {size // 2}]"
-        write(f"v = gl.reshape({joined(columns, 'gl')}, {shape})")
-        write("v = gl.permute(v, (2, 1, 0, 3))")
-        write(f"v{number} = gl.reshape(v, [{layout.batch}, BP, {fields * size // 2}])")
+        write(f"""
+            v = gl.reshape({write.joined(columns)}, [{fields}, BP, {layout.batch}, {size // 2}])
+            v = gl.permute(v, (2, 1, 0, 3))
+            v{number} = gl.reshape(v, [{layout.batch}, BP, {fields * size // 2}])
+        """)
 
 
 def _items(write: Writer, fields: int) -> None:
@@ -405,36 +352,37 @@ def _items(write: Writer, fields: int) -> None:
 def thread_layouts(write: Writer, layout: Scheme, fields: int) -> None:
     """How threads lie, and what all tiles have in common."""
     words = layout.width // 2
-    threads = f"[{fields}, {32 // fields}"
+    held = f"[1, 1, {words}], [{fields}, {32 // fields}, 1], [1, WARPS, 1], [2, 0, 1]"
     _items(write, fields)
-    write(
-        f"VECTORS: gl.constexpr = gl.BlockedLayout([1, 1, {words}], {threads}, 1],"
-        " [1, WARPS, 1], [2, 0, 1])"
-    )
-    write("PIXELS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, VECTORS))")
-    write("OF_FIELDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, VECTORS))")
-    write("OF_WORDS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, VECTORS))")
     # In 64 bits what is constant in the offset of a tap becomes part of the instruction.
-    write(f"row = (pitch * dilation * {fields * words}).to(gl.int64)")
-    write(f"column = dilation * {fields * words}")
-    write(f"field = gl.arange(0, {fields}, layout=OF_FIELDS)")
-    write(f"word = gl.arange(0, {words}, layout=OF_WORDS)")
-    write("step = 0")
+    write(f"""
+        VECTORS: gl.constexpr = gl.BlockedLayout({held})
+        PIXELS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, VECTORS))
+        OF_FIELDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, VECTORS))
+        OF_WORDS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, VECTORS))
+        row = (pitch * dilation * {fields * words}).to(gl.int64)
+        column = dilation * {fields * words}
+        field = gl.arange(0, {fields}, layout=OF_FIELDS)
+        word = gl.arange(0, {words}, layout=OF_WORDS)
+        step = 0
+    """)
 
 
 def tile_offsets(write: Writer, layout: Scheme, fields: int, tile: str, result: str) -> None:
     """Where the centre taps of a tile lie; past the last pixel, those of the first."""
     words = layout.width // 2
     reach = layout.coefficients.shape[-1] // 2
-    write(f"pixel = ({tile} * PARTITIONS + PARTITION) * BP + gl.arange(0, BP, layout=PIXELS)")
-    write("p = gl.where(pixel < pixels, pixel, 0)")
-    write("image = p // (height * width)")
-    write("line = (p - image * (height * width)) // width")
-    write("dot = p % width")
-    write("offset = image * image_pitch + line * down * pitch + dot * down")
-    write(f"offset += {reach} * (pitch + 1) * dilation")
-    write(f"{result} = offset[None, :, None] * {fields * words} + field[:, None, None] * {words}")
-    write(f"{result} = {result} + word[None, None, :]")
+    write(f"""
+        pixel = ({tile} * PARTITIONS + PARTITION) * BP + gl.arange(0, BP, layout=PIXELS)
+        p = gl.where(pixel < pixels, pixel, 0)
+        image = p // (height * width)
+        line = (p - image * (height * width)) // width
+        dot = p % width
+        offset = image * image_pitch + line * down * pitch + dot * down
+        offset += {reach} * (pitch + 1) * dilation
+        {result} = offset[None, :, None] * {fields * words} + field[:, None, None] * {words}
+        {result} = {result} + word[None, None, :]
+    """)
 
 
 def _early_words(layout: Scheme) -> str:
@@ -452,21 +400,15 @@ def differentiate_function(
     function once.
     """
     early = _early_words(layout)
-    write("@gluon.jit")
-    write(
-        f"def differentiate{chunk}(source, here, next_source, next_here, row, column, {early},\n"
-        "        BP: gl.constexpr, WARPS: gl.constexpr):"
-    )
-    write.depth += 1
-    _items(write, fields)
-    write("centre = source + here")
-    _derivatives(write, layout, chunk, fields)
-    write("centre = next_source + next_here")
-    load_taps(write, fields, layout.width // 2, "centre", early_taps(layout))
-    _features(write, layout, chunk, pieces, fields)
-    write(f"return {', '.join(f'v{n}' for n in filled(layout, chunk, pieces))}, {early}")
-    write.depth -= 1
-    write()
+    given = f"source, here, next_source, next_here, row, column, {early}"
+    with write.function(f"differentiate{chunk}", given, "BP WARPS"):
+        _items(write, fields)
+        write("centre = source + here")
+        _derivatives(write, layout, chunk, fields)
+        write("centre = next_source + next_here")
+        load_taps(write, fields, layout.width // 2, "centre", early_taps(layout))
+        _features(write, layout, chunk, pieces, fields)
+        write(f"return {', '.join(f'v{n}' for n in filled(layout, chunk, pieces))}, {early}")
 
 
 def pipeline_step(
@@ -476,51 +418,46 @@ def pipeline_step(
 
     The centre taps of the next step lie at ``source`` and, from there, ``here``.
     """
-    write("stage = step % STAGES")
-    write("phase = step // STAGES & 1")
     early, there = _early_words(layout), filled(layout, chunk, pieces)
-    write(
-        f"{', '.join(f'v{n}' for n in there)}, {early} = differentiate{chunk}(\n"
-        f"        source, here, {source}, {here}, row, column, {early}, BP, WARPS)"
-    )
-    write("mbarrier.wait(empty.index(stage), phase ^ 1)")
+    found, now = ", ".join(f"v{n}" for n in there), f"source, here, {source}, {here}"
+    write(f"""
+        stage = step % STAGES
+        phase = step // STAGES & 1
+        {found}, {early} = differentiate{chunk}({now}, row, column, {early}, BP, WARPS)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+    """)
     for number in there:
         write(f"z{number}.index(stage).slice(PARTITION * BP, BP, dim=1).store(v{number})")
-    write("fence_async_shared()")
-    write("thread_barrier()")
-    write("mbarrier.arrive(full.index(stage), count=1)")
-    write("step += 1")
+    write("""
+        fence_async_shared()
+        thread_barrier()
+        mbarrier.arrive(full.index(stage), count=1)
+        step += 1
+    """)
 
 
 def issue_function(
     write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequence[int]
 ) -> None:
-    """A function: the rows of one block to their grid_size in a stage."""
+    """A function: copy the rows of one block to a stage."""
     columns = 2 * sum(parts)
-    names = weight_names(parts, pieces)
-    write("@gluon.jit")
-    given = ", ".join(f"{name}_in, {name}" for name in names)
-    write(f"def issue({given}, ready, stage, block, wanted, programs):")
-    write.depth += 1
-    total = columns * layout.batch * FIELDS * sum(pieces) * 2
-    write(f"mbarrier.expect(ready.index(stage), {total}, pred=wanted)")
-    write(f"first = (block * programs + gl.program_id(1)) * {layout.batch * columns}")
-    for number in range(len(pieces)):
-        done = 0
-        for part, size in enumerate(parts):
-            name = f"w{number}_{part}"
-            rows = 2 * size * layout.batch
-            for start in range(0, rows, _BOX):
-                into = f"{name}.index(stage)"
-                if rows > _BOX:
-                    into += f".slice({start}, {_BOX}, dim=0)"
-                write(
-                    f"tma.async_copy_global_to_shared({name}_in, [first + {done + start}, 0],"
-                    f" ready.index(stage), {into}, pred=wanted)"
-                )
-            done += rows
-    write.depth -= 1
-    write()
+    given = ", ".join(f"{name}_in, {name}" for name in weight_names(parts, pieces))
+    with write.function("issue", f"{given}, ready, stage, block, wanted, programs"):
+        total = columns * layout.batch * FIELDS * sum(pieces) * 2
+        write(f"mbarrier.expect(ready.index(stage), {total}, pred=wanted)")
+        write(f"first = (block * programs + gl.program_id(1)) * {layout.batch * columns}")
+        for number in range(len(pieces)):
+            done = 0
+            for part, size in enumerate(parts):
+                name = f"w{number}_{part}"
+                rows = 2 * size * layout.batch
+                for start in range(0, rows, _BOX):
+                    into = f"{name}.index(stage)"
+                    if rows > _BOX:
+                        into += f".slice({start}, {_BOX}, dim=0)"
+                    where = f"{name}_in, [first + {done + start}, 0], ready.index(stage), {into}"
+                    write(f"tma.async_copy_global_to_shared({where}, pred=wanted)")
+                done += rows
 
 
 def weight_names(parts: Sequence[int], pieces: Sequence[int]) -> list[str]:
@@ -543,24 +480,13 @@ def zeros(write: Writer, layout: Scheme, parts: Sequence[int], rows: str) -> Non
 
 
 def products(
-    write: Writer,
-    parts: Sequence[int],
-    stage: str,
-    factors: Sequence[tuple[int, int, str]],
+    write: Writer, parts: Sequence[int], stage: str, factors: Sequence[tuple[int, int, str]]
 ) -> None:
     """Products are added to the sums, each of features and of what was copied to a stage.
 
     Features go into registers, once for all columns, while the products before run. ``factors``:
     the numbers of a piece and of a target, and where their features lie.
     """
-
-    def product(given: str, number: int, target: int, part: int) -> None:
-        name, rows = f"a{target}_{part}", 2 * parts[part]
-        write(
-            f"{name} = warpgroup_mma({given},"
-            f" w{number}_{part}.index({stage}).slice({target * rows}, {rows}, dim=0)"
-            f".permute((1, 0)), {name}, is_async=True)"
-        )
 
     def fetch(index: int) -> None:
         write(f"f{index} = {factors[index][2]}.load(gl.DotOperandLayout(0, SUMS0, 2))")
@@ -569,12 +495,13 @@ def products(
     for index, (number, target, _) in enumerate(factors):
         if index + 1 < len(factors):
             fetch(index + 1)
-        for part in range(len(parts)):
-            given = f"f{index}"
+        for part, size in enumerate(parts):
+            one, name = f"f{index}", f"a{target}_{part}"
             if part:
                 layout = f"gl.DotOperandLayout(0, SUMS{part}, 2)"
-                given = f"gl.convert_layout({given}, {layout}, assert_trivial=True)"
-            product(given, number, target, part)
+                one = f"gl.convert_layout({one}, {layout}, assert_trivial=True)"
+            two = f"w{number}_{part}.index({stage}).slice({target * 2 * size}, {2 * size}, dim=0)"
+            write(f"{name} = warpgroup_mma({one}, {two}.permute((1, 0)), {name}, is_async=True)")
         before = factors[index - 1][1]
         if index and before != target:
             # Not the last products, but those before them: their registers are free.
@@ -588,10 +515,16 @@ def awaited(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
     write(f"{names} = warpgroup_mma_wait(0, deps=[{names}])")
 
 
-def workers(write: Writer, partitions: int) -> None:
-    """How many warps and registers the partitions that differentiate have."""
-    each = (", ".join([what] * partitions) for what in (f"PRODUCERS // {partitions}", "REGISTERS"))
-    write(f"], [{next(each)}], [{next(each)}])")
+def specialise(write: Writer, partitions: int, consumed: str, produced: str) -> None:
+    """Consumers and producers run at the same time; what they are given."""
+    write("gl.warp_specialize([")
+    write(f"    (consume, ({consumed})),")
+    each = (f"BP // {partitions}", f"PRODUCERS // {partitions}", "STAGES")
+    for number in range(partitions):
+        last = ", ".join((*each, f"T{number}", f"{partitions}"))
+        write(f"    (produce, ({produced}, {last})),")
+    warps, registers = (", ".join([n] * partitions) for n in (each[1], "REGISTERS"))
+    write(f"], [{warps}], [{registers}])")
 
 
 def barriers(write: Writer, partitions: int, **lengths: str) -> None:
@@ -601,11 +534,11 @@ def barriers(write: Writer, partitions: int, **lengths: str) -> None:
     """
     write("BARRIER: gl.constexpr = mbarrier.MBarrierLayout()")
     for name, length in lengths.items():
-        write(f"{name} = gl.allocate_shared_memory(gl.int64, [{length}, 1], BARRIER)")
-        write(f"for stage in gl.static_range({length}):")
-        write(
-            f"    mbarrier.init({name}.index(stage), count={partitions if name == 'full' else 1})"
-        )
+        write(f"""
+            {name} = gl.allocate_shared_memory(gl.int64, [{length}, 1], BARRIER)
+            for stage in gl.static_range({length}):
+                mbarrier.init({name}.index(stage), count={partitions if name == "full" else 1})
+        """)
     write("fence_async_shared()")
     write("thread_barrier()")
     for partition in range(partitions):

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from econv.engines.problem import Problem, Prologue, memory_format
 from econv.engines.spectral.operator import Spectral, Task
+from econv.engines.spectral.tiling import Like, overridden, warp_specialised
 from econv.engines.spectral.torch import spectral_weights
-from econv.plan import SpectralPlan
+from econv.engines.spectral.triton.scheme import scheme
 
 __all__ = ["DEVICES", "Hopper", "Triton", "on_device"]
 
@@ -32,7 +33,6 @@ DEVICES = {"cuda"}
 """The kinds of device that the kernels run on."""
 
 _OLDEST = (8, 0)  # capability of the GPUs whose tensor cores the kernels know
-_HOPPER = (9, 0)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -95,11 +95,11 @@ class Triton(Spectral):
             found = largest(gradient)
             if wanted[1]:
                 run = launches.weight_gradient_run(
-                    launches.Like.of(x),
-                    launches.Like.of(gradient),
+                    Like.of(x),
+                    Like.of(gradient),
                     task.plan.name,
                     task.geometry,
-                    launches.overridden(),
+                    overridden(),
                     launches.precision_of(x.dtype),
                     affine is not None,
                     self.specialised,
@@ -125,13 +125,13 @@ class Triton(Spectral):
         """A layer, or its adjoint with an output like ``into``."""
         launches, adjoint = _launches(), into is not None
         run = launches.convolution_run(
-            launches.Like.of(x),
+            Like.of(x),
             task.plan.name,
             adjoint,
             task.geometry,
             weights.shape[1 if adjoint else 0],
             memory_format(x if into is None else into) is torch.channels_last,
-            launches.overridden(),
+            overridden(),
             launches.precision_of(x.dtype),
             affine is not None,
             self.specialised,
@@ -151,13 +151,13 @@ class Hopper(Triton):
         reason = super().why_not(problem)
         if reason is not None:
             return reason
-        if torch.cuda.get_device_capability(problem.device) != _HOPPER:
-            return "its instructions are those of Hopper GPUs"
+        if not _is_hopper(problem.device):
+            return "it needs a Hopper GPU, and the Gluon of Triton 3.6 or later"
         if problem.dtype == torch.float32 or not problem.channels_last:
             return "it runs in 16 bits on channels-last images"
         conv = problem.convolution
         fields = (conv.parts[0].fields // conv.groups, conv.out_fields // conv.groups)
-        if not _specialised(conv.plan(conv.parts[0]), *fields, problem.dtype, problem.device):
+        if not warp_specialised(scheme(conv.plan(conv.parts[0]), 8), *fields, problem.dtype):
             return f"{conv.basis.group.name} has no products that fit its warps"
         return None
 
@@ -178,11 +178,10 @@ def _unavailable(device: torch.device) -> str | None:
 
 
 @cache
-def _specialised(
-    plan: SpectralPlan, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Whether any launch of a layer, or of its gradients, is warp-specialised."""
-    return bool(_launches().warp_specialised(plan, inputs, outputs, dtype, device))
+def _is_hopper(device: torch.device) -> bool:
+    from econv.engines.spectral.hopper.launches import supported
+
+    return bool(supported(device))
 
 
 @cache
@@ -212,7 +211,7 @@ def largest(x: Tensor, affine: Tensor | None = None) -> Tensor:
     With ``affine``, of ``x`` when it is activated.
     """
     launches = _launches()
-    overall, like = launches.OVERALL, launches.Like.of(x)
+    overall, like = launches.OVERALL, Like.of(x)
     found = torch.zeros(overall + x.shape[0], dtype=torch.float32, device=x.device)
     if not x.numel():
         return found
@@ -233,7 +232,7 @@ def largest(x: Tensor, affine: Tensor | None = None) -> Tensor:
 
 def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients to ``x`` and ``affine`` from that to max(0, (x − centre)·scale + shift)."""
-    run = _launches().backward_run(_launches().Like.of(x), affine.shape[1])
+    run = _launches().backward_run(Like.of(x), affine.shape[1])
     if run is not None:
         layout = memory_format(x)
         pair: tuple[Tensor, Tensor] = run.activation(

@@ -24,72 +24,43 @@ from econv.engines.spectral.triton.source import (
     weight_gradient_source,
 )
 
-__all__ = [
-    "INTERPRETED",
-    "OVERALL",
-    "Convolution",
-    "WeightGradient",
-    "activation_backward",
-    "arrange",
-    "arrange_rows",
-    "convolution_kernels",
-    "exponent",
-    "field_statistics",
-    "largest",
-    "largest_activated",
-    "packed_row_kernels",
-    "read_source",
-    "reduce",
-    "statistics_backward",
-    "to_affine",
-    "two_to",
-    "weight_gradient_kernels",
-]
 
-
-class Convolution(NamedTuple):
-    """The kernels of a layer."""
+class Kernels(NamedTuple):
+    """Generated kernels."""
 
     analyse: tuple[Any, Any]
     """Of an input as it is, and of one that is activated."""
-    forward: Any
-
-
-class WeightGradient(NamedTuple):
-    """The kernels of the gradient to a layer's weights."""
-
-    analyse: tuple[Any, Any]
-    """As in `Convolution`."""
-    pack: Any
-    weight_gradient: Any
+    pack: Any = None
+    forward: Any = None
+    weight_gradient: Any = None
 
 
 @lru_cache(maxsize=256)
 def convolution_kernels(
     layout: Scheme, parts: tuple[int, ...], copies: int, f16x2: bool, last: bool
-) -> Convolution:
-    """The kernels of a plan's layer, cut as `convolution_source` says."""
-    space = _read(convolution_source(layout, parts, copies, f16x2, last), layout)
-    return Convolution((space["analyse"], space["analyse_activated"]), space["forward"])
+) -> Kernels:
+    """Those of a plan's layer: see `convolution_source`."""
+    return _kernels(convolution_source(layout, parts, copies, f16x2, last), layout)
 
 
 @lru_cache(maxsize=256)
 def weight_gradient_kernels(
     layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int, f16x2: bool
-) -> WeightGradient:
-    """The kernels of the gradient to its weights, cut as `weight_gradient_source` says."""
-    space = _read(weight_gradient_source(layout, parts, copies, pixels, f16x2), layout)
-    analyse = (space["analyse"], space["analyse_activated"])
-    return WeightGradient(analyse, space["pack"], space["weight_gradient"])
+) -> Kernels:
+    """Those of the gradient to its weights: see `weight_gradient_source`."""
+    return _kernels(weight_gradient_source(layout, parts, copies, pixels, f16x2), layout)
 
 
 @lru_cache(maxsize=256)
-def packed_row_kernels(
-    layout: Scheme, parts: tuple[int, ...], several: int
-) -> tuple[tuple[Any, Any], Any]:
-    """The kernels of `packed_rows_source`: both of ``analyse``, and ``pack``."""
-    space = _read(packed_rows_source(layout, parts, several), layout)
-    return (space["analyse"], space["analyse_activated"]), space["pack"]
+def packed_row_kernels(layout: Scheme, parts: tuple[int, ...], contiguous: int) -> Kernels:
+    """Those around a warp-specialised gradient to its weights: see `packed_rows_source`."""
+    return _kernels(packed_rows_source(layout, parts, contiguous), layout)
+
+
+def _kernels(source: str, layout: Scheme) -> Kernels:
+    space = _read(source, layout)
+    others = {name: space[name] for name in Kernels._fields[1:] if name in space}
+    return Kernels((space["analyse"], space["analyse_activated"]), **others)
 
 
 def read_source(source: str, layout: Scheme, names: dict[str, Any]) -> dict[str, Any]:
@@ -174,15 +145,9 @@ def numbers_of(affine, fields, BF: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def tile_of(
-    block,
-    field,
-    rows,
-    fields,
-    INNER: tl.constexpr,
-    BR: tl.constexpr,
-    BI: tl.constexpr,
-    FIRST: tl.constexpr,
-):
+    block, field, rows, fields,
+    INNER: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, FIRST: tl.constexpr
+):  # fmt: skip
     """Where the numbers of a tile lie in their image, and which of them there are.
 
     An image is seen as ``[row, field, inner]``: channels-last a row is a pixel and the inner
@@ -197,21 +162,10 @@ def tile_of(
 
 @triton.jit
 def largest_activated(
-    x,
-    affine,
-    out,
-    rows,
-    fields,
-    programs,
-    image_stride,
-    INNER: tl.constexpr,
-    BR: tl.constexpr,
-    BF: tl.constexpr,
-    BI: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    FIRST: tl.constexpr,
-    OVERALL: tl.constexpr,
-):
+    x, affine, out, rows, fields, programs, image_stride,
+    INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr, OVERALL: tl.constexpr
+):  # fmt: skip
     """`largest` of max(0, (x − centre)·scale + shift), with three numbers of each field."""
     image = tl.program_id(0) // programs
     first = tl.program_id(0) % programs * BLOCKS
@@ -230,22 +184,10 @@ def largest_activated(
 
 @triton.jit
 def activation_backward(
-    g,
-    x,
-    affine,
-    out,
-    sums,
-    rows,
-    fields,
-    programs,
-    image_stride,
-    INNER: tl.constexpr,
-    BR: tl.constexpr,
-    BF: tl.constexpr,
-    BI: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    FIRST: tl.constexpr,
-):
+    g, x, affine, out, sums, rows, fields, programs, image_stride,
+    INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr
+):  # fmt: skip
     """From the gradient to what was activated to that to x, with sums for those to the numbers.
 
     ``sums[program, 2, field]`` are those of the gradient where it passes, and of it times
@@ -296,26 +238,11 @@ def to_affine(sums, affine, out, programs, fields, BF: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def field_statistics(
-    means,
-    deviations,
-    weight,
-    bias,
-    running_mean,
-    running_variance,
-    share,
-    out,
-    fields,
-    order,
-    momentum,
-    unbiased,
-    eps,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-    RUNNING: tl.constexpr,
-    SHARE: tl.constexpr,
-    BF: tl.constexpr,
-    BE: tl.constexpr,
-):
+    means, deviations, weight, bias, running_mean, running_variance, share, out, fields, order,
+    momentum, unbiased, eps,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RUNNING: tl.constexpr, SHARE: tl.constexpr,
+    BF: tl.constexpr, BE: tl.constexpr
+):  # fmt: skip
     """A norm's numbers from the means and inverse deviations of channels.
 
     ``out``: centre, scale and shift of each field, and its inverse deviation. The running
@@ -359,27 +286,14 @@ def field_statistics(
 
 @triton.jit
 def statistics_backward(
-    g,
-    x,
-    affine,
-    gradients,
-    out,
-    rows,
-    fields,
-    programs,
-    image_stride,
-    count,
-    INNER: tl.constexpr,
-    BR: tl.constexpr,
-    BF: tl.constexpr,
-    BI: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    FIRST: tl.constexpr,
-):
+    g, x, affine, gradients, out, rows, fields, programs, image_stride, count,
+    INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr
+):  # fmt: skip
     """g, and what comes through the statistics that `field_statistics` made the numbers of.
 
     The scale is variance^(−1/2) times a weight, and the variance the mean of (x − mean)².
-    """  # fmt: skip
+    """
     image = tl.program_id(0) // programs
     first = tl.program_id(0) % programs * BLOCKS
     centre, scale, _, field = numbers_of(affine, fields, BF, FIRST)
@@ -398,31 +312,14 @@ def statistics_backward(
 
 @triton.jit
 def arrange(
-    weights,
-    entries,
-    signs,
-    pieces,
-    largest,
-    out,
-    out_fields,
-    in_fields,
-    out_stride,
-    in_stride,
-    out_padded,
-    targets,
-    inner,
-    copies,
-    fields,
-    wide,
-    total,
-    BF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADROOM: tl.constexpr,
-):
+    weights, entries, signs, pieces, largest, out, out_fields, in_fields, out_stride, in_stride,
+    out_padded, targets, inner, copies, fields, wide, total,
+    BF: tl.constexpr, BLOCK: tl.constexpr, HEADROOM: tl.constexpr
+):  # fmt: skip
     """Spectral weights in the order in which the products read them, scaled.
 
     ``[field chunk, piece, program, part]``, and there `_Fragments`.
-    """  # fmt: skip
+    """
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = n < total
     k = n % inner
@@ -462,33 +359,15 @@ def arrange(
 
 @triton.jit
 def arrange_rows(
-    weights,
-    entries,
-    signs,
-    pieces,
-    largest,
-    out,
-    out_fields,
-    in_fields,
-    out_stride,
-    in_stride,
-    programs,
-    targets,
-    inner,
-    length,
-    chunks,
-    fields,
-    wide,
-    total,
-    BF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADROOM: tl.constexpr,
-):
-    """Spectral weights as rows of matrices, in the order in which `hopper_source` copies them.
+    weights, entries, signs, pieces, largest, out, out_fields, in_fields, out_stride, in_stride,
+    programs, targets, inner, length, chunks, fields, wide, total,
+    BF: tl.constexpr, BLOCK: tl.constexpr, HEADROOM: tl.constexpr
+):  # fmt: skip
+    """Spectral weights as rows of matrices, as warp-specialised kernels copy them.
 
     A matrix for each piece of a slot chunk, ``[slot chunk, field chunk, program, part, target,
     (field, column)]`` by ``[input field, feature]``.
-    """  # fmt: skip
+    """
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = n < total
     columns = targets * 2 * fields
@@ -520,22 +399,10 @@ def arrange_rows(
 
 @triton.jit
 def reduce(
-    partial,
-    owners,
-    signs,
-    out,
-    out_fields,
-    in_fields,
-    weights,
-    in_padded,
-    out_padded,
-    count,
+    partial, owners, signs, out, out_fields, in_fields, weights, in_padded, out_padded, count,
     splits,
-    MOST: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BN: tl.constexpr,
-    BO: tl.constexpr,
-):
+    MOST: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr
+):  # fmt: skip
     """Sum the partial gradients in a fixed order: each spectral weight has its own.
 
     A program reads ``SPLITS`` of them at once. What another launch sums is left alone. Outputs lie

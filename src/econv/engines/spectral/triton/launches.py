@@ -21,70 +21,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from econv.engines.problem import Geometry
-from econv.engines.spectral.hopper.kernels import Copies
-from econv.engines.spectral.hopper.launches import (
-    WarpSpecialised,
-    WarpSpecialisedWeightGradient,
-    as_words,
-)
+from econv.engines.spectral.hopper import launches as hopper
+from econv.engines.spectral.hopper.kernels import row_copies, weight_copies
 from econv.engines.spectral.hopper.schedule import ROWS, gains
-from econv.engines.spectral.triton.kernels import (
-    INTERPRETED,
-    OVERALL,
-    activation_backward,
-    arrange,
-    arrange_rows,
-    convolution_kernels,
-    field_statistics,
-    largest_activated,
-    packed_row_kernels,
-    reduce,
-    statistics_backward,
-    to_affine,
-    weight_gradient_kernels,
-)
-from econv.engines.spectral.triton.kernels import largest as largest_kernel
-from econv.engines.spectral.triton.scheme import FIELDS, Scheme, power_of_two, scheme
-from econv.engines.spectral.triton.source import FIRST, HEADROOM, RUN
-from econv.engines.spectral.triton.steps import Launch, Part, Steps
-from econv.engines.spectral.triton.tiles import (
+from econv.engines.spectral.tiling import (
     INTERNAL,
+    Grid,
     Like,
     Tiles,
-    at_a_time,
     chosen_tiles,
-    cut,
-    overridden,
+    concurrent_programs,
+    convolution_tiling,
+    image_groups,
+    rounded_up,
+    units,
+    weight_gradient_memory,
+    weight_gradient_tiling,
 )
+from econv.engines.spectral.triton import kernels
+from econv.engines.spectral.triton.kernels import OVERALL
+from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, RUN, Scheme, power_of_two, scheme
+from econv.engines.spectral.triton.source import FIRST
+from econv.engines.spectral.triton.steps import Launch, Part, Steps
 from econv.plan import SpectralPlan, plan_named
 
-__all__ = [
-    "OVERALL",
-    "BackwardRun",
-    "ConvolutionRun",
-    "Like",
-    "WeightGradientRun",
-    "backward_run",
-    "convolution_run",
-    "covers",
-    "largest_activated_steps",
-    "largest_steps",
-    "overridden",
-    "precision_of",
-    "statistics_steps",
-    "warp_specialised",
-    "weight_gradient_run",
-]
+_Step = tuple[Launch, list[Part]]
 
 
 def covers(dtype: torch.dtype, size: int, geometry: Geometry, shape: tuple[int, ...]) -> bool:
@@ -94,70 +63,6 @@ def covers(dtype: torch.dtype, size: int, geometry: Geometry, shape: tuple[int, 
     """
     back = geometry.transposed(size, *shape[2:])
     return dtype in INTERNAL and geometry.before >= 0 and back.before >= 0
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """The padded grid that holds a spectrum: rows and images share the zeros between them."""
-
-    pitch: int
-    """From a row to the next."""
-    lines: int
-    """Rows of an image."""
-    size: int
-
-    @staticmethod
-    def of(shape: tuple[int, ...], geometry: Geometry, size: int) -> _Grid:
-        reach = geometry.dilation * (size - 1) + 1
-        lengths, shared = [], []
-        for have, wanted in zip(shape[2:], (geometry.height, geometry.width), strict=True):
-            needed = (wanted - 1) * geometry.down + reach
-            after = needed - geometry.before - ((have - 1) * geometry.up + 1)
-            shared.append(max(0, min(geometry.before, after)))
-            lengths.append(needed - shared[-1])
-        lines, pitch = lengths
-        size = (shape[0] * lines + shared[0]) * pitch + shared[1]
-        return _Grid(pitch, lines, size)
-
-
-class _Constants(NamedTuple):
-    entries: Tensor
-    signs: Tensor
-    adjoint_entries: Tensor
-    adjoint_signs: Tensor
-    pieces: Tensor
-    owners: Tensor
-    owner_signs: Tensor
-
-
-@lru_cache(maxsize=512)
-def _constants(layout: Scheme, device: torch.device, warp_specialised: bool) -> _Constants:
-    (entries, signs), (adjoint, more) = layout.entries, layout.adjoint_entries
-    owners, factors = layout.owners
-    if warp_specialised:
-        gain = gains(layout)
-        signs, more = signs * gain, more * gain
-        factors = np.where(owners >= 0, factors * gain[owners], factors).astype(np.float32)
-        # Their sums lie without padding.
-        offset = 2 * layout.unpadded.ravel()[owners // 2] + owners % 2
-        owners = np.where(owners >= 0, offset, owners).astype(np.int32)
-    arrays = (entries, signs, adjoint, more, layout.piece_of, owners, factors)
-    with torch.inference_mode(False):
-        made = [torch.tensor(array, device=device) for array in arrays]
-    return _Constants(*made)
-
-
-def _scheme(plan: SpectralPlan, dtype: torch.dtype) -> Scheme:
-    return scheme(plan, 16 // INTERNAL[dtype].itemsize)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that some kernel fills: every element, or nobody reads it."""
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _f16x2(dtype: torch.dtype) -> bool:
-    return dtype == torch.float16 and not INTERPRETED
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -170,8 +75,46 @@ def precision_of(dtype: torch.dtype) -> str:
     return "tf32" if allowed else "tf32x3"
 
 
+@lru_cache(maxsize=512)
+def _constants(layout: Scheme, device: torch.device, warp_specialised: bool) -> list[Tensor]:
+    """Entries and signs, those of the adjoint, pieces, and owners with their signs."""
+    (entries, signs), (adjoint, more) = layout.entries, layout.adjoint_entries
+    owners, factors = layout.owners
+    if warp_specialised:
+        gain = gains(layout)
+        signs, more = signs * gain, more * gain
+        factors = np.where(owners >= 0, factors * gain[owners], factors).astype(np.float32)
+        # Their sums have no padding.
+        offset = 2 * layout.unpadded.ravel()[owners // 2] + owners % 2
+        owners = np.where(owners >= 0, offset, owners).astype(np.int32)
+    arrays = (entries, signs, adjoint, more, layout.piece_of, owners, factors)
+    with torch.inference_mode(False):
+        return [torch.tensor(array, device=device) for array in arrays]
+
+
+def _scheme(plan: SpectralPlan, dtype: torch.dtype) -> Scheme:
+    return scheme(plan, 16 // INTERNAL[dtype].itemsize)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that some kernel fills: every element, or nobody reads it."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _f16x2(dtype: torch.dtype) -> bool:
+    return dtype == torch.float16 and not kernels.INTERPRETED
+
+
+def _may_specialise(x: Like, chosen: Tiles, allowed: bool) -> bool:
+    """Whether warp-specialised kernels may run on these images."""
+    if not allowed or INTERNAL[x.dtype] != torch.float16:
+        return False
+    forced = chosen.warp_specialised
+    return hopper.supported(x.device) if forced < 0 else bool(forced)
+
+
 class _Analysis:
-    """From images to their spectrum, ``[field chunks, slot chunks, size, FIELDS, width]``."""
+    """From images to their spectrum, ``[field chunks, slot chunks, grid, fields, width]``."""
 
     def __init__(
         self,
@@ -181,29 +124,23 @@ class _Analysis:
         geometry: Geometry,
         each: int,
         activated: bool,
-        several: int = FIELDS,
+        fields: int = FIELDS,
     ) -> None:
         """``each``: every image is scaled by a number of its own (1), or all by one (0).
 
-        ``several`` fields lie side by side.
+        ``fields`` are contiguous.
         """
         batch, channels, height, width = x.shape
-        fields = channels // layout.plan.analysis.shape[1]
-        self.grid = _Grid.of(x.shape, geometry, layout.plan.basis.size)
-        chunks = triton.cdiv(fields, FIELDS) * (FIELDS // several)
-        self.shape = (chunks, layout.chunks, self.grid.size, several, layout.width)
-        block = 64 * FIELDS // several
-        grid = (self.grid.pitch, self.grid.lines, self.grid.size)
-        numbers = (batch, fields, height, width, geometry.up, geometry.before, *grid, each)
-        self.run = Launch(
-            analyse[activated],
-            (triton.cdiv(self.grid.size, block), chunks),
-            (*numbers, *x.strides),
-            BP=block,
-            num_warps=4,
-        )
-
+        count = channels // layout.plan.analysis.shape[1]
+        self.grid = Grid.of(x.shape, geometry, layout.plan.basis.size)
+        chunks = units(count, FIELDS) * (FIELDS // fields)
+        self.shape = (chunks, layout.chunks, self.grid.size, fields, layout.width)
         self.numbers = math.prod(self.shape)
+        block = 64 * FIELDS // fields
+        numbers = (batch, count, height, width, geometry.up, geometry.before, *self.grid, each)
+        grid = (units(self.grid.size, block), chunks)
+        launch = (analyse[activated], grid, (*numbers, *x.strides))
+        self.run = Launch(*launch, BP=block, num_warps=4)
 
     def within(self, memory: int, offset: int, internal: torch.dtype) -> Part:
         """The spectrum, from some number on in some memory."""
@@ -214,10 +151,16 @@ class _Analysis:
 
         return Part(memory, offset * internal.itemsize, shown)
 
+    def positions(self, pixels: int, geometry: Geometry) -> tuple[int, ...]:
+        """Where output pixels lie in the grid: what kernels that read a spectrum take first."""
+        shape = (pixels, geometry.height, geometry.width)
+        steps = (self.grid.pitch, self.grid.pitch * self.grid.lines, self.grid.size)
+        return (*shape, geometry.down, geometry.dilation, *steps)
+
 
 def _in_words(spectrum: Part) -> Part:
-    """A spectrum as warp-specialised kernels read it."""
-    return spectrum._replace(shown=lambda memory: as_words(spectrum.shown(memory)))
+    """A spectrum as warp-specialised kernels read it: two float16 at a time."""
+    return spectrum._replace(shown=lambda memory: spectrum.shown(memory).view(torch.int32))
 
 
 def _images(memory: int, x: Like, first: int, images: int) -> Part:
@@ -229,58 +172,6 @@ def _images(memory: int, x: Like, first: int, images: int) -> Part:
 def _scales(memory: int, first: int) -> Part:
     """The largest numbers of images, from one of them on."""
     return Part(memory, 4 * (OVERALL + first), lambda memory: memory[OVERALL + first :])
-
-
-def _spectrum_bytes(x: Like, layout: Scheme, geometry: Geometry) -> int:
-    """Of one image, with its share of what images have in common."""
-    grid = _Grid.of((1, *x.shape[1:]), geometry, layout.plan.basis.size)
-    fields = FIELDS * triton.cdiv(x.shape[1] // layout.plan.analysis.shape[1], FIELDS)
-    return grid.size * fields * layout.chunks * layout.width * x.dtype.itemsize
-
-
-def _addressed(x: Like) -> int:
-    """The most bytes that a spectrum may take: kernels count its numbers in 32 bits."""
-    return (2**31 - 1) * x.dtype.itemsize
-
-
-def _multiple(images: int, whole: int = 4) -> int:
-    """Groups are multiples of four images: less aligned addresses would need other kernels.
-
-    And of ``whole``, where there are as many: as many as the GPU runs at a time.
-    """
-    whole = whole // 4 * 4
-    return images // whole * whole if whole and images >= whole else max(4, images // 4 * 4)
-
-
-def _spare_bytes(x: Like, layout: Scheme, out_channels: int) -> int:
-    """What the dense engine's filters and the gradient to them take, less what ours do."""
-    plan, pairs = layout.plan, out_channels * x.shape[1]
-    dense = 2 * pairs * plan.basis.size**2 * x.dtype.itemsize
-    fields = pairs // plan.analysis.shape[1] ** 2
-    ours = plan.weights * 2 * 4 + 2 * layout.batch * layout.inner * x.dtype.itemsize
-    return max(_LEAST, dense - fields * ours)
-
-
-_LEAST = 9 << 19
-"""What a library of convolutions takes for small layers, in bytes."""
-
-
-def _numbers(pixels: int, geometry: Geometry, grid: _Grid) -> tuple[int, ...]:
-    """Where pixels lie: what the kernels that read a spectrum take first."""
-    shape = (pixels, geometry.height, geometry.width)
-    steps = (grid.pitch, grid.pitch * grid.lines, grid.size)
-    return (*shape, geometry.down, geometry.dilation, *steps)
-
-
-class _Order(NamedTuple):
-    """The order in which a launch reads weights."""
-
-    arrange: Launch
-    constants: tuple[Tensor, ...]
-    """That say where they come from."""
-    shape: tuple[int, ...]
-    copies: Copies | None
-    """How warp-specialised kernels copy them."""
 
 
 def _parts(first: int, count: int) -> list[Part]:
@@ -318,78 +209,69 @@ class ConvolutionRun:
         """``warp_specialised``: whether those kernels are used, where they fit and gain."""
         layout = _scheme(plan_named(plan), x.dtype)
         channels = layout.plan.synthesis.shape[0]
-        batch, in_fields = x.shape[0], x.shape[1] // channels
         self.x, self.internal = x, INTERNAL[x.dtype]
-        self.shape = (batch, out_fields * channels, geometry.height, geometry.width)
+        self.shape = (x.shape[0], out_fields * channels, geometry.height, geometry.width)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.groups: list[_Group] = []
         if not math.prod(self.shape):
             return
         chosen = chosen or chosen_tiles(layout)
-        self.specialised: list[WarpSpecialised] = []
-        if channels_last and warp_specialised:
-            self.specialised = WarpSpecialised.of(x, layout, chosen, out_fields)
-        if not self.specialised:
-            self.cut = cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
-            running = at_a_time(x.device, chosen.warps) // self.cut.programs
-            at_once = running * chosen.pixels
-        else:
-            self.cut = self.specialised[0].cut
-            at_once = self.specialised[0].running * ROWS
-        self._arrange(layout, in_fields, out_fields, adjoint)
-        sizes = self._sizes(layout, geometry, chosen.bytes, at_once, adjoint)
-        kernels = convolution_kernels(
-            layout, self.cut.parts, self.cut.copies, _f16x2(self.internal), channels_last
+        allowed = channels_last and _may_specialise(x, chosen, warp_specialised)
+        self.tiling = tiling = convolution_tiling(layout, out_fields, chosen, allowed)
+        self.arranged = (
+            rounded_up(x.shape[1] // channels, FIELDS),
+            tiling.layouts[0].batch * tiling.layouts[0].inner,
+            tiling.cut.padded,
+            2,
         )
+        cut = (tiling.cut.parts, tiling.cut.copies)
+        made = kernels.convolution_kernels(layout, *cut, _f16x2(self.internal), channels_last)
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
+
+        @cache
+        def launches(images: int) -> tuple[_Analysis, list[Launch]]:
+            like = x._replace(shape=(images, *x.shape[1:]))
+            analysis = _Analysis(made.analyse, like, layout, geometry, 1, activated)
+            pixels = images * geometry.height * geometry.width
+            numbers = (*analysis.positions(pixels, geometry), analysis.shape[0])
+            if tiling.warp_specialised:
+                given = (numbers, out_fields, strides[3])
+                return analysis, hopper.convolution_launches(tiling, chosen, x.device, *given)
+            grid = (units(pixels, tiling.pixels), tiling.cut.programs)
+            numbers = (*numbers, tiling.cut.padded, out_fields, *strides)
+            options = {"num_warps": chosen.warps, "num_stages": 1}
+            constants = {"BP": tiling.pixels, "PRECISION": precision}
+            return analysis, [Launch(made.forward, grid, numbers, **constants, **options)]
+
         total, first = math.prod(self.shape), 0
         self.own = 0  # numbers of the memory that is no part of the output
-        made: dict[int, tuple[_Analysis, list[Launch]]] = {}
-        for images in sizes:
-            if images not in made:
-                like = x._replace(shape=(images, *x.shape[1:]))
-                analysis = _Analysis(kernels.analyse, like, layout, geometry, 1, activated)
-                pixels = images * geometry.height * geometry.width
-                numbers = _numbers(pixels, geometry, analysis.grid)
-                if self.specialised:
-                    last = (analysis.shape[0], out_fields, strides[3])
-                    made[images] = (
-                        analysis,
-                        [one.launch(numbers, *last) for one in self.specialised],
-                    )
-                else:
-                    launch = Launch(
-                        kernels.forward,
-                        (triton.cdiv(pixels, chosen.pixels), self.cut.programs),
-                        (*numbers, analysis.shape[0], self.cut.padded, out_fields, *strides),
-                        BP=chosen.pixels,
-                        PRECISION=precision,
-                        num_warps=chosen.warps,
-                        num_stages=chosen.stages,
-                    )
-                    made[images] = (analysis, [launch])
-            written = (first + images) * total // batch
-            offset = (total - made[images][0].numbers) // 64 * 64
+        for images in image_groups(x, layout, geometry, tiling, self.shape[1], adjoint, chosen):
+            analysis, forward = launches(images)
+            written = (first + images) * total // x.shape[0]
+            offset = (total - analysis.numbers) // 64 * 64
             if offset < written:
                 offset = -1
-                self.own = max(self.own, made[images][0].numbers)
-            self.groups.append(_Group(first, images, offset, *made[images]))
+                self.own = max(self.own, analysis.numbers)
+            self.groups.append(_Group(first, images, offset, analysis, forward))
             first += images
+        self.constants: list[Tensor] = []
         y = Like(self.shape, strides, x.dtype, x.device)
-        self.constants = [tensor for order in self.orders for tensor in order.constants]
-        self.steps = Steps(self._steps(y, activated))
+        self.steps = Steps(self._steps(y, adjoint, activated))
 
-    def _steps(self, y: Like, activated: bool) -> Iterator[tuple[Launch, list[Part]]]:
+    def _steps(self, y: Like, adjoint: bool, activated: bool) -> Iterator[_Step]:
         """What is launched, on the memory that `__call__` names in this order."""
+        special, layouts = self.tiling.warp_specialised, self.tiling.layouts
         x, x_largest, weights, w_largest, *affine, out, own = _parts(0, 6 + activated)
-        first = own.memory + 1
-        arranged = _parts(first, len(self.orders))
-        constants = iter(_parts(first + len(self.orders), len(self.constants)))
-        factors = []
-        for order, into in zip(self.orders, arranged, strict=True):
-            known = [next(constants) for _ in order.constants]
-            yield order.arrange, [weights, *known, w_largest, into]
-            factors.append(into._replace(copied=order.copies))
+        factors = _parts(own.memory + 1, len(layouts))
+        for number, layout in enumerate(layouts):
+            found = _constants(layout, self.x.device, special)
+            first = factors[-1].memory + 1 + len(self.constants)
+            self.constants += [*(found[2:4] if adjoint else found[:2]), found[4]]
+            into = factors[number]
+            yield self._arrange(layout, adjoint), [weights, *_parts(first, 3), w_largest, into]
+            if special:
+                copies = weight_copies(layout, self.tiling.cut.parts, self.arranged)
+                factors[number] = into._replace(copied=copies)
         for group in self.groups:
             memory, offset = (own, 0) if group.offset < 0 else (out, group.offset)
             spectrum = group.analysis.within(memory.memory, offset, self.internal)
@@ -397,77 +279,24 @@ class ConvolutionRun:
             images = _images(x.memory, self.x, group.first, group.images)
             yield group.analysis.run, [images, *affine, scales, spectrum]
             last = [_images(out.memory, y, group.first, group.images), scales, w_largest]
-            spectrum = _in_words(spectrum) if self.specialised else spectrum
+            spectrum = _in_words(spectrum) if special else spectrum
             for launch, factor in zip(group.forward, factors, strict=True):
                 yield launch, [spectrum, factor, *last]
 
-    def _arrange(self, layout: Scheme, in_fields: int, out_fields: int, adjoint: bool) -> None:
-        """How weights come into the order in which each launch reads them."""
-        if self.specialised:
-            self.orders = [
-                self._order(one.layout, one, in_fields, out_fields, adjoint)
-                for one in self.specialised
-            ]
-        else:
-            self.orders = [self._order(layout, None, in_fields, out_fields, adjoint)]
-
-    def _order(
-        self,
-        layout: Scheme,
-        special: WarpSpecialised | None,
-        in_fields: int,
-        out_fields: int,
-        adjoint: bool,
-    ) -> _Order:
-        found, constants = self.cut, _constants(layout, self.x.device, special is not None)
-        order = (constants.entries, constants.signs, constants.pieces)
-        strides = (in_fields * layout.plan.weights, layout.plan.weights)
-        if adjoint:
-            order = (*constants[2:4], constants.pieces)
-            strides = (layout.plan.weights, out_fields * layout.plan.weights)
-        in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
-        arranged = (in_padded, layout.batch * layout.inner, found.padded, 2)
-        total = math.prod(arranged)
-        sizes: tuple[int, ...] = (layout.batch, layout.inner)
-        copies = None
-        if special is None:
-            kernel, sizes = arrange, (found.padded, *sizes, found.copies)
-        else:
-            length = layout.inner // layout.chunks
-            kernel, sizes = arrange_rows, (found.programs, *sizes, length, in_padded // FIELDS)
-            copies = special.copies(arranged)
-        launch = Launch(
-            kernel,
-            (triton.cdiv(total, 1024),),
-            (out_fields, in_fields, *strides, *sizes, sum(found.parts), found.parts[0], total),
-            BF=FIELDS,
-            BLOCK=1024,
-            HEADROOM=HEADROOM,
-            num_warps=8,
-        )
-        return _Order(launch, order, arranged, copies)
-
-    def _sizes(
-        self, layout: Scheme, geometry: Geometry, most: int, at_once: int, adjoint: bool
-    ) -> list[int]:
-        """How many images run together, the first first: see the module's memory.
-
-        ``most`` bytes, if that is not 0, and pixels that the GPU takes ``at_once``.
-        """
-        batch = self.shape[0]
-        each = _spectrum_bytes(self.x, layout, geometry)
-        written = math.prod(self.shape[1:]) * self.x.dtype.itemsize
-        free = _spare_bytes(self.x, layout, self.shape[1])
-        if not adjoint:
-            free += batch * self.x.image_bytes
-        free = most or free
-        whole = at_once // (geometry.height * geometry.width)
-        sizes: list[int] = []
-        while (left := batch - sum(sizes)) > 0:  # from the last one on, which has what is over
-            over = 0 if sizes else batch % 4
-            room = min(max(free, sum(sizes) * written - each), _addressed(self.x))
-            sizes.append(min(_multiple(room // each - over, whole) + over, left))
-        return sizes[::-1]
+    def _arrange(self, layout: Scheme, adjoint: bool) -> Launch:
+        """How weights come into the order in which a launch reads them."""
+        channels, weights = layout.plan.synthesis.shape[0], layout.plan.weights
+        cut, total = self.tiling.cut, math.prod(self.arranged)
+        in_fields, out_fields = self.x.shape[1] // channels, self.shape[1] // channels
+        strides = (weights, out_fields * weights) if adjoint else (in_fields * weights, weights)
+        sizes: tuple[int, ...] = (cut.padded, layout.batch, layout.inner, cut.copies)
+        kernel = kernels.arrange
+        if self.tiling.warp_specialised:
+            chunks = (layout.inner // layout.chunks, self.arranged[0] // FIELDS)
+            kernel, sizes = kernels.arrange_rows, (cut.programs, *sizes[1:3], *chunks)
+        grid, last = (units(total, 1024),), (sum(cut.parts), cut.parts[0], total)
+        numbers = (out_fields, in_fields, *strides, *sizes, *last)
+        return Launch(kernel, grid, numbers, BF=FIELDS, BLOCK=1024, HEADROOM=HEADROOM, num_warps=8)
 
     def __call__(
         self, x: Tensor, x_largest: Tensor, weights: Tensor, w_largest: Tensor, *affine: Tensor
@@ -476,35 +305,10 @@ class ConvolutionRun:
         y = torch.empty(self.shape, dtype=x.dtype, device=device, memory_format=self.format)
         if self.groups:
             own = _empty((self.own,), self.internal, device)
-            arranged = [_empty(order.shape, self.internal, device) for order in self.orders]
+            arranged = [_empty(self.arranged, self.internal, device) for _ in self.tiling.layouts]
             memory = (x, x_largest, weights, w_largest, *affine, y, own, *arranged)
             self.steps(*memory, *self.constants)
         return y
-
-
-class _Share(NamedTuple):
-    """What is made of the images of a group by the launches of one layout."""
-
-    pack: Launch
-    weight_gradients: list[Launch]
-
-
-class _WeightGradientGroup(NamedTuple):
-    """Images whose gradients to the weights are added up together."""
-
-    first: int
-    images: int
-    analysis: _Analysis
-    shares: list[_Share]
-
-
-class _Sums(NamedTuple):
-    """How the gradients to the weights of one layout are added up."""
-
-    copies: Copies | None
-    """How warp-specialised kernels copy the packed gradient."""
-    owners: tuple[Tensor, ...]
-    reduce: Launch
 
 
 class WeightGradientRun:
@@ -521,142 +325,95 @@ class WeightGradientRun:
         activated: bool = False,
         warp_specialised: bool = True,
     ) -> None:
-        """``warp_specialised``: whether those kernels are used, where they fit and gain."""
-        layout = _scheme(plan_named(plan), x.dtype)
-        channels, weights = layout.plan.analysis.shape[1], layout.plan.weights
+        """As `ConvolutionRun`."""
+        self.layout = layout = _scheme(plan_named(plan), x.dtype)
+        channels = layout.plan.analysis.shape[1]
         in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
-        self.shape, self.internal = (out_fields, in_fields, weights), INTERNAL[x.dtype]
-        self.groups: list[_WeightGradientGroup] = []
+        self.shape, self.internal = (out_fields, in_fields, layout.plan.weights), INTERNAL[x.dtype]
+        self.groups: list[tuple[int, int]] = []
+        """The first image of a group, and how many there are."""
         if not math.prod(x.shape) * math.prod(g.shape):
             return
         chosen = chosen or chosen_tiles(layout)
-        self.specialised: list[WarpSpecialisedWeightGradient] = []
-        if warp_specialised:
-            self.specialised = WarpSpecialisedWeightGradient.of(x, layout, chosen, out_fields)
-        # Those of one launch after the other: of equal shapes.
-        layouts = [one.layout for one in self.specialised] or [layout]
-        special = self.specialised[0] if self.specialised else None
-        if special is None:
-            found = cut(
-                out_fields, layout, chosen.gradient_warps, chosen.gradient_accumulators, RUN
-            )
-            at_once, fields, block = chosen.gradient_pixels, chosen.gradient_fields, RUN
-        else:
-            found, at_once, fields, block = special.cut, special.pixels, special.fields, FIELDS
-        batch, pixels = x.shape[0], geometry.height * geometry.width
-        in_padded = FIELDS * triton.cdiv(in_fields, FIELDS)
-        programs = in_padded // fields * found.programs
-        count = layout.batch * layout.inner
-        if special is not None:
-            count = max(one.count for one in layouts)
-        one = (in_padded, count, found.padded, 2)
-        free = batch * x.image_bytes + _spare_bytes(x, layout, g.shape[1])
-        running = at_a_time(x.device, chosen.gradient_warps) if special is None else special.running
-        sums = 4 * math.prod(one) * len(layouts)
-        most = max(1, free // 4 // sums)
-        if special is not None and programs * most < running:  # half of the memory that is free
-            most = max(1, free // 2 // sums)
-        if special is None:
-            # All programs run at the same time: a few more would take as long again.
-            splits = max(1, min(running // programs, most))
-        else:
-            splits = special.splits(programs, most)
-        splits = min(chosen.splits or splits, triton.cdiv(batch * pixels, at_once))
-        self.partial = (splits, *one)  # the shape of the sums of each
-        free = min(chosen.bytes or free - 4 * math.prod(self.partial) * len(layouts), _addressed(x))
-        packed = found.padded * 2 * layouts[0].batch  # numbers for each pixel
-        each = _spectrum_bytes(x, layout, geometry) + packed * pixels * x.dtype.itemsize
-        several = triton.cdiv(batch, _multiple(free // each))
-        most = 4 * triton.cdiv(batch, 4 * several)
-        if special is None:
-            kernels = weight_gradient_kernels(
-                layout, found.parts, found.copies, at_once, _f16x2(self.internal)
-            )
-            analyse, pack_kernels, side_by_side = kernels.analyse, [kernels.pack], FIELDS
-            tile = {"TILE": at_once}
-        else:
-            made = [packed_row_kernels(half, found.parts, fields) for half in layouts]
-            analyse, pack_kernels = made[0][0], [pack for _, pack in made]
-            tile, side_by_side = {}, fields
-        for first in range(0, batch, most):
-            images = min(most, batch - first)
-            like = x._replace(shape=(images, *x.shape[1:]))
-            analysis = _Analysis(analyse, like, layout, geometry, 0, activated, side_by_side)
-            tiles_ = triton.cdiv(images * pixels, at_once)
-            run = min(ROWS, at_once)
-            shape = (geometry.height, geometry.width)
-            numbers = _numbers(images * pixels, geometry, analysis.grid)
-            shares = []
-            for number, pack_kernel in enumerate(pack_kernels):
-                pack = Launch(
-                    pack_kernel,
-                    (tiles_ * (at_once // run), found.padded // block),
-                    (images * pixels, out_fields, *shape, found.programs, *g.strides),
-                    **tile,
-                    BP=run,
-                    num_warps=4,
-                )
-                if special is not None:
-                    again = len(self.groups)
-                    last = (in_padded, count, splits, again)
-                    weight_gradients = self.specialised[number].launches(numbers, *last)
-                else:
-                    weight_gradient = Launch(
-                        kernels.weight_gradient,
-                        (in_padded // fields, found.programs, splits),
-                        (*numbers, tiles_, in_padded, found.padded, len(self.groups)),
-                        BF=fields,
-                        PRECISION=precision,
-                        num_warps=chosen.gradient_warps,
-                    )
-                    weight_gradients = [weight_gradient]
-                shares.append(_Share(pack, weight_gradients))
-            self.groups.append(_WeightGradientGroup(first, images, analysis, shares))
-        tiles_ = triton.cdiv(self.groups[0].images * pixels, at_once)
-        self.packed = (tiles_, packed * at_once)
-        self.sums: list[_Sums] = []
-        outs = min(16, triton.next_power_of_2(out_fields))
-        together = min(16, triton.next_power_of_2(splits))
-        several = max(16, 2048 // (outs * together))
-        for number, each_layout in enumerate(layouts):
-            constants = _constants(each_layout, x.device, bool(self.specialised))
-            launch = Launch(
-                reduce,
-                # The second has a limit of 65,535.
-                (in_fields * triton.cdiv(out_fields, outs), triton.cdiv(weights, several)),
-                (out_fields, in_fields, weights, in_padded, found.padded, count, splits),
-                MOST=constants.owners.shape[1],
-                SPLITS=together,
-                BN=several,
-                BO=outs,
-                num_warps=4,
-            )
-            copies = self.specialised[number].copies(self.packed) if self.specialised else None
-            owners = (constants.owners, constants.owner_signs)
-            self.sums.append(_Sums(copies, owners, launch))
-        self.constants = [tensor for sums in self.sums for tensor in sums.owners]
-        self.steps = Steps(self._steps(x, g, activated))
+        allowed = _may_specialise(x, chosen, warp_specialised)
+        self.tiling = tiling = weight_gradient_tiling(layout, out_fields, chosen, allowed)
+        given = (x, layout, geometry, tiling, g.shape[1], chosen)
+        self.splits, most = weight_gradient_memory(*given)
+        in_padded = rounded_up(in_fields, FIELDS)
+        self.partial = (self.splits, in_padded, tiling.features, tiling.cut.padded, 2)
+        self.groups = [(n, min(most, x.shape[0] - n)) for n in range(0, x.shape[0], most)]
+        tiles = units(self.groups[0][1] * geometry.height * geometry.width, tiling.pixels)
+        self.packed = (tiles, tiling.packed * tiling.pixels)
+        found = [_constants(one, x.device, tiling.warp_specialised) for one in tiling.layouts]
+        self.constants = [tensor for one in found for tensor in one[5:]]
+        self.spectrum = 0  # numbers of a group
+        self.steps = Steps(self._steps(x, g, geometry, chosen, precision, activated))
 
-    def _steps(self, x: Like, g: Like, activated: bool) -> Iterator[tuple[Launch, list[Part]]]:
+    def _steps(
+        self, x: Like, g: Like, geometry: Geometry, chosen: Tiles, precision: str, activated: bool
+    ) -> Iterator[_Step]:
         """What is launched, on the memory that `__call__` names in this order."""
+        tiling, cut, pixels = self.tiling, self.tiling.cut, geometry.height * geometry.width
         ours, x_largest, theirs, g_largest, *affine = _parts(0, 4 + activated)
-        memory, fragments, result = _parts(4 + activated, 3)
-        first, count = result.memory + 1, len(self.sums)
-        partials = _parts(first, count)
-        constants = iter(_parts(first + count, len(self.constants)))
-        for group in self.groups:
-            spectrum = group.analysis.within(memory.memory, 0, self.internal)
-            images = _images(ours.memory, x, group.first, group.images)
-            yield group.analysis.run, [images, *affine, x_largest, spectrum]
-            spectrum = _in_words(spectrum) if self.specialised else spectrum
-            for share, sums, partial in zip(group.shares, self.sums, partials, strict=True):
-                packed = _images(theirs.memory, g, group.first, group.images)
-                yield share.pack, [packed, g_largest, fragments]
-                factor = fragments._replace(copied=sums.copies)
-                for launch in share.weight_gradients:
-                    yield launch, [spectrum, factor, partial, x_largest, g_largest]
-        for sums, partial in zip(self.sums, partials, strict=True):
-            yield sums.reduce, [partial, *(next(constants) for _ in sums.owners), result]
+        memory, packed, result = _parts(4 + activated, 3)
+        partials = _parts(result.memory + 1, len(tiling.layouts))
+        tile: dict[str, int] = {}
+        if tiling.warp_specialised:
+            block, contiguous = FIELDS, tiling.fields
+            made = [
+                kernels.packed_row_kernels(one, cut.parts, contiguous) for one in tiling.layouts
+            ]
+        else:
+            tile["TILE"], block, contiguous = tiling.pixels, RUN, FIELDS
+            shape = (cut.parts, cut.copies, tiling.pixels)
+            made = [kernels.weight_gradient_kernels(self.layout, *shape, _f16x2(self.internal))]
+        run = min(ROWS, tiling.pixels)
+        for again, (first, images) in enumerate(self.groups):
+            like = x._replace(shape=(images, *x.shape[1:]))
+            analysis = _Analysis(
+                made[0].analyse, like, self.layout, geometry, 0, activated, contiguous
+            )
+            self.spectrum = self.spectrum or analysis.numbers  # the first group is the largest
+            spectrum = analysis.within(memory.memory, 0, self.internal)
+            ones = _images(ours.memory, x, first, images)
+            yield analysis.run, [ones, *affine, x_largest, spectrum]
+            spectrum = _in_words(spectrum) if tiling.warp_specialised else spectrum
+            numbers = analysis.positions(images * pixels, geometry)
+            tiles = units(images * pixels, tiling.pixels)
+            for number, layout in enumerate(tiling.layouts):
+                grid = (tiles * (tiling.pixels // run), cut.padded // block)
+                given = (images * pixels, self.shape[0], *numbers[1:3], cut.programs, *g.strides)
+                pack = Launch(made[number].pack, grid, given, **tile, BP=run, num_warps=4)
+                yield pack, [_images(theirs.memory, g, first, images), g_largest, packed]
+                factor = packed
+                if tiling.warp_specialised:
+                    factor = packed._replace(copied=row_copies(layout, cut.parts, self.packed))
+                    launches = hopper.weight_gradient_launches(
+                        tiling, number, chosen, numbers, self.partial, again
+                    )
+                else:
+                    grid3 = (self.partial[1] // tiling.fields, cut.programs, self.splits)
+                    given = (*numbers, tiles, self.partial[1], cut.padded, again)
+                    constants: dict[str, Any] = {"BF": tiling.fields, "PRECISION": precision}
+                    kernel, warps = made[number].weight_gradient, tiling.warps
+                    launches = [Launch(kernel, grid3, given, **constants, num_warps=warps)]
+                for launch in launches:
+                    yield launch, [spectrum, factor, partials[number], x_largest, g_largest]
+        owners = iter(_parts(partials[-1].memory + 1, len(self.constants)))
+        for partial, most in zip(partials, self.constants[::2], strict=True):
+            yield self._reduce(most.shape[1]), [partial, next(owners), next(owners), result]
+
+    def _reduce(self, most: int) -> Launch:
+        """How the sums of programs are added up, for weights with at most so many features."""
+        out_fields, in_fields, weights = self.shape
+        splits, in_padded, count, out_padded, _ = self.partial
+        outs, together = (min(16, power_of_two(n)) for n in (out_fields, splits))
+        several = max(16, 2048 // (outs * together))
+        # The second has a limit of 65,535.
+        grid = (in_fields * units(out_fields, outs), units(weights, several))
+        numbers = (out_fields, in_fields, weights, in_padded, out_padded, count, splits)
+        constants = {"MOST": most, "SPLITS": together, "BN": several, "BO": outs}
+        return Launch(kernels.reduce, grid, numbers, **constants, num_warps=4)
 
     def __call__(
         self, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor, *affine: Tensor
@@ -665,23 +422,13 @@ class WeightGradientRun:
         if not self.groups:
             return torch.zeros(self.shape, dtype=torch.float32, device=device)
         # Images add up: they are scaled alike, by the largest number of all.
-        memory = _empty((self.groups[0].analysis.numbers,), self.internal, device)
-        fragments = _empty(self.packed, self.internal, device)
+        memory = _empty((self.spectrum,), self.internal, device)
+        packed = _empty(self.packed, self.internal, device)
         result = _empty(self.shape, torch.float32, device)
-        partials = [_empty(self.partial, torch.float32, device) for _ in self.sums]
+        partials = [_empty(self.partial, torch.float32, device) for _ in self.tiling.layouts]
         given = (x, x_largest, g, g_largest, *affine)
-        self.steps(*given, memory, fragments, result, *partials, *self.constants)
+        self.steps(*given, memory, packed, result, *partials, *self.constants)
         return result
-
-
-def warp_specialised(
-    plan: SpectralPlan, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Whether any launch of a layer between so many fields, or of its gradients, would be."""
-    layout, like = _scheme(plan, dtype), Like((), (), dtype, device)
-    chosen = chosen_tiles(layout)
-    found = [WarpSpecialised.of(like, layout, chosen, n) for n in (outputs, inputs)]
-    return any(found) or bool(WarpSpecialisedWeightGradient.of(like, layout, chosen, outputs))
 
 
 convolution_run = lru_cache(maxsize=1024)(ConvolutionRun)
@@ -702,16 +449,10 @@ def largest_steps(x: Like) -> Steps | None:
         piece *= length
     block = 2048
     # As many as keep memory busy, if that leaves enough programs.
-    blocks = 16 if images * numbers >= 16 * block * 8 * at_a_time(x.device, 8) else 4
-    launch = Launch(
-        largest_kernel,
-        (images, triton.cdiv(numbers, block * blocks)),  # the second has a limit of 65,535
-        (numbers, x.strides[0]),
-        BLOCK=block,
-        BLOCKS=blocks,
-        OVERALL=OVERALL,
-        num_warps=4,
-    )
+    blocks = 16 if images * numbers >= 16 * block * 8 * concurrent_programs(x.device) else 4
+    grid = (images, units(numbers, block * blocks))  # the second has a limit of 65,535
+    constants = {"BLOCK": block, "BLOCKS": blocks, "OVERALL": OVERALL}
+    launch = Launch(kernels.largest, grid, (numbers, x.strides[0]), **constants, num_warps=4)
     return Steps([(launch, [Part(0), _as_bits(1)])])
 
 
@@ -720,16 +461,14 @@ def _as_bits(memory: int) -> Part:
     return Part(memory, 0, lambda memory: memory.view(torch.int32))
 
 
-class _Rows(NamedTuple):
-    """How the kernels that go through images field by field are cut."""
-
-    grid: tuple[int, int, int]
-    numbers: tuple[int, ...]
-    constants: dict[str, Any]
+_Rows = tuple[tuple[int, int, int], tuple[int, ...], dict[str, Any]]
 
 
 def _rows(x: Like, fields: int) -> _Rows | None:
-    """Nothing where images lie in neither of torch's two layouts."""
+    """Grid, numbers and constants of kernels that go through images field by field.
+
+    Nothing where images lie in neither of torch's two layouts.
+    """
     images, channels, height, width = x.shape
     pixels = height * width
     layouts = {pixels: (1, width * channels, channels), 1: (pixels, width, 1)}
@@ -742,18 +481,18 @@ def _rows(x: Like, fields: int) -> _Rows | None:
         inners = min(block, power_of_two(inner))
         several = 1 if rows == 1 else min(FIELDS, power_of_two(fields))
         at_once = min(max(1, block // (inners * several)), power_of_two(rows))
-        blocks = min(4, triton.cdiv(rows, at_once))
-        programs = triton.cdiv(rows, at_once * blocks)
-        grid = (images * programs, triton.cdiv(fields, several), triton.cdiv(inner, inners))
+        blocks = min(4, units(rows, at_once))
+        programs = units(rows, at_once * blocks)
+        grid = (images * programs, units(fields, several), units(inner, inners))
         sizes = {"INNER": inner, "BR": at_once, "BF": several, "BI": inners, "BLOCKS": blocks}
         numbers = (rows, fields, programs, x.strides[0])
-        return _Rows(grid, numbers, {**sizes, "FIRST": FIRST})
+        return grid, numbers, {**sizes, "FIRST": FIRST}
     return None
 
 
 def _by_rows(kernel: Any, rows: _Rows, *numbers: int, **constants: Any) -> Launch:
-    more = {**rows.constants, **constants}
-    return Launch(kernel, rows.grid, (*rows.numbers, *numbers), **more, num_warps=4)
+    grid, first, sizes = rows
+    return Launch(kernel, grid, (*first, *numbers), **sizes, **constants, num_warps=4)
 
 
 @lru_cache(maxsize=1024)
@@ -762,7 +501,7 @@ def largest_activated_steps(x: Like, fields: int) -> Steps | None:
     rows = _rows(x, fields)
     if rows is None:
         return None
-    launch = _by_rows(largest_activated, rows, OVERALL=OVERALL)
+    launch = _by_rows(kernels.largest_activated, rows, OVERALL=OVERALL)
     return Steps([(launch, [Part(0), Part(1), _as_bits(2)])])
 
 
@@ -771,22 +510,18 @@ class BackwardRun:
 
     def __init__(self, x: Like, rows: _Rows, fields: int) -> None:
         self.x, self.numbers, self.fields = x, math.prod(x.shape), fields
-        programs = rows.grid[0] * rows.grid[2]
+        programs = rows[0][0] * rows[0][2]
         self.sums = (programs, 2, fields)
         g, ours, affine, to_x, sums, found = _parts(0, 6)
+        grid, block = (units(fields, FIELDS),), min(512, power_of_two(programs))
         add_up = Launch(
-            to_affine,
-            (triton.cdiv(fields, FIELDS),),
-            (programs, fields),
-            BF=FIELDS,
-            BLOCK=min(512, triton.next_power_of_2(programs)),
-            num_warps=4,
+            kernels.to_affine, grid, (programs, fields), BF=FIELDS, BLOCK=block, num_warps=4
         )
-        differentiate = _by_rows(activation_backward, rows)
+        differentiate = _by_rows(kernels.activation_backward, rows)
         self._activation = Steps(
             [(differentiate, [g, ours, affine, to_x, sums]), (add_up, [sums, affine, found])]
         )
-        through = _by_rows(statistics_backward, rows, self.numbers // fields)
+        through = _by_rows(kernels.statistics_backward, rows, self.numbers // fields)
         self._statistics = Steps([(through, _parts(0, 5))])
 
     def _like_x(self) -> Tensor:
@@ -837,16 +572,11 @@ def statistics_steps(
     """
     order, count = x.shape[1] // fields, math.prod(x.shape) // fields
     momentum = None if isinstance(share, torch.dtype) else share
+    there = {"WEIGHT": weight, "BIAS": bias, "RUNNING": running}
+    constants = {name: dtype is not None for name, dtype in there.items()}
+    sizes = {"SHARE": momentum is None, "BF": FIELDS, "BE": power_of_two(order)}
+    grid, numbers = (units(fields, FIELDS),), (fields, order, momentum or 0.0, count / (count - 1))
     launch = Launch(
-        field_statistics,
-        (triton.cdiv(fields, FIELDS),),
-        (fields, order, momentum or 0.0, count / (count - 1), eps),
-        WEIGHT=weight is not None,
-        BIAS=bias is not None,
-        RUNNING=running is not None,
-        SHARE=momentum is None,
-        BF=FIELDS,
-        BE=power_of_two(order),
-        num_warps=1,
+        kernels.field_statistics, grid, (*numbers, eps), **constants, **sizes, num_warps=1
     )
     return Steps([(launch, _parts(0, 8))])

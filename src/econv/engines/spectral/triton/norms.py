@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from econv.engines.problem import memory_format
+from econv.engines.spectral.tiling import Like
 from econv.engines.spectral.triton.engine import on_device
 from econv.engines.spectral.triton.launches import backward_run, statistics_steps
-from econv.engines.spectral.triton.tiles import Like
 
 __all__ = ["field_statistics", "statistics_backward"]
 

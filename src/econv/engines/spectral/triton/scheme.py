@@ -15,13 +15,19 @@ import numpy as np
 
 from econv.plan import SpectralPlan
 
-__all__ = ["FIELDS", "Half", "Scheme", "Target", "halves", "power_of_two", "scheme"]
-
 _MANY = 16  # targets: those of which a layer is made by halves
 _BEGINNINGS = 4
 
 FIELDS = 4
 """Fields of one tile: with four features each they fill the shortest product, 16."""
+
+RUN = 8
+"""Output fields that are packed at a time: with two columns each they fill a product's 16 rows."""
+
+HEADROOM = 7
+"""The largest number of an image is scaled to at least 2^7 and less than 2^8. Derivatives may be
+2^7.9 times as large and stay below float16's largest number, 2^16. All but the smallest 2^-21 of
+the image keep every digit."""
 
 
 def power_of_two(n: int) -> int:
@@ -237,6 +243,24 @@ class Scheme:
         left, right = self.terms(one), self.terms(two)
         return left.keys() == right.keys() and all(left[k][0] != right[k][0] for k in left)
 
+    def pairs(self, chunk: int, first: int, size: int) -> list[list[tuple[int, int]]]:
+        """Features of a slot chunk two by two: a list for each pair of columns, of all targets.
+
+        Padding repeats features of the same target, whose weights are zero.
+        """
+        lists = self.lists[chunk]
+        spare = next(f for names in lists for f in names if f >= 0)
+        found = []
+        for k in range(first, first + size, 2):
+            column = []
+            for names in lists:
+                one, two = (*names[k : k + 2], -1, -1)[:2]
+                if one < 0:
+                    one, two = names[:2] if names[1] >= 0 else (spare, spare)
+                column.append((one, two if two >= 0 else one))
+            found.append(column)
+        return found
+
     def _paired(self, names: list[int]) -> list[int]:
         """The features in an order in which neighbours are alike, as far as there are such."""
         rest, found, odd = list(names), [], []
@@ -276,6 +300,11 @@ class Scheme:
                 found.append((chunk, first, size, start + first))
             start += len(rows[0])
         return tuple(found)
+
+    def pieces_of(self, chunk: int) -> list[tuple[int, int, int]]:
+        """The products of a slot chunk: number, how many features, and how many came before."""
+        found = enumerate(self.pieces)
+        return [(number, size, start) for number, (of, _, size, start) in found if of == chunk]
 
     @cached_property
     def piece_of(self) -> np.ndarray:

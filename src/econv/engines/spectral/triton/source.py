@@ -13,42 +13,21 @@ length depends neither on the fields nor on the image. The memory layout is that
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import numpy as np
 import triton
 
-from econv.engines.spectral.triton.scheme import FIELDS, Scheme, power_of_two
+from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, RUN, Scheme, power_of_two
+from econv.engines.spectral.triton.writer import Writer, times_rows, twos
 from econv.fourier import butterflies
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 if VERSION < (3, 6):
     raise ImportError(f"expected Triton 3.6 or later; got {triton.__version__}")
 
-__all__ = [
-    "FIRST",
-    "HEADROOM",
-    "RUN",
-    "Writer",
-    "convolution_source",
-    "joined",
-    "packed_rows_source",
-    "split_evenly",
-    "times_rows",
-    "twos",
-    "weight_gradient_source",
-]
-
-HEADROOM = 7
-"""The largest number of an image is scaled to at least 2^7 and less than 2^8: derivatives may be
-2^7.9 times as large and are still less than float16's largest, 2^16, and all but the smallest 2^-21
-of the image keep every digit."""
-
-
 FIRST = VERSION < (3, 7)
-"""Where a load spreads threads, then warps, beyond the axis of contiguous numbers: along the first
-axes, or along those next to it. What lies otherwise is exchanged before it is used."""
-
+"""Along which axes a load distributes threads, then warps: the first ones, or those next to the
+contiguous axis. Tensors with another order would be exchanged between threads."""
 
 _ITEMS = "BF, BP" if FIRST else "BP, BF"
 """The axes of what threads own: fields lie side by side in memory, and so do threads."""
@@ -57,159 +36,85 @@ _PIXEL, _FIELD = ("None, :", ":, None") if FIRST else (":, None", "None, :")
 """How what belongs to a pixel, or to a field, is broadcast over these axes."""
 
 
-class Writer:
-    """Lines of source, with the current indentation before them, and how sums are spelled.
-
-    ``f16x2``: two halves at a time, in PTX's own words. Left to itself the compiler finds other
-    pairs than those that were loaded together, and spends a quarter of its instructions on putting
-    them together.
-    """
-
-    def __init__(self, f16x2: bool) -> None:
-        self.lines: list[str] = []
-        self.depth = 0
-        self.f16x2 = f16x2
-
-    @staticmethod
-    def _two(code: str, *operands: str) -> str:
-        registers = "=r" + ",r" * len(operands)
-        return (
-            f'tl.inline_asm_elementwise("{code}", "{registers}", [{", ".join(operands)}],'
-            " dtype=tl.float16, is_pure=True, pack=2)"
-        )
-
-    def sum(self, one: str, other: str, sign: str = "+") -> str:
-        if not self.f16x2:
-            return f"{one} {sign} {other}"
-        return self._two(f"{'add' if sign == '+' else 'sub'}.f16x2 $0, $1, $2;", one, other)
-
-    def scaled(self, one: str, low: float, high: float, other: str | None) -> str:
-        """One times a number, another for odd grid_size, plus the other."""
-        if not self.f16x2:
-            if low == high:
-                product = f"{one} * {low!r}"
-            else:  # +1 and −1 in alternation
-                product = f"{one} * signs" if low > 0 else f"{one} * -signs"
-            return product if other is None else f"{product} + {other}"
-        bits = np.array([low, high], dtype=np.float16).view(np.uint32)[0]
-        start = f"{{{{ .reg .b32 c; mov.b32 c, {int(bits):#x};"
-        start = start.replace("{{", "{")
-        if other is None:
-            return self._two(f"{start} mul.f16x2 $0, $1, c; }}", one)
-        return self._two(f"{start} fma.rn.f16x2 $0, $1, c, $2; }}", one, other)
-
-    def __call__(self, text: str = "") -> None:
-        for line in text.split("\n"):
-            self.lines.append("    " * self.depth + line if line else "")
-
-    def text(self) -> str:
-        return "\n".join(self.lines) + "\n"
-
-
 def _differentiate(write: Writer, layout: Scheme) -> None:
     """A function: where the centre taps lie → every derivative there, in registers."""
-    write("@triton.jit")
-    write("def differentiate(centre, row, column):")
-    write.depth += 1
-    coefficients = layout.coefficients
-    started: set[int] = set()
+    with write.function("differentiate", "centre, row, column"):
+        coefficients = layout.coefficients
+        started: set[int] = set()
 
-    def add(name: str, i: int, j: int) -> None:
-        for stencil in np.flatnonzero(coefficients[:, i, j]).tolist():
-            value = float(coefficients[stencil, i, j])
-            old = f"d{stencil}" if stencil in started else None
-            started.add(stencil)
-            write(f"d{stencil} = {write.scaled(name, value, value, old)}")
+        def add(name: str, i: int, j: int) -> None:
+            for stencil in np.flatnonzero(coefficients[:, i, j]).tolist():
+                value = float(coefficients[stencil, i, j])
+                old = f"d{stencil}" if stencil in started else None
+                started.add(stencil)
+                write(f"d{stencil} = {write.scaled(name, value, value, old)}")
 
-    # Taps that mirror each other are loaded as one tensor with an axis of two for each mirror: in a
-    # thread's registers, where the tensors before and after have the axes of fields and pixels.
-    one = ":, :, None, :" if FIRST else "None, :, :, :"
-    two = ":, :, None, None, :" if FIRST else "None, None, :, :, :"
-    first, second = (2, 3) if FIRST else (0, 1)
+        # Taps that mirror each other are loaded as one tensor with an axis of two for each mirror.
+        # That axis is in a thread's registers.
+        one = ":, :, None, :" if FIRST else "None, :, :, :"
+        two = ":, :, None, None, :" if FIRST else "None, None, :, :, :"
+        first, second = (2, 3) if FIRST else (0, 1)
 
-    def split(source: str, mirror: int, axes: int) -> str:
-        order = [*(n for n in range(axes) if n != mirror), mirror]
-        return f"tl.split(tl.trans({source}, ({', '.join(map(str, order))})))"
+        def split(source: str, mirror: int, axes: int) -> str:
+            order = [*(n for n in range(axes) if n != mirror), mirror]
+            return f"tl.split(tl.trans({source}, ({', '.join(map(str, order))})))"
 
-    def mirrored(axis: int, axes: int) -> str:
-        return ", ".join(":" if n == axis else "None" for n in range(axes))
+        def mirrored(axis: int, axes: int) -> str:
+            return ", ".join(":" if n == axis else "None" for n in range(axes))
 
-    write("side = 1 - 2 * tl.arange(0, 2)")
-    write(f"above = side[{mirrored(first, 4)}] * row")
-    write(f"beside = side[{mirrored(first, 4)}] * column")
-    write(f"both = (side * row)[{mirrored(first, 5)}]")
-    write(f"both_beside = (side * column)[{mirrored(second, 5)}]")
-    for dy, dx, rows, columns in layout.mirrored():
-        if not dy and not dx:
-            write("u = tl.load(centre)")
-            add("u", 0, 0)
-        elif not (dy and dx):
-            # Rows run downwards, in the image as in a stencil.
-            where = f"{dy} * above" if dy else f"{dx} * beside"
-            write(f"t = tl.load(centre[{one}] + {where})")
-            write(f"p, m = {split('t', first, 4)}")
-            for sign, i, j in (("+", dy, dx), ("-", rows[-1], columns[-1])):
-                write(f"u = {write.sum('p', 'm', sign)}")
-                add("u", i, j)
-        else:
-            where = f"{dy} * both + {dx} * both_beside"
-            write(f"t = tl.load(centre[{two}] + ({where}))")
-            write(f"p, m = {split('t', second, 5)}")
-            for sign, j in zip("+-", columns, strict=True):
-                if not coefficients[:, rows, j].any():
-                    continue
-                write(f"q = {write.sum('p', 'm', sign)}")
-                write(f"q, n = {split('q', first, 4)}")
-                for other, i in zip("+-", rows, strict=True):
-                    if coefficients[:, i, j].any():
-                        write(f"u = {write.sum('q', 'n', other)}")
-                        add("u", i, j)
-    names = ", ".join(f"d{n}" for n in range(len(coefficients)))
-    write(f"return {names},")
-    write.depth -= 1
-    write()
-
-
-def split_evenly(
-    write: Writer, source: str, names: Sequence[str | None], language: str = "tl"
-) -> None:
-    """Take a tensor apart along its last axes, of length two each: a name for every member."""
-    if len(names) == 1:
-        if names[0] and names[0] != source:
-            write(f"{names[0]} = {source}")
-    elif any(names):
-        write(f"{source}e, {source}o = {language}.split({source})")
-        split_evenly(write, f"{source}e", names[::2], language)
-        split_evenly(write, f"{source}o", names[1::2], language)
-
-
-def joined(names: Sequence[str], language: str = "tl") -> str:
-    """An expression for the names side by side, along new last axes of length two each."""
-    if len(names) == 1:
-        return names[0]
-    one, two = (joined(names[n::2], language) for n in range(2))
-    return f"{language}.join({one}, {two})"
-
-
-def times_rows(write: Writer, matrix: np.ndarray, source: str, result: str) -> None:
-    """Each row of a matrix against tensors named by a letter and the number of a column."""
-    for number, row in enumerate(matrix):
-        terms = [f"{source}{n} * {float(row[n])!r}" for n in np.flatnonzero(row)]
-        write(f"{result}{number} = {' + '.join(terms) or f'{source}0 * 0.0'}")
-
-
-def twos(length: int) -> str:
-    """The axes that `split_evenly` takes apart."""
-    return ", ".join(["2"] * (length.bit_length() - 1))
+        write("side = 1 - 2 * tl.arange(0, 2)")
+        write(f"above = side[{mirrored(first, 4)}] * row")
+        write(f"beside = side[{mirrored(first, 4)}] * column")
+        write(f"both = (side * row)[{mirrored(first, 5)}]")
+        write(f"both_beside = (side * column)[{mirrored(second, 5)}]")
+        for dy, dx, rows, columns in layout.mirrored():
+            if not dy and not dx:
+                write("u = tl.load(centre)")
+                add("u", 0, 0)
+            elif not (dy and dx):
+                # Rows run downwards, in the image as in a stencil.
+                where = f"{dy} * above" if dy else f"{dx} * beside"
+                write(f"t = tl.load(centre[{one}] + {where})")
+                write(f"p, m = {split('t', first, 4)}")
+                for sign, i, j in (("+", dy, dx), ("-", rows[-1], columns[-1])):
+                    write(f"u = {write.sum('p', 'm', sign)}")
+                    add("u", i, j)
+            else:
+                where = f"{dy} * both + {dx} * both_beside"
+                write(f"t = tl.load(centre[{two}] + ({where}))")
+                write(f"p, m = {split('t', second, 5)}")
+                for sign, j in zip("+-", columns, strict=True):
+                    if not coefficients[:, rows, j].any():
+                        continue
+                    write(f"q = {write.sum('p', 'm', sign)}")
+                    write(f"q, n = {split('q', first, 4)}")
+                    for other, i in zip("+-", rows, strict=True):
+                        if coefficients[:, i, j].any():
+                            write(f"u = {write.sum('q', 'n', other)}")
+                            add("u", i, j)
+        names = ", ".join(f"d{n}" for n in range(len(coefficients)))
+        write(f"return {names},")
 
 
 def _features(write: Writer, layout: Scheme, chunk: int) -> None:
     """The features of a slot chunk: ``z[target, pixel, (field, feature)]`` for each piece."""
     _derivatives(write, layout, chunk)
     pairs = _Pairs(write, layout)
-    for number, (owner, first, size, _) in enumerate(layout.pieces):
-        if owner == chunk:
-            _gathered(write, layout, pairs, chunk, number, first, size)
+    order = "(3, 1, 0, 4, 2)" if FIRST else "(3, 0, 1, 4, 2)"
+    before = sum(len(rows[0]) for rows in layout.lists[:chunk])
+    for number, size, start in layout.pieces_of(chunk):
+        columns = [
+            write.joined([pairs.pair(*pair) for pair in column])
+            for column in layout.pairs(chunk, start - before, size)
+        ]
+        # [field and pixel, 2, target, inner / 2]: the inner axis is joined last, so that a thread
+        # holds neighbours along it and stores them at once.
+        shape = f"[{_ITEMS}, 2, {layout.batch}, {size // 2}]"
+        write(f"""
+            z = tl.reshape({write.joined(columns)}, {shape})
+            z = tl.trans(z, {order})
+            z{number} = tl.reshape(z, [{layout.batch}, BP, BF * {size}])
+        """)
 
 
 def _derivatives(write: Writer, layout: Scheme, chunk: int) -> None:
@@ -223,7 +128,7 @@ def _derivatives(write: Writer, layout: Scheme, chunk: int) -> None:
         if pairs > 1:
             write(f"d = tl.trans(tl.reshape(d{stencil}, [{_ITEMS}, {pairs}, 2]), (0, 1, 3, 2))")
             write(f"d{stencil} = tl.reshape(d, [{_ITEMS}, 2, {twos(pairs)}])")
-        split_evenly(write, f"d{stencil}", [f"d{stencil}_{pair}" for pair in range(pairs)])
+        write.split(f"d{stencil}", [f"d{stencil}_{pair}" for pair in range(pairs)])
     write("signs = (1 - 2 * tl.arange(0, 2))[None, None, :].to(x.dtype.element_ty)")
 
 
@@ -247,7 +152,7 @@ class _Pairs:
 
     def _swapped(self, source: str) -> str:
         if self.write.f16x2:
-            swap = self.write._two("prmt.b32 $0, $1, $1, 0x1032;", source)
+            swap = self.write.asm("prmt.b32 $0, $1, $1, 0x1032;", source)
             return self._once(f"{source}s", swap)
         self._parts(source)
         return self._once(f"{source}s", f"tl.join({source}o, {source}e)")
@@ -283,87 +188,60 @@ class _Pairs:
         return self._once(name, found)
 
 
-def _gathered(
-    write: Writer,
-    layout: Scheme,
-    pairs: _Pairs,
-    chunk: int,
-    number: int,
-    first: int,
-    size: int,
-) -> None:
-    """The features of every target side by side."""
-    lists = layout.lists[chunk]
-    spare = next(f for names in lists for f in names if f >= 0)
-    columns = []
-    for k in range(first, first + size, 2):
-        column = []
-        for names in lists:
-            # Padding repeats features of the same target; their weights are zero.
-            other = names[:2] if names[1] >= 0 else (spare, spare)
-            one, two = names[k : k + 2]
-            if one < 0:
-                one, two = other
-            column.append(pairs.pair(one, two if two >= 0 else one))
-        columns.append(joined(column))
-    # [field and pixel, 2, target, inner / 2]: the inner axis is joined last, so that a thread holds
-    # neighbours along it and stores them at once.
-    write(f"z = tl.reshape({joined(columns)}, [{_ITEMS}, 2, {layout.batch}, {size // 2}])")
-    write(f"z = tl.trans(z, {'(3, 1, 0, 4, 2)' if FIRST else '(3, 0, 1, 4, 2)'})")
-    write(f"z{number} = tl.reshape(z, [{layout.batch}, BP, BF * {size}])")
+def _analyse(write: Writer, layout: Scheme, fields: int = FIELDS) -> None:
+    """The kernels ``analyse`` and ``analyse_activated``: the scaled spectrum on the padded grid.
 
-
-def _analyse(write: Writer, layout: Scheme, activated: bool, fields: int = FIELDS) -> None:
-    """The spectrum of every field at every offset of the padded grid, scaled.
-
-    ``fields`` lie side by side.
-
-    ``each`` is 1 where every image has a largest number of its own, and 0 where all have one.
-    ``activated``: what is transformed is max(0, (x − centre)·scale + shift) with three numbers of
-    each field, and zero outside of the image.
+    ``fields`` are contiguous. ``each`` is 1 where every image has a largest number of its own, and
+    0 where all have one. Activated: max(0, (x − centre)·scale + shift) is transformed, with three
+    numbers of each field, and zero outside of the image.
     """
-    name, affine = ("analyse_activated", "affine, ") if activated else ("analyse", "")
-    write(_jit("fields", "height", "width", "pitch", "lines", "grid_size", "images", "before"))
-    write(
-        f"def {name}(x, {affine}largest, out, images, fields, height, width, up, before,\n"
-        "    pitch, lines, grid_size, each, x_image, x_channel, x_line, x_dot, BP: tl.constexpr):"
-    )
-    write.depth += 1
-    write(f"BF: tl.constexpr = {fields}")
-    write(f"SC: tl.constexpr = {layout.width}")
-    write("offset = tl.program_id(0) * BP + tl.arange(0, BP)")
-    write("chunk = tl.program_id(1)")
-    write("field = chunk * BF + tl.arange(0, BF)")
-    write("row = offset // pitch")
-    write("image = row // lines")
-    write("line = row - image * lines - before")
-    write("dot = offset - row * pitch - before")
-    write("inside = (image < images) & (line >= 0) & (line < height * up)")
-    write("inside = inside & (dot >= 0) & (dot < width * up)")
-    write("inside = inside & (line % up == 0) & (dot % up == 0)")
-    write("base = image.to(tl.int64) * x_image + (line // up) * x_line + (dot // up) * x_dot")
-    write("power = exponent(tl.load(largest + image * each, mask=image < images, other=1.0))")
-    write(f"factor = two_to({HEADROOM} - power)")
+    general = "fields height width pitch lines grid_size images before"
+    last = "largest, out, images, fields, height, width, up, before, pitch, lines, grid_size, each"
+    last += ", x_image, x_channel, x_line, x_dot"
+    for activated in (False, True):
+        name, first = ("analyse_activated", "x, affine") if activated else ("analyse", "x")
+        with write.function(name, f"{first}, {last}", "BP", general):
+            _analyse_body(write, layout, fields, activated)
+
+
+def _analyse_body(write: Writer, layout: Scheme, fields: int, activated: bool) -> None:
+    write(f"""
+        BF: tl.constexpr = {fields}
+        SC: tl.constexpr = {layout.width}
+        offset = tl.program_id(0) * BP + tl.arange(0, BP)
+        chunk = tl.program_id(1)
+        field = chunk * BF + tl.arange(0, BF)
+        row = offset // pitch
+        image = row // lines
+        line = row - image * lines - before
+        dot = offset - row * pitch - before
+        inside = (image < images) & (line >= 0) & (line < height * up)
+        inside = inside & (dot >= 0) & (dot < width * up)
+        inside = inside & (line % up == 0) & (dot % up == 0)
+        base = image.to(tl.int64) * x_image + (line // up) * x_line + (dot // up) * x_dot
+        power = exponent(tl.load(largest + image * each, mask=image < images, other=1.0))
+        factor = two_to({HEADROOM} - power)
+    """)
     if activated:
         write("there = field < fields")
         for row, number in enumerate(("centre", "scale", "shift")):
-            offset = f"affine + {row} * fields + field"
-            write(f"{number} = tl.load({offset}, mask=there, other=0.0)")
+            write(f"{number} = tl.load(affine + {row} * fields + field, mask=there, other=0.0)")
         write("factor = tl.where(inside, factor, 0.0)")
     write(f"factor = factor[{_PIXEL}, None]")
     _transformed(write, layout, layout.analysis, activated)
-    write(f"where = offset[{_PIXEL}, None] * BF + tl.arange(0, BF)[{_FIELD}, None]")
-    write("where = where * SC + tl.arange(0, SC)[None, None, :]")
-    write(f"kept = (offset < grid_size)[{_PIXEL}, None]")
-    write(f"into = out + chunk.to(tl.int64) * grid_size * (BF * SC * {layout.chunks})")
+    write(f"""
+        where = offset[{_PIXEL}, None] * BF + tl.arange(0, BF)[{_FIELD}, None]
+        where = where * SC + tl.arange(0, SC)[None, None, :]
+        kept = (offset < grid_size)[{_PIXEL}, None]
+        into = out + chunk.to(tl.int64) * grid_size * (BF * SC * {layout.chunks})
+    """)
     for part in range(layout.chunks):
         names = [f"t{part * layout.width + n}" for n in range(layout.width)]
-        write(f"found = tl.reshape({joined(names)}, [{_ITEMS}, SC]).to(out.dtype.element_ty)")
+        found = f"tl.reshape({write.joined(names)}, [{_ITEMS}, SC])"
+        write(f"found = {found}.to(out.dtype.element_ty)")
         write("tl.store(into + where, found, mask=kept)")
         if part + 1 < layout.chunks:
             write("into += grid_size * (BF * SC)")
-    write.depth -= 1
-    write()
 
 
 def _transformed(
@@ -371,157 +249,145 @@ def _transformed(
 ) -> None:
     """The spectrum ``t0 …`` of the channels that lie at ``base``, times a factor."""
     channels = layout.plan.analysis.shape[1]
-    padded = power_of_two(channels)
-    vector = min(padded, layout.vector)
+    vector = min(power_of_two(channels), layout.vector)
     write(f"element = tl.arange(0, {vector})")
     # As much at a time as a thread reads in one go: what it splits is its own.
     for first in range(0, channels, vector):
-        write(f"channel = (field * {channels} + {first})[{_FIELD}, None] + element[None, None, :]")
-        write(f"known = inside[{_PIXEL}, None] & (field < fields)[{_FIELD}, None]")
-        write(f"known = known & (element < {channels - first})[None, None, :]")
-        write(f"where = base[{_PIXEL}, None] + channel * x_channel")
-        write("c = tl.load(x + where, mask=known, other=0.0).to(tl.float32)")
+        write(f"""
+            channel = (field * {channels} + {first})[{_FIELD}, None] + element[None, None, :]
+            known = inside[{_PIXEL}, None] & (field < fields)[{_FIELD}, None]
+            known = known & (element < {channels - first})[None, None, :]
+            where = base[{_PIXEL}, None] + channel * x_channel
+            c = tl.load(x + where, mask=known, other=0.0).to(tl.float32)
+        """)
         if activated:
             write(f"c = (c - centre[{_FIELD}, None]) * scale[{_FIELD}, None]")
             write(f"c = rectified(c + shift[{_FIELD}, None])")
         write("c = c * factor")
         write(f"c = tl.reshape(c, [{_ITEMS}{', ' * (vector > 1)}{twos(vector)}])")
-        split_evenly(
-            write, "c", [f"c{n}" if n < channels else None for n in range(first, first + vector)]
-        )
+        write.split("c", [f"c{n}" if n < channels else None for n in range(first, first + vector)])
     pairs, rest = butterflies(analysis.T)
     for a, b in pairs:
         write(f"c{a}, c{b} = c{a} + c{b}, c{a} - c{b}")
     times_rows(write, rest, "c", "t")
 
 
-RUN = 8
-"""Output fields that are packed at a time: with two columns each they fill a product's 16 rows."""
+_PACKED = (
+    "x, largest, out, pixels, fields, height, width, programs, x_image, x_channel, x_line, x_dot"
+)
 
 
 def _pack(write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int) -> None:
-    """Pack the spectrum of an output's gradient as the tensor cores read it.
+    """The kernel ``pack``: the spectrum of an output's gradient as the tensor cores read it.
 
     ``[tile of pixels, program, part]``, and there `_Fragments` whose inner number is the pixel.
     """
-    fields = sum(parts)
-    write(_jit("pixels", "fields", "height", "width", "programs"))
-    write(
-        "def pack(x, largest, out, pixels, fields, height, width, programs, x_image, x_channel,\n"
-        "        x_line, x_dot, TILE: tl.constexpr, BP: tl.constexpr):"
-    )
-    write.depth += 1
-    _gradient_spectrum(write, layout, RUN)
-    names = [f"t{n}" for n in range(2 * layout.batch)]
-    # Pixels are [run, 2, 4, 2], fields [2, 4]; a thread stores what lies side by side.
-    pixels, run, threads = "BP // 16, 2, 4, 2", "2, 4", "(0, 6, 5, 7, 2, 1, 4, 3)"
-    axes, lane, member = "BP // 16, TARGETS, 32", "None, None, :", ":, :, None"
-    if FIRST:
-        pixels, run, threads = run, pixels, "(1, 7, 4, 2, 6, 3, 0, 5)"
-        axes, lane, member = "32, BP // 16, TARGETS", ":, None, None", "None, :, :"
-    write(f"found = tl.reshape({joined(names)}, [{pixels}, {run}, TARGETS, 2])")
-    write(f"found = tl.trans(found, {threads}).to(out.dtype.element_ty)")
-    write(f"found = tl.reshape(found, [{axes}, 8])")
-    runs = fields // RUN
-    write(f"program = run // {runs * copies}")
-    write(f"copy = run // {runs} % {copies}")
-    write(f"run = run % {runs}")
-    write(f"second = run >= {parts[0] // RUN}")
-    write("tile = tl.program_id(0) * BP // TILE")
-    write(f"where = (tile.to(tl.int64) * programs + program) * {fields * copies}")
-    write(f"where += tl.where(second, {parts[0] * copies}, 0)")
-    write("where = where * (TARGETS * 2 * TILE)")
-    write(f"run = run - tl.where(second, {parts[0] // RUN}, 0)")
-    write("group = run * (TILE // 16) + tl.program_id(0) * BP % TILE // 16")
-    write("group += tl.arange(0, BP // 16)")
-    write(f"member = tl.arange(0, TARGETS) * {copies} + copy")
-    write(f"offset = (group * (TARGETS * {copies}))[:, None] + member[None, :]")
-    write(f"offset = offset[{member}, None] * 32 + tl.arange(0, 32)[{lane}, None]")
-    write("tl.store(out + where + offset * 8 + tl.arange(0, 8)[None, None, None, :], found)")
-    write.depth -= 1
-    write()
+    with write.function("pack", _PACKED, "TILE BP", "pixels fields height width programs"):
+        _gradient_spectrum(write, layout, RUN)
+        names = [f"t{n}" for n in range(2 * layout.batch)]
+        # Pixels are [run, 2, 4, 2], fields [2, 4]; a thread stores what lies side by side.
+        pixels, run, threads = "BP // 16, 2, 4, 2", "2, 4", "(0, 6, 5, 7, 2, 1, 4, 3)"
+        axes, lane, member = "BP // 16, TARGETS, 32", "None, None, :", ":, :, None"
+        if FIRST:
+            pixels, run, threads = run, pixels, "(1, 7, 4, 2, 6, 3, 0, 5)"
+            axes, lane, member = "32, BP // 16, TARGETS", ":, None, None", "None, :, :"
+        fields, runs, wide = sum(parts), sum(parts) // RUN, parts[0] // RUN
+        write(f"""
+            found = tl.reshape({write.joined(names)}, [{pixels}, {run}, TARGETS, 2])
+            found = tl.trans(found, {threads}).to(out.dtype.element_ty)
+            found = tl.reshape(found, [{axes}, 8])
+            program = run // {runs * copies}
+            copy = run // {runs} % {copies}
+            run = run % {runs}
+            second = run >= {wide}
+            tile = tl.program_id(0) * BP // TILE
+            where = (tile.to(tl.int64) * programs + program) * {fields * copies}
+            where += tl.where(second, {parts[0] * copies}, 0)
+            where = where * (TARGETS * 2 * TILE)
+            run = run - tl.where(second, {wide}, 0)
+            group = run * (TILE // 16) + tl.program_id(0) * BP % TILE // 16
+            group += tl.arange(0, BP // 16)
+            member = tl.arange(0, TARGETS) * {copies} + copy
+            offset = (group * (TARGETS * {copies}))[:, None] + member[None, :]
+            offset = offset[{member}, None] * 32 + tl.arange(0, 32)[{lane}, None]
+            tl.store(out + where + offset * 8 + tl.arange(0, 8)[None, None, None, :], found)
+        """)
 
 
-def packed_rows_source(layout: Scheme, parts: tuple[int, ...], several: int) -> str:
-    """The kernels ``analyse`` and ``analyse_activated``, and ``pack`` in rows of pixels.
+def packed_rows_source(layout: Scheme, parts: tuple[int, ...], contiguous: int) -> str:
+    """``analyse`` and ``pack`` for the warp-specialised gradient to the weights.
 
-    ``several`` fields of the input lie side by side.
-
-    ``[block of pixels, program, part, target, (field, column)]`` by pixel, as the products of
-    `econv.engines.spectral.hopper.source` read the spectrum of an output's gradient.
+    So many fields of the input are contiguous. The spectrum of the output's gradient is packed in
+    rows of pixels, ``[block of pixels, program, part, target, (field, column)]``.
     """
-    write = Writer(False)
-    for activated in (False, True):
-        _analyse(write, layout, activated, several)
+    write = Writer("tl", f16x2=False)
+    _analyse(write, layout, contiguous)
     fields = sum(parts)
-    write(_jit("pixels", "fields", "height", "width", "programs"))
-    write(
-        "def pack(x, largest, out, pixels, fields, height, width, programs, x_image, x_channel,\n"
-        "        x_line, x_dot, BP: tl.constexpr):"
-    )
-    write.depth += 1
-    _gradient_spectrum(write, layout, FIELDS)
-    names = [f"t{n}" for n in range(2 * layout.batch)]
-    write(f"found = tl.reshape({joined(names)}, [{_ITEMS}, TARGETS, 2])")
-    write(f"found = tl.trans(found, {'(2, 0, 3, 1)' if FIRST else '(2, 1, 3, 0)'})")
-    write(f"program = field // {fields}")
-    write(f"o = field % {fields}")
-    write(f"second = o >= {parts[0]}")
-    write(f"size = tl.where(second, {fields - parts[0]}, {parts[0]})")
-    write(f"o = o - tl.where(second, {parts[0]}, 0)")
-    write(f"row = (tl.program_id(0) * programs + program) * {fields} + field % {fields} - o")
-    write("row = row * (TARGETS * 2)")
-    write("target = tl.arange(0, TARGETS)")
-    write("row = row[None, :] + (target[:, None] * size[None, :] + o[None, :]) * 2")
-    write("row = row[:, :, None] + tl.arange(0, 2)[None, None, :]")
-    write("where = row.to(tl.int64)[:, :, :, None] * BP + tl.arange(0, BP)[None, None, None, :]")
-    write("tl.store(out + where, found.to(out.dtype.element_ty))")
-    write.depth -= 1
+    with write.function("pack", _PACKED, "BP", "pixels fields height width programs"):
+        _gradient_spectrum(write, layout, FIELDS)
+        names = [f"t{n}" for n in range(2 * layout.batch)]
+        write(f"""
+            found = tl.reshape({write.joined(names)}, [{_ITEMS}, TARGETS, 2])
+            found = tl.trans(found, {"(2, 0, 3, 1)" if FIRST else "(2, 1, 3, 0)"})
+            program = field // {fields}
+            o = field % {fields}
+            second = o >= {parts[0]}
+            size = tl.where(second, {fields - parts[0]}, {parts[0]})
+            o = o - tl.where(second, {parts[0]}, 0)
+            row = (tl.program_id(0) * programs + program) * {fields} + field % {fields} - o
+            row = row * (TARGETS * 2)
+            target = tl.arange(0, TARGETS)
+            row = row[None, :] + (target[:, None] * size[None, :] + o[None, :]) * 2
+            row = row[:, :, None] + tl.arange(0, 2)[None, None, :]
+            where = row.to(tl.int64)[:, :, :, None] * BP + tl.arange(0, BP)[None, None, None, :]
+            tl.store(out + where, found.to(out.dtype.element_ty))
+        """)
     return write.text()
 
 
 def _gradient_spectrum(write: Writer, layout: Scheme, fields: int) -> None:
     """The spectrum ``t0 …`` of a gradient at the pixels and for the fields of a program."""
-    write(f"BF: tl.constexpr = {fields}")
-    write(f"TARGETS: tl.constexpr = {layout.batch}")
-    write("pixel = tl.program_id(0) * BP + tl.arange(0, BP)")
-    write("run = tl.program_id(1)")
-    write("field = run * BF + tl.arange(0, BF)")
-    write("inside = pixel < pixels")
-    write("row = pixel // width")
-    write("dot = pixel - row * width")
-    write("image = row // height")
-    write("line = row - image * height")
-    write("base = image.to(tl.int64) * x_image + line * x_line + dot * x_dot")
-    write(f"factor = two_to({HEADROOM} - exponent(tl.load(largest)))")
+    write(f"""
+        BF: tl.constexpr = {fields}
+        TARGETS: tl.constexpr = {layout.batch}
+        pixel = tl.program_id(0) * BP + tl.arange(0, BP)
+        run = tl.program_id(1)
+        field = run * BF + tl.arange(0, BF)
+        inside = pixel < pixels
+        row = pixel // width
+        dot = pixel - row * width
+        image = row // height
+        line = row - image * height
+        base = image.to(tl.int64) * x_image + line * x_line + dot * x_dot
+        factor = two_to({HEADROOM} - exponent(tl.load(largest)))
+    """)
     _transformed(write, layout, layout.output_analysis)
-
-
-def _jit(*names: str) -> str:
-    """The decorator of a kernel; whether these arguments are even numbers makes no difference."""
-    return f"@triton.jit(do_not_specialize={list(names)!r})"
 
 
 def _pixels(write: Writer, layout: Scheme) -> None:
     """Which pixels a tile holds and where their centre taps lie."""
     reach = layout.coefficients.shape[-1] // 2
-    write("inside = pixel < pixels")
-    write("p = tl.where(inside, pixel, 0)")
-    write("image = p // (height * width)")
-    write("line = (p - image * (height * width)) // width")
-    write("dot = p % width")
-    write("offset = image * image_pitch + line * down * pitch + dot * down")
-    write(f"offset += {reach} * (pitch + 1) * dilation")
-    write(f"here = offset[{_PIXEL}, None] * {FIELDS} + field[{_FIELD}, None]")
-    write("here = here * SC + slot[None, None, :]")
+    write(f"""
+        inside = pixel < pixels
+        p = tl.where(inside, pixel, 0)
+        image = p // (height * width)
+        line = (p - image * (height * width)) // width
+        dot = p % width
+        offset = image * image_pitch + line * down * pitch + dot * down
+        offset += {reach} * (pitch + 1) * dilation
+        here = offset[{_PIXEL}, None] * {FIELDS} + field[{_FIELD}, None]
+        here = here * SC + slot[None, None, :]
+    """)
 
 
 def _common(write: Writer, layout: Scheme) -> None:
-    write(f"SC: tl.constexpr = {layout.width}")
-    write(f"TARGETS: tl.constexpr = {layout.batch}")
-    write("slot = tl.arange(0, SC)")
-    write(f"row = pitch * dilation * ({FIELDS} * SC)")
-    write(f"column = dilation * ({FIELDS} * SC)")
+    write(f"""
+        SC: tl.constexpr = {layout.width}
+        TARGETS: tl.constexpr = {layout.batch}
+        slot = tl.arange(0, SC)
+        row = pitch * dilation * ({FIELDS} * SC)
+        column = dilation * ({FIELDS} * SC)
+    """)
 
 
 class _Fragments:
@@ -580,6 +446,10 @@ def _copied(write: Writer, number: int, size: int) -> None:
     write(f"v{number} = tl.reshape({copies}, [TARGETS * COPIES, {shape})")
 
 
+_GRID = "pixels, height, width, down, dilation, pitch, image_pitch, grid_size"
+_GENERAL = "pixels height width pitch image_pitch grid_size"
+
+
 def _forward(
     write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int, last: bool
 ) -> None:
@@ -589,165 +459,143 @@ def _forward(
     there are fewer targets than warps, each target is there in ``copies``, for as many runs of
     output fields.
     """
-    plan = layout.plan
-    fields = sum(parts)
-    numbers = ["pixels", "height", "width", "pitch", "image_pitch", "grid_size", "chunks"]
-    write(_jit(*numbers, "out_fields"))
-    write(
-        "def forward(x, w, y, x_largest, w_largest, pixels, height, width, down, dilation, pitch,\n"
-        "            image_pitch, grid_size, chunks, out_padded, out_fields, y_image, y_channel,\n"
-        "            y_line, y_dot, BP: tl.constexpr, PRECISION: tl.constexpr):"
-    )
-    write.depth += 1
-    write(f"BF: tl.constexpr = {FIELDS}")
-    _common(write, layout)
-    write(f"COPIES: tl.constexpr = {copies}")
-    write("field = tl.arange(0, BF)")
-    write("pixel = tl.program_id(0) * BP + tl.arange(0, BP)")
-    write(f"first = tl.program_id(1) * {fields * copies}")
-    _pixels(write, layout)
-    for part, size in enumerate(parts):
-        write(f"a{part} = tl.zeros([TARGETS * COPIES, BP, {2 * size}], tl.float32)")
-    write(f"step = out_padded * {2 * FIELDS * layout.batch * layout.inner}")
-    _Fragments.threads(write)
+    arguments = f"x, w, y, x_largest, w_largest, {_GRID}, chunks, out_padded, out_fields"
+    arguments += ", y_image, y_channel, y_line, y_dot"
+    with write.function("forward", arguments, "BP PRECISION", f"{_GENERAL} chunks out_fields"):
+        write(f"BF: tl.constexpr = {FIELDS}")
+        _common(write, layout)
+        write(f"""
+            COPIES: tl.constexpr = {copies}
+            field = tl.arange(0, BF)
+            pixel = tl.program_id(0) * BP + tl.arange(0, BP)
+            first = tl.program_id(1) * {sum(parts) * copies}
+        """)
+        _pixels(write, layout)
+        for part, size in enumerate(parts):
+            write(f"a{part} = tl.zeros([TARGETS * COPIES, BP, {2 * size}], tl.float32)")
+        write(f"step = out_padded * {2 * FIELDS * layout.batch * layout.inner}")
+        _Fragments.threads(write)
 
-    def products(chunk: int) -> None:
-        for number, (owner, _, size, start) in enumerate(layout.pieces):
-            if owner != chunk:
-                continue
-            _copied(write, number, size)
-            each = 2 * FIELDS * size * layout.batch
-            write(f"piece = weight + {start * 2 * FIELDS * layout.batch} * out_padded")
-            write(f"piece += first * {each}")
-            for part, wide in enumerate(parts):
-                _Fragments(FIELDS * size, 2 * wide).load(write, "piece", f"w{number}_{part}")
-                factors = f"v{number}, w{number}_{part}"
-                write(f"a{part} = tl.dot({factors}, a{part}, input_precision=PRECISION)")
-                write(f"piece += COPIES * {wide * each}")
+        def products(chunk: int) -> None:
+            for number, size, start in layout.pieces_of(chunk):
+                _copied(write, number, size)
+                each = 2 * FIELDS * size * layout.batch
+                write(f"piece = weight + {start * 2 * FIELDS * layout.batch} * out_padded")
+                write(f"piece += first * {each}")
+                for part, wide in enumerate(parts):
+                    _Fragments(FIELDS * size, 2 * wide).load(write, "piece", f"w{number}_{part}")
+                    factors = f"v{number}, w{number}_{part}"
+                    write(f"a{part} = tl.dot({factors}, a{part}, input_precision=PRECISION)")
+                    write(f"piece += COPIES * {wide * each}")
 
-    # Each iteration multiplies the features of the one before it. Its loads and sums do not depend
-    # on its products, and run beside them. (Triton would also prefetch the taps of features that
-    # are multiplied at once, past the cache that holds what taps have in common.)
-    for chunk in range(layout.chunks):
-        for number, (owner, _, size, _) in enumerate(layout.pieces):
-            if owner == chunk:
+        # Each iteration multiplies the features of the one before it. Its loads and sums do not
+        # depend on its products, and run beside them. (Triton would also prefetch the taps of
+        # features that are multiplied at once, past the cache that holds what taps share.)
+        for chunk in range(layout.chunks):
+            for number, size, _ in layout.pieces_of(chunk):
                 write(f"z{number} = tl.zeros([TARGETS, BP, BF * {size}], x.dtype.element_ty)")
-        write("source = x")
-        write("weight = w")
-        write("for chunk in tl.range(0, chunks):")
-        write.depth += 1
-        products(chunk)
-        write("weight += tl.where(chunk > 0, step, 0)")
-        _features(write, layout, chunk)
-        write(f"source += grid_size * {layout.chunks * FIELDS * layout.width}")
-        write.depth -= 1
-        products(chunk)
-    # Found anew: what belongs to a thread's pixels here need not be kept during the loop.
-    write("owner = tl.minimum(pixel, pixels - 1) // (height * width)")
-    write("power = exponent(tl.load(x_largest + owner)) + exponent(tl.load(w_largest))")
-    write(f"scale = two_to(power - {2 * HEADROOM})[:, None, None]")
-    pairs, rest = butterflies(plan.synthesis.T)
-    channels = plan.synthesis.shape[0]
+            write("source = x")
+            write("weight = w")
+            with write.block("for chunk in tl.range(0, chunks):"):
+                products(chunk)
+                write("weight += tl.where(chunk > 0, step, 0)")
+                _features(write, layout, chunk)
+                write(f"source += grid_size * {layout.chunks * FIELDS * layout.width}")
+            products(chunk)
+        _channels(write, layout, parts, last)
+
+
+def _channels(write: Writer, layout: Scheme, parts: tuple[int, ...], last: bool) -> None:
+    """From sums to channels of the output; ``last``: those are contiguous."""
+    pairs, rest = butterflies(layout.plan.synthesis.T)
+    channels = layout.plan.synthesis.shape[0]
     padded = power_of_two(channels)
+    # Found anew: what belongs to a thread's pixels here need not be kept during the loop.
+    write(f"""
+        owner = tl.minimum(pixel, pixels - 1) // (height * width)
+        power = exponent(tl.load(x_largest + owner)) + exponent(tl.load(w_largest))
+        scale = two_to(power - {2 * HEADROOM})[:, None, None]
+    """)
     split = last and padded > layout.vector
     if split:  # one pixel after the other, through all images
         write("base = pixel.to(tl.int64) * y_dot")
     else:
         write("base = image.to(tl.int64) * y_image + line * y_line + dot * y_dot")
-    slots = [slot for target in layout.targets for slot in target.slots]
-    slots += [-1] * (2 * layout.batch - len(slots))
-    done = 0
+    # A thread holds a pixel and a field, the next one the next field. Where a field's channels are
+    # contiguous and more than a thread writes in one go, they are stored that way: otherwise all
+    # would be exchanged. (Fewer are not: registers are short.)
+    transposed, vector = split and FIRST, layout.vector if split else padded
+    pixel, field = (_PIXEL, _FIELD) if transposed else (":, None", "None, :")
     for part, size in enumerate(parts):
         # [(target, copy), pixel, (field, column)] → [pixel, (copy, field), (target, column)]
-        write(f"s = tl.reshape(a{part}, [TARGETS, COPIES, BP, {2 * size}])")
-        write(f"s = tl.reshape(tl.trans(s, (2, 1, 3, 0)), [BP, COPIES * {size}, 2, TARGETS])")
-        write("s = tl.trans(s, (0, 1, 3, 2))")
-        write(f"s = tl.reshape(s, [BP, COPIES * {size}, {twos(len(slots))}])")
-        split_evenly(write, "s", [f"s{n}" if n >= 0 else None for n in slots])
+        write(f"""
+            s = tl.reshape(a{part}, [TARGETS, COPIES, BP, {2 * size}])
+            s = tl.reshape(tl.trans(s, (2, 1, 3, 0)), [BP, COPIES * {size}, 2, TARGETS])
+            s = tl.trans(s, (0, 1, 3, 2))
+            s = tl.reshape(s, [BP, COPIES * {size}, {twos(2 * layout.batch)}])
+        """)
+        write.split("s", [f"s{n}" if n >= 0 else None for n in layout.slots])
         times_rows(write, rest.T, "s", "y")
         for a, b in reversed(pairs):
             write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
-        write(f"o = tl.arange(0, COPIES * {size})")
-        write(f"o = first + {done} + o // {size} * {fields} + o % {size}")
-        # A thread holds a pixel and a field, the next one the next field. Where a field's channels
-        # lie side by side and are more than a thread writes in one go, they are stored that way:
-        # otherwise all would be exchanged. (Fewer are not: registers are short.)
-        transposed = split and FIRST
-        pixel, field = (_PIXEL, _FIELD) if transposed else (":, None", "None, :")
-        vector = layout.vector if split else padded
-        write(f"element = tl.arange(0, {vector})[None, None, :]")
+        write(f"""
+            o = tl.arange(0, COPIES * {size})
+            o = first + {sum(parts[:part])} + o // {size} * {sum(parts)} + o % {size}
+            element = tl.arange(0, {vector})[None, None, :]
+        """)
         for start in range(0, channels, vector):
             outputs = [f"y{c if c < channels else 0}" for c in range(start, start + vector)]
-            write(f"found = tl.reshape({joined(outputs)}, [BP, COPIES * {size}, {vector}])")
+            found = f"tl.reshape({write.joined(outputs)}, [BP, COPIES * {size}, {vector}])"
+            write(f"found = {found}")
             write("found = (found * scale).to(y.dtype.element_ty)")
             if transposed:
                 write("found = tl.trans(found, (1, 0, 2))")
-            write(f"channel = o[{field}, None] * {channels} + {start} + element")
-            write(f"known = (o < out_fields)[{field}, None] & (element < {channels - start})")
-            write(f"where = base[{pixel}, None] + channel * y_channel")
-            write(f"tl.store(y + where, found, mask=inside[{pixel}, None] & known)")
-        done += size
-    write.depth -= 1
-    write()
+            write(f"""
+                channel = o[{field}, None] * {channels} + {start} + element
+                known = (o < out_fields)[{field}, None] & (element < {channels - start})
+                where = base[{pixel}, None] + channel * y_channel
+                tl.store(y + where, found, mask=inside[{pixel}, None] & known)
+            """)
 
 
 def _weight_gradient(
     write: Writer, layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int
 ) -> None:
     """The gradient to the weights: features of the input against the output's gradient."""
-    fields = sum(parts)
-    numbers = [
-        "pixels",
-        "height",
-        "width",
-        "pitch",
-        "image_pitch",
-        "grid_size",
-        "tiles",
-        "in_padded",
-    ]
-    write(_jit(*numbers, "again"))
-    write(
-        "def weight_gradient(x, g, partial, x_largest, g_largest, pixels, height, width, down,\n"
-        "         dilation, pitch, image_pitch, grid_size, tiles, in_padded, out_padded, again,\n"
-        "         BF: tl.constexpr, PRECISION: tl.constexpr):"
-    )
-    write.depth += 1
-    write(f"FIELDS: tl.constexpr = {FIELDS}")
-    write(f"COPIES: tl.constexpr = {copies}")
-    _common(write, layout)
-    # In 64 bits what is constant in the offset of a tap becomes part of the instruction. (The layer
-    # itself has no register to spare for it.)
-    write("row = row.to(tl.int64)")
-    write(f"BP: tl.constexpr = {pixels}")
-    write("i = tl.program_id(0) * BF")
-    write(f"first = tl.program_id(1) * {fields * copies}")
-    write("split = tl.program_id(2)")
-    write("field = i % FIELDS + tl.arange(0, BF)")
-    each = layout.chunks * FIELDS * layout.width
-    write(f"source = x + (i // FIELDS).to(tl.int64) * grid_size * {each}")
-    _Fragments.threads(write)
-    write("power = exponent(tl.load(x_largest)) + exponent(tl.load(g_largest))")
-    write(f"scale = two_to(power - {2 * HEADROOM})")
-    each = 2 * layout.batch * layout.inner
-    write(f"into = partial + split.to(tl.int64) * in_padded * out_padded * {each}")
-    write("product = tl.arange(0, TARGETS * COPIES)")
-    for chunk in range(layout.chunks):
-        _weight_gradient_of_chunk(write, layout, parts, pixels, chunk)
-    write.depth -= 1
-    write()
+    arguments = f"x, g, partial, x_largest, g_largest, {_GRID}, tiles, in_padded, out_padded, again"
+    general = f"{_GENERAL} tiles in_padded again"
+    each, sums = layout.chunks * FIELDS * layout.width, 2 * layout.batch * layout.inner
+    with write.function("weight_gradient", arguments, "BF PRECISION", general):
+        write(f"FIELDS: tl.constexpr = {FIELDS}")
+        write(f"COPIES: tl.constexpr = {copies}")
+        _common(write, layout)
+        # In 64 bits what is constant in the offset of a tap becomes part of the instruction. (The
+        # layer itself has no register to spare for it.)
+        write(f"""
+            row = row.to(tl.int64)
+            BP: tl.constexpr = {pixels}
+            i = tl.program_id(0) * BF
+            first = tl.program_id(1) * {sum(parts) * copies}
+            split = tl.program_id(2)
+            field = i % FIELDS + tl.arange(0, BF)
+            source = x + (i // FIELDS).to(tl.int64) * grid_size * {each}
+        """)
+        _Fragments.threads(write)
+        write(f"""
+            power = exponent(tl.load(x_largest)) + exponent(tl.load(g_largest))
+            scale = two_to(power - {2 * HEADROOM})
+            into = partial + split.to(tl.int64) * in_padded * out_padded * {sums}
+            product = tl.arange(0, TARGETS * COPIES)
+        """)
+        for chunk in range(layout.chunks):
+            _weight_gradient_of_chunk(write, layout, parts, pixels, chunk)
 
 
 def _weight_gradient_of_chunk(
     write: Writer, layout: Scheme, parts: tuple[int, ...], pixels: int, chunk: int
 ) -> None:
     """The gradient to the weights of one slot chunk: what a program holds at a time."""
-    fields = sum(parts)
-    pieces = [
-        (number, size, start)
-        for number, (owner, _, size, start) in enumerate(layout.pieces)
-        if owner == chunk
-    ]
+    pieces = layout.pieces_of(chunk)
     for number, size, _ in pieces:
         for part, wide in enumerate(parts):
             shape = f"[TARGETS * COPIES, {2 * wide}, BF * {size}]"
@@ -765,32 +613,29 @@ def _weight_gradient_of_chunk(
         for number, size, _ in pieces:
             _copied(write, number, size)
             for part in range(len(parts)):
-                total = f"a{part}_{number}"
-                factors = f"h{part}, v{number}"
+                total, factors = f"a{part}_{number}", f"h{part}, v{number}"
                 write(f"{total} = tl.dot({factors}, {total}, input_precision=PRECISION)")
 
-    write("for tile in tl.range(split, tiles, tl.num_programs(2), num_stages=1):")
-    write.depth += 1
+    with write.block("for tile in tl.range(split, tiles, tl.num_programs(2), num_stages=1):"):
+        products()
+        write("pixel = tile * BP + tl.arange(0, BP)")
+        _pixels(write, layout)
+        _features(write, layout, chunk)
+        write("last = tile")
     products()
-    write("pixel = tile * BP + tl.arange(0, BP)")
-    _pixels(write, layout)
-    _features(write, layout, chunk)
-    write("last = tile")
-    write.depth -= 1
-    products()
-    done = 0
     for part, wide in enumerate(parts):
         for number, size, start in pieces:
-            write(f"out = 2 * (first + {done}) + tl.arange(0, {2 * wide})[None, :]")
-            write(f"out = (product % COPIES * {2 * fields})[:, None] + out")
-            write(f"k = tl.arange(0, BF * {size})")
-            write(f"where = ((i + k // {size}) * TARGETS)[None, :] + (product // COPIES)[:, None]")
-            write(f"where = where * {layout.inner} + ({start} + k % {size})[None, :]")
-            write("where = where[:, None, :] * (out_padded * 2) + out[:, :, None]")
             # A program adds to what it found in the images before these.
-            write("old = tl.load(into + where, mask=(where >= 0) & (again > 0), other=0.0)")
-            write(f"tl.store(into + where, a{part}_{number} * scale + old)")
-        done += wide
+            write(f"""
+                out = 2 * (first + {sum(parts[:part])}) + tl.arange(0, {2 * wide})[None, :]
+                out = (product % COPIES * {2 * sum(parts)})[:, None] + out
+                k = tl.arange(0, BF * {size})
+                where = ((i + k // {size}) * TARGETS)[None, :] + (product // COPIES)[:, None]
+                where = where * {layout.inner} + ({start} + k % {size})[None, :]
+                where = where[:, None, :] * (out_padded * 2) + out[:, :, None]
+                old = tl.load(into + where, mask=(where >= 0) & (again > 0), other=0.0)
+                tl.store(into + where, a{part}_{number} * scale + old)
+            """)
 
 
 def convolution_source(
@@ -802,9 +647,8 @@ def convolution_source(
     least `FIELDS`. ``f16x2`` is for float16, and not for the interpreter; ``last`` for outputs
     whose channels lie side by side.
     """
-    write = Writer(f16x2)
-    for activated in (False, True):
-        _analyse(write, layout, activated)
+    write = Writer("tl", f16x2)
+    _analyse(write, layout)
     _differentiate(write, layout)
     _forward(write, layout, parts, copies, last)
     return write.text()
@@ -817,9 +661,8 @@ def weight_gradient_source(
 
     As in `convolution_source`, with parts of at least `RUN` and ``pixels`` at a time.
     """
-    write = Writer(f16x2)
-    for activated in (False, True):
-        _analyse(write, layout, activated)
+    write = Writer("tl", f16x2)
+    _analyse(write, layout)
     _pack(write, layout, parts, copies)
     _differentiate(write, layout)
     _weight_gradient(write, layout, parts, copies, pixels)

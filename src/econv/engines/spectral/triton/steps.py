@@ -19,26 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-__all__ = ["Copied", "Launch", "Part", "Steps", "compile_together"]
-
 _KNOWN = ("3.6.", "3.7.")  # versions of Triton whose launchers are called as `_queue` calls them
 _KEPT = 16  # addresses for which a launch keeps what was encoded
-
-
-class Copied(Protocol):
-    """How a kernel copies matrices: descriptors, one operand each."""
-
-    def __call__(self, memory: Tensor) -> Sequence[Any]:
-        """Of matrices in some memory."""
-
-    def at(self, address: int) -> Sequence[Any]:
-        """Of matrices at an address."""
 
 
 Queue = Callable[[int, list[int]], None]
@@ -85,8 +73,8 @@ class Part(NamedTuple):
     """Where it begins there."""
     shown: Callable[[Tensor], Tensor] = lambda memory: memory
     """The operand as a view of that tensor."""
-    copied: Copied | None = None
-    """Where a kernel copies matrices of that tensor: descriptors of them, an operand each."""
+    copied: Any = None
+    """What makes descriptors of matrices in it: `econv.engines.spectral.hopper.kernels.Copies`."""
 
     def operands(self, memory: Tensor) -> Sequence[Any]:
         """What Triton is given for it."""
@@ -198,7 +186,7 @@ def _inside(encoding: Any) -> tuple[Any, Sequence[Any]] | None:
 class _Encoded(dict[int, tuple[Any, ...]]):
     """What a launch is given for matrices that it copies, by their address."""
 
-    def __init__(self, copied: Copied, metadata: Sequence[Any]) -> None:
+    def __init__(self, copied: Any, metadata: Sequence[Any]) -> None:
         super().__init__()
         self.copied, self.metadata = copied, metadata
 

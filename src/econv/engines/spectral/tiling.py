@@ -1,0 +1,438 @@
+"""How launches on a GPU are cut into programs, and how much memory they take.
+
+Both kinds of kernels, those in Triton and the warp-specialised ones, follow these rules. They ask
+for shapes and a plan alone and need no Triton, so that an engine can be chosen by them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from econv.engines.problem import Geometry
+from econv.engines.spectral.hopper.schedule import (
+    ROWS,
+    fits,
+    pieces_of_a_chunk,
+    used_pieces,
+    weight_gradient_features,
+)
+from econv.engines.spectral.triton.scheme import FIELDS, RUN, Scheme, halves, power_of_two
+
+INTERNAL = {
+    torch.float16: torch.float16,
+    torch.bfloat16: torch.float16,
+    torch.float32: torch.float32,
+}
+"""What the kernels compute in, for inputs of these dtypes."""
+
+_ACCUMULATORS = 384  # output channels (slots times fields) of one program, at most
+_PROCESSORS = 132  # of an H200, for tensors that are on no GPU
+
+# Warp-specialised kernels:
+_CONSUMER_ACCUMULATORS = 320  # 160 registers of each consumer thread
+_SHARED = 225 << 10  # bytes of shared memory for the stages of a program
+_TARGETS = (4, 8, 16)  # products of layers that were measured to gain
+_HALVED = 16  # targets from which on a layer is made by halves
+_LEAST = 9 << 19  # bytes that a library of convolutions takes for small layers
+
+
+def units(count: int, unit: int) -> int:
+    """How many units hold a count.
+
+    >>> units(33, 32)
+    2
+    """
+    return -(-count // unit)
+
+
+def rounded_up(count: int, unit: int) -> int:
+    """A count in whole units.
+
+    >>> rounded_up(33, 32)
+    64
+    """
+    return units(count, unit) * unit
+
+
+class Like(NamedTuple):
+    """What there is to know of images but their numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: Tensor) -> Like:
+        return Like(x.shape, x.stride(), x.dtype, x.device)
+
+    @property
+    def image_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class Tiles(NamedTuple):
+    """How a launch is cut into programs.
+
+    A thread owns a pixel and a field: pixels times fields of a program are at least 32 for each of
+    its warps.
+    """
+
+    pixels: int = 32
+    """Pixels of one program of the convolution, which takes `FIELDS` fields at a time."""
+    warps: int = 4
+    accumulators: int = _ACCUMULATORS
+    gradient_pixels: int = 64
+    """Pixels at a time in the gradient to the weights."""
+    gradient_fields: int = 2
+    """Input fields of one program there, at most `FIELDS`."""
+    gradient_warps: int = 4
+    splits: int = 0
+    """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU."""
+    warp_specialised: int = -1
+    """0: never; 1: wherever kernels can be, on any device (not in float32); −1: where they gain."""
+    producers: int = 8
+    """Warps of a warp-specialised program that differentiate; four multiply."""
+    partitions: int = 2
+    """Of the producers, each of which goes its own pace."""
+    halves: int = -1
+    """Whether warp-specialised launches make half of a layer: 0 never, 1 always, −1 large ones."""
+    bytes: int = 0
+    """Memory for the spectrum of one group of images; 0: as much as the dense engine takes."""
+
+
+_override: list[Tiles] = []
+
+
+class tiles:  # noqa: N801  # a context manager, named as `econv.engine` is
+    """Inside the block every launch is cut as given: for measurements and tests.
+
+    >>> with tiles(pixels=128) as chosen:
+    ...     chosen.pixels
+    128
+    """
+
+    def __init__(self, **changes: int) -> None:
+        self.changes = changes
+
+    def __enter__(self) -> Tiles:
+        found = (_override[-1] if _override else Tiles())._replace(**self.changes)
+        _override.append(found)
+        return found
+
+    def __exit__(self, *error: object) -> None:
+        _override.pop()
+
+
+def overridden() -> Tiles | None:
+    """The tiles of the innermost `tiles` block, or nothing."""
+    return _override[-1] if _override else None
+
+
+def chosen_tiles(layout: Scheme) -> Tiles:
+    """The tiles that were measured to be fastest.
+
+    Programs are small, so that several share a processor, unless there are many targets. Where
+    slots come in several chunks the weight gradient holds one at a time, of more fields.
+    """
+    if _override:
+        return _override[-1]
+    found = Tiles()
+    if layout.batch >= 16:
+        found = found._replace(pixels=64, warps=8)
+    return found if layout.chunks == 1 else found._replace(gradient_fields=4, gradient_warps=8)
+
+
+def concurrent_programs(device: torch.device, warps: int = 8) -> int:
+    """Programs that a GPU runs at a time: eight warps take all registers of a processor."""
+    processors = _PROCESSORS
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return processors * max(1, 8 // warps)
+
+
+class Cut(NamedTuple):
+    """The output fields of one program: so many copies of these parts, powers of two each."""
+
+    parts: tuple[int, ...]
+    copies: int
+    programs: int
+
+    @property
+    def padded(self) -> int:
+        return self.programs * self.copies * sum(self.parts)
+
+    @staticmethod
+    def of(fields: int, programs: int, copies: int, least: int) -> Cut:
+        """For about so many programs: parts are rounded up to powers of two.
+
+        >>> Cut.of(20, 1, 1, 4).parts, Cut.of(28, 1, 1, 4).parts  # not three: 16 + 8 + 4
+        ((16, 4), (32,))
+        """
+        each = least * units(fields, least * copies * programs)
+        size = 1 << (each.bit_length() - 1)
+        rest = each - size
+        parts = (size, rest) if rest else (size,)
+        if rest & (rest - 1):
+            parts = (power_of_two(each),)
+        return Cut(parts, copies, units(fields, copies * sum(parts)))
+
+
+def _cut(fields: int, layout: Scheme, warps: int, accumulators: int, least: int) -> Cut:
+    """For programs of at most so many accumulators; each takes at least ``least`` fields."""
+    copies = max(1, warps // layout.batch)
+    most = max(least * copies, accumulators // (2 * layout.batch))
+    return Cut.of(fields, units(fields, most), copies, least)
+
+
+def cuts(fields: int, layout: Scheme) -> Iterator[Cut]:
+    """Warp-specialised: all cuts whose sums fit into registers, those of fewest programs first."""
+    for programs in range(1, units(fields, FIELDS) + 1):
+        found = Cut.of(fields, programs, 1, FIELDS)
+        held = 2 * layout.batch * sum(found.parts)
+        if held <= _CONSUMER_ACCUMULATORS and 2 * max(found.parts) <= 256:
+            yield found
+
+
+class Tiling(NamedTuple):
+    """How a layer, its adjoint or its weight gradient is launched."""
+
+    layouts: tuple[Scheme, ...]
+    """The layer, or its halves, launched one after the other."""
+    cut: Cut
+    pixels: int
+    """Of a program at a time. Warp-specialised ones take one tile of so many after the other."""
+    fields: int
+    """Input fields of a program at a time."""
+    warps: int
+    """Of a program, by the registers that they take."""
+    stages: tuple[int, ...] = ()
+    """Of the copies of each warp-specialised launch. None: it is not warp-specialised."""
+
+    @property
+    def warp_specialised(self) -> bool:
+        return bool(self.stages)
+
+    @property
+    def features(self) -> int:
+        """In the sums of a weight gradient: without padding where it is warp-specialised."""
+        if self.warp_specialised:
+            return max(layout.count for layout in self.layouts)
+        return self.layouts[0].batch * self.layouts[0].inner
+
+    @property
+    def packed(self) -> int:
+        """Numbers of the packed gradient for each pixel."""
+        return self.cut.padded * 2 * self.layouts[0].batch
+
+    def running(self, device: torch.device) -> int:
+        """Programs that run at the same time, for each run of output fields."""
+        return max(1, concurrent_programs(device, self.warps) // self.cut.programs)
+
+
+def convolution_tiling(
+    layout: Scheme, out_fields: int, chosen: Tiles, warp_specialised: bool
+) -> Tiling:
+    """``warp_specialised``: whether such kernels may be used. The layout may still have none."""
+
+    def stages(share: Scheme, cut: Cut) -> int:
+        rows = share.batch * (ROWS + 2 * sum(cut.parts))
+        return _SHARED // (rows * FIELDS * sum(used_pieces(share)) * 2)
+
+    found = _specialised(layout, out_fields, chosen, stages) if warp_specialised else None
+    if found is not None:
+        return Tiling(*found[:2], ROWS, FIELDS, 8, found[2])
+    cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
+    return Tiling((layout,), cut, chosen.pixels, FIELDS, chosen.warps)
+
+
+def weight_gradient_tiling(
+    layout: Scheme, out_fields: int, chosen: Tiles, warp_specialised: bool
+) -> Tiling:
+    """As `convolution_tiling`."""
+
+    def shape(share: Scheme) -> tuple[int, int]:
+        fields = ROWS // min(ROWS, weight_gradient_features(share))
+        return 32 * chosen.producers // fields, fields
+
+    def stages(share: Scheme, cut: Cut) -> int:
+        pixels, _ = shape(share)
+        if weight_gradient_features(share) > ROWS or pixels < ROWS:
+            return 0
+        left = _SHARED - 2 * share.batch * pixels * 2 * ROWS  # features have two stages
+        return left // (share.batch * 2 * sum(cut.parts) * 2 * ROWS)
+
+    found = _specialised(layout, out_fields, chosen, stages) if warp_specialised else None
+    if found is not None:
+        return Tiling(*found[:2], *shape(found[0][0]), 8, found[2])
+    cut = _cut(out_fields, layout, chosen.gradient_warps, _ACCUMULATORS, RUN)
+    return Tiling(
+        (layout,), cut, chosen.gradient_pixels, chosen.gradient_fields, chosen.gradient_warps
+    )
+
+
+def _specialised(
+    layout: Scheme, out_fields: int, chosen: Tiles, stages: Callable[[Scheme, Cut], int]
+) -> tuple[tuple[Scheme, ...], Cut, tuple[int, ...]] | None:
+    """Warp-specialised launches: layouts, a cut and how many stages; nothing where none fit.
+
+    All targets are made at a time, unless there are so many that a program would hold few output
+    fields. Then half of them are, which read half of the derivatives.
+    """
+    if chosen.warp_specialised < 0 and layout.batch not in _TARGETS:
+        return None
+    both = halves(layout) if chosen.halves else None
+    ways: list[tuple[Scheme, ...]] = []
+    if both is not None and (chosen.halves > 0 or layout.batch >= _HALVED):
+        ways.append(both)
+    if layout.batch < _HALVED or chosen.warp_specialised > 0:
+        ways.append((layout,))
+    for way in ways:
+        if not all(pieces_of_a_chunk(share) is not None and fits(share) for share in way):
+            continue
+        first = [next((c for c in cuts(out_fields, s) if stages(s, c) > 1), None) for s in way]
+        cut = first[0]
+        if cut is not None and first == [cut] * len(way):  # what both halves read is cut once
+            return way, cut, tuple(min(4, stages(share, cut)) for share in way)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def warp_specialised(layout: Scheme, in_fields: int, out_fields: int, dtype: torch.dtype) -> bool:
+    """Whether any launch of a layer would be warp-specialised on a Hopper GPU, channels last.
+
+    The layout is `econv.engines.spectral.triton.scheme.scheme` of a plan and eight slots.
+    """
+    if INTERNAL.get(dtype) != torch.float16:
+        return False
+    launches = (
+        (convolution_tiling, out_fields),
+        (convolution_tiling, in_fields),
+        (weight_gradient_tiling, out_fields),
+    )
+    return any(tiling(layout, n, Tiles(), True).warp_specialised for tiling, n in launches)
+
+
+class Grid(NamedTuple):
+    """The padded grid that holds a spectrum: rows and images share the zeros between them."""
+
+    pitch: int
+    """From a row to the next."""
+    lines: int
+    """Rows of an image."""
+    size: int
+    """Pixels of all images."""
+
+    @staticmethod
+    def of(shape: tuple[int, ...], geometry: Geometry, size: int) -> Grid:
+        reach = geometry.dilation * (size - 1) + 1
+        lengths, shared = [], []
+        for have, wanted in zip(shape[2:], (geometry.height, geometry.width), strict=True):
+            needed = (wanted - 1) * geometry.down + reach
+            after = needed - geometry.before - ((have - 1) * geometry.up + 1)
+            shared.append(max(0, min(geometry.before, after)))
+            lengths.append(needed - shared[-1])
+        lines, pitch = lengths
+        return Grid(pitch, lines, (shape[0] * lines + shared[0]) * pitch + shared[1])
+
+
+def image_groups(
+    x: Like,
+    layout: Scheme,
+    geometry: Geometry,
+    tiling: Tiling,
+    out_channels: int,
+    adjoint: bool,
+    chosen: Tiles,
+) -> list[int]:
+    """How many images a convolution takes at a time: one number for each group.
+
+    A group's spectrum has the memory that is free, or the part of the output that later groups
+    write. Groups are in whole rounds of the programs that run at a time, where they are so large.
+    """
+    batch, pixels = x.shape[0], geometry.height * geometry.width
+    each = _spectrum_bytes(x, layout, geometry)
+    written = out_channels * pixels * x.dtype.itemsize
+    free = _spare_bytes(x, layout, out_channels)
+    if not adjoint:
+        free += batch * x.image_bytes
+    free = chosen.bytes or free
+    whole = tiling.running(x.device) * tiling.pixels // pixels
+    sizes: list[int] = []
+    while (left := batch - sum(sizes)) > 0:  # from the last group on, which has the remainder
+        over = 0 if sizes else batch % 4
+        room = min(max(free, sum(sizes) * written - each), addressed_bytes(x))
+        sizes.append(min(_multiple(room // each - over, whole) + over, left))
+    return sizes[::-1]
+
+
+def weight_gradient_memory(
+    x: Like,
+    layout: Scheme,
+    geometry: Geometry,
+    tiling: Tiling,
+    out_channels: int,
+    chosen: Tiles,
+) -> tuple[int, int]:
+    """How many programs share the pixels of a gradient to the weights, and images at a time.
+
+    Each of these programs has sums of its own, which take a quarter of the memory that is free;
+    half of it, where warp-specialised programs would not fill the GPU.
+    """
+    special = tiling.warp_specialised
+    batch, pixels = x.shape[0], geometry.height * geometry.width
+    in_padded = rounded_up(x.shape[1] // layout.plan.analysis.shape[1], FIELDS)
+    programs = in_padded // tiling.fields * tiling.cut.programs
+    sums = 4 * in_padded * tiling.features * tiling.cut.padded * 2 * len(tiling.layouts)
+    running = concurrent_programs(x.device, tiling.warps)
+    free = batch * x.image_bytes + _spare_bytes(x, layout, out_channels)
+    most = max(1, free // 4 // sums)
+    if not special:
+        # All programs run at the same time: a few more would take as long again.
+        splits = max(1, min(running // programs, most))
+    else:
+        if programs * most < running:
+            most = max(1, free // 2 // sums)
+        # In whole rounds, of which each program takes a share of the pixels.
+        several = range(1, min(most, running) + 1)
+        splits = min(several, key=lambda n: (units(programs * n, running) / n, n))
+    splits = min(chosen.splits or splits, units(batch * pixels, tiling.pixels))
+    free = min(chosen.bytes or free - sums * splits, addressed_bytes(x))
+    each = _spectrum_bytes(x, layout, geometry) + tiling.packed * pixels * x.dtype.itemsize
+    return splits, rounded_up(units(batch, units(batch, _multiple(free // each))), 4)
+
+
+def _spectrum_bytes(x: Like, layout: Scheme, geometry: Geometry) -> int:
+    """Of one image, with its share of what images have in common."""
+    grid = Grid.of((1, *x.shape[1:]), geometry, layout.plan.basis.size)
+    fields = rounded_up(x.shape[1] // layout.plan.analysis.shape[1], FIELDS)
+    return grid.size * fields * layout.chunks * layout.width * x.dtype.itemsize
+
+
+def _spare_bytes(x: Like, layout: Scheme, out_channels: int) -> int:
+    """What the dense engine's filters and the gradient to them take, less what ours do."""
+    plan, pairs = layout.plan, out_channels * x.shape[1]
+    dense = 2 * pairs * plan.basis.size**2 * x.dtype.itemsize
+    fields = pairs // plan.analysis.shape[1] ** 2
+    ours = plan.weights * 2 * 4 + 2 * layout.batch * layout.inner * x.dtype.itemsize
+    return max(_LEAST, dense - fields * ours)
+
+
+def addressed_bytes(x: Like) -> int:
+    """The most bytes that a spectrum may take: kernels count its numbers in 32 bits."""
+    return (2**31 - 1) * x.dtype.itemsize
+
+
+def _multiple(images: int, whole: int = 4) -> int:
+    """Groups are multiples of four images: less aligned addresses would need other kernels.
+
+    And of ``whole``, where there are as many.
+    """
+    whole = whole // 4 * 4
+    return images // whole * whole if whole and images >= whole else max(4, images // 4 * 4)

@@ -1,0 +1,61 @@
+"""The rules by which launches on a GPU are cut, without a GPU and without Triton."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from econv import filter_basis
+from econv.engines.spectral import tiling
+from econv.engines.spectral.triton.scheme import scheme
+from econv.plan import spectral_plan
+
+HOPPER = {"p2": False, "p4": False, "p8": True, "p16": True, "p8m": True, "p32": True, "p1": False}
+
+
+def layout(group):
+    return scheme(spectral_plan(filter_basis(group), "regular", "regular"), 8)
+
+
+@pytest.mark.parametrize(("group", "expected"), HOPPER.items())
+def test_layers_of_many_targets_are_warp_specialised_in_16_bits(group, expected):
+    for dtype in (torch.float16, torch.bfloat16):
+        assert tiling.warp_specialised(layout(group), 20, 20, dtype) is expected
+    for dtype in (torch.float32, torch.float64):
+        assert not tiling.warp_specialised(layout(group), 20, 20, dtype)
+
+
+def test_one_launch_that_fits_is_enough(monkeypatch):
+    """Here the features of the weight gradient are more than the rows of a product."""
+    monkeypatch.setattr(tiling, "weight_gradient_features", lambda layout: 128)
+    tiling.warp_specialised.cache_clear()
+    given = (layout("p16"), 20, tiling.Tiles(), True)
+    assert not tiling.weight_gradient_tiling(*given).warp_specialised
+    assert tiling.warp_specialised(layout("p16"), 20, 20, torch.float16)
+    monkeypatch.setattr(tiling, "_SHARED", 1000)
+    tiling.warp_specialised.cache_clear()
+    assert not tiling.warp_specialised(layout("p16"), 20, 20, torch.float16)
+    tiling.warp_specialised.cache_clear()
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_kernels_that_may_not_be_warp_specialised_are_not(special):
+    chosen = tiling.Tiles()
+    assert tiling.convolution_tiling(layout("p8"), 40, chosen, special).warp_specialised is special
+    found = tiling.weight_gradient_tiling(layout("p8"), 40, chosen, special)
+    assert found.warp_specialised is special
+
+
+def test_parts_are_powers_of_two_and_hold_all_fields():
+    for fields in range(1, 200):
+        for programs, copies, least in ((1, 1, 4), (2, 1, 8), (3, 2, 4)):
+            cut = tiling.Cut.of(fields, programs, copies, least)
+            assert all(part & (part - 1) == 0 and part >= least for part in cut.parts)
+            assert len(cut.parts) <= 2
+            assert 0 <= cut.padded - fields < copies * sum(cut.parts)
+
+
+def test_the_rules_need_no_triton():
+    code = "import sys; sys.modules['triton'] = None; import econv.engines.spectral.tiling"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
