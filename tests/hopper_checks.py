@@ -86,7 +86,7 @@ def case(group="p4", fields=(5, 6), shape=(2, 5, 7), dtype=torch.float16, **opti
 
 
 def warp_specialised(layer, x, probe, **chosen):
-    with triton_tiles.tiles(warp_specialised=1, **chosen), econv.engine() as ran:
+    with tiling.tiles(warp_specialised=1, **chosen), econv.engine() as ran:
         found = results(layer, x, probe, "spectral")
     assert set(ran) == {"spectral/hopper"}
     return found
@@ -218,7 +218,7 @@ def test_slots_wait_in_outputs_of_any_magnitude(interpret):
     ones = ones * (60_000 / large(ones).max())
     interpret()
     layer.engine = large.engine = "spectral"
-    with triton_tiles.tiles(warp_specialised=1, halves=1):
+    with tiling.tiles(warp_specialised=1, halves=1):
         found, filled = layer(x), large(ones)
     assert found[0].any()
     assert not found[1].any()
@@ -359,7 +359,7 @@ def test_images_of_any_magnitude_keep_their_digits(interpret):
     scaled = (x * scales).bfloat16()
     interpret()
     layer.engine = "spectral"
-    with triton_tiles.tiles(warp_specialised=1):
+    with tiling.tiles(warp_specialised=1):
         found = layer(scaled).double()
     layer.engine = "dense"
     wanted = layer.double()(scaled.double())
@@ -401,7 +401,7 @@ def test_an_activated_input_gives_what_the_other_kernels_do(interpret):
         gluon = interpret()
         given = [t.detach().requires_grad_() for t in (x, weight, affine)]
         name = "spectral/hopper" if special else "spectral/triton"
-        with triton_tiles.tiles(warp_specialised=special):
+        with tiling.tiles(warp_specialised=special):
             out, _ = torch.ops.econv.spectral(*given, name, plan.name, list(geometry))
             made.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
         assert gluon.launches.keys() == ({"forward", "weight_gradient"} if special else set())
@@ -421,7 +421,7 @@ def small():
     x, g = (t.to(memory_format=torch.channels_last) for t in (x, g))
     weights = torch.randn(2, 9, SMALL.weights, generator=generator)
     found = {}
-    with pytest.MonkeyPatch.context() as patch, triton_tiles.tiles(warp_specialised=1, splits=2):
+    with pytest.MonkeyPatch.context() as patch, tiling.tiles(warp_specialised=1, splits=2):
         gluon, sources = interpreting(patch, together=1), []
         read = hopper_kernels._read
         patch.setattr(hopper_kernels, "_read", lambda *given: sources.append(given) or read(*given))

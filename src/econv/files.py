@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["atomic", "check_folder", "write_atomically"]
+__all__ = ["atomic", "cache_folder", "check_folder", "write_atomically"]
 
 
 @contextmanager
@@ -58,3 +58,10 @@ def _keep_name(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept, and what was measured."""
+    if given := os.environ.get("ECONV_CACHE"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "econv"

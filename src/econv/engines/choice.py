@@ -28,8 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from econv.engines import dense
 from econv.engines.problem import Problem, Weight
 from econv.engines.registry import ENGINES, Engine, check_name, first_able
-from econv.engines.spectral.native import cache_folder
-from econv.files import atomic
+from econv.files import atomic, cache_folder
 
 __all__ = ["Times", "choose", "engine", "keep", "kept", "measured", "note", "noted", "resolve"]
 

@@ -48,8 +48,8 @@ class _MeanOfFour(torch.autograd.Function):
         ctx.step, ctx.adjoint, ctx.size = step, size is not None, x.shape[2:]
         sizes = tuple((n - 2) // step + 1 for n in x.shape[2:]) if size is None else size
         x = x.contiguous(memory_format=torch.channels_last)
-        like = {"dtype": x.dtype, "device": x.device, "memory_format": torch.channels_last}
-        y = torch.empty((*x.shape[:2], *sizes), **like)
+        shape, last = (*x.shape[:2], *sizes), torch.channels_last
+        y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=last)
         with torch.cuda.device_of(x):
             launch(x, y, step, ctx.adjoint)
         return y

@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["launch"]
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _mean_of_four(
     x: Any,
     y: Any,

@@ -33,11 +33,11 @@ from torch import Tensor
 from econv.engines.problem import Geometry, Problem
 from econv.engines.spectral.operator import Spectral, Task
 from econv.engines.spectral.torch import arrays, spectral_weights
-from econv.files import atomic
+from econv.files import atomic, cache_folder
 from econv.fourier import butterflies
 from econv.plan import SpectralPlan
 
-__all__ = ["Native", "available", "cache_folder", "reason", "run"]
+__all__ = ["Native", "available", "reason", "run"]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _LARGEST = 9  # size of the stencils that the kernel is instantiated for
@@ -322,13 +322,6 @@ def _pairs(lines: list[np.ndarray], least: int) -> Iterator[tuple[np.ndarray, np
     for a, one in enumerate(lines):
         for b, two in enumerate(lines[a + least :]):
             yield one, two, b + least
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
-    if given := os.environ.get("ECONV_CACHE"):
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "econv"
 
 
 @lru_cache(maxsize=8)

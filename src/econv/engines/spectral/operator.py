@@ -33,6 +33,10 @@ class EngineError(RuntimeError):
     """A kernel that could not be compiled or launched; its cause says why."""
 
 
+_MADE: dict[str, Spectral] = {}
+"""The engines by name, as graphs know them."""
+
+
 class Task(NamedTuple):
     """One plan at one geometry."""
 
@@ -51,6 +55,9 @@ class Task(NamedTuple):
 
 class Spectral:
     """An engine that differentiates in Fourier space. Subclasses say on what, and run a task."""
+
+    def __init__(self) -> None:
+        _MADE[self.name] = self
 
     name = "spectral"
     compiled = False
@@ -281,12 +288,6 @@ _SPECTRAL = torch.ops.econv.spectral.default
 _BACKWARD = torch.ops.econv.spectral_backward.default
 
 
-def _engine(name: str) -> Spectral:
-    from econv.engines.registry import ENGINES
-
-    return cast(Spectral, ENGINES[name])
-
-
 def _task(plan: str, geometry: list[int]) -> Task:
     return Task(plan_named(plan), Geometry(*geometry))
 
@@ -294,7 +295,7 @@ def _task(plan: str, geometry: list[int]) -> Task:
 def _run(
     x: Tensor, weight: Tensor, affine: Tensor | None, engine: str, plan: str, geometry: list[int]
 ) -> tuple[Tensor, Tensor]:
-    y, known = _engine(engine).forward(_task(plan, geometry), x, weight, affine)
+    y, known = _MADE[engine].forward(_task(plan, geometry), x, weight, affine)
     return y.contiguous(memory_format=memory_format(x)), known
 
 
@@ -303,7 +304,7 @@ def _fake(
 ) -> tuple[Tensor, Tensor]:
     shape = _task(plan, geometry).shape(x, weight)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
-    return y, _engine(engine).known_like(x)
+    return y, _MADE[engine].known_like(x)
 
 
 def _run_backward(
@@ -319,7 +320,7 @@ def _run_backward(
     to_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     task, wanted = _task(plan, geometry), (to_x, to_weight)
-    found = _engine(engine).backward(task, g, x, weight, affine, known, wanted)
+    found = _MADE[engine].backward(task, g, x, weight, affine, known, wanted)
     layouts = (memory_format(x), torch.contiguous_format, torch.contiguous_format)
     kept = (to_x, to_weight, to_x and affine is not None)
     one, two, three = (
