@@ -30,6 +30,7 @@ KERNELS = {
         "void at::native::(anonymous namespace)::max_pool_forward_nhwc<float>(int)",
         "triton_poi_fused_add_max_pool2d_with_indices_backward_threshold_backward_8",
         "triton_poi_fused_add_div_slice_view_0",
+        "_mean_of_four",
     ],
     "filter expansion": [
         "triton_poi_fused__to_copy_convolution_12",
