@@ -21,7 +21,7 @@ from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton import steps as triton_steps
 from econv.engines.spectral.triton.engine import Hopper, Triton, largest
 from econv.engines.spectral.triton.kernels import INTERPRETED, OVERALL
-from econv.layers import norm_relu_conv
+from econv.layers import norm_relu_conv, shift
 from econv.plan import spectral_plan
 from test_engines import run_reference
 from test_pooled import stats
@@ -1028,3 +1028,34 @@ def test_blocks_of_a_network_use_it_by_themselves():
         assert error(ours.grad, theirs.grad) <= 100 * FLOAT32
     for ours, theirs in zip(network.buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(ours.double().cpu(), theirs.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "step"), [((2, 5, 7, 6), 1), ((2, 70, 9, 8), 2), ((1, 3, 9, 8), 3), ((1, 8, 2, 2), 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_means_of_four_pixels_are_those_of_torch(monkeypatch, shape, step, dtype):
+    monkeypatch.setattr(shift, "_DEVICES", {DEVICE})
+    x = torch.randn(shape, dtype=dtype, device=DEVICE).to(memory_format=torch.channels_last)
+    x.requires_grad_()
+    found = shift.mean_of_four(x, step)
+    assert type(found.grad_fn).__name__ == "_MeanOfFourBackward"
+    wanted = torch.nn.functional.avg_pool2d(x.double(), 2, step)
+    probe = torch.randn_like(found)
+    ours = (found, *torch.autograd.grad(found, x, probe, create_graph=True))
+    theirs = (wanted, *torch.autograd.grad(wanted, x, probe.double()))
+    eps = torch.finfo(dtype).eps
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(one.double(), other.double(), rtol=eps, atol=eps)
+
+
+def test_the_gradient_of_means_of_four_has_a_gradient(monkeypatch):
+    monkeypatch.setattr(shift, "_DEVICES", {DEVICE})
+    x = torch.randn(2, 3, 6, 5, device=DEVICE).to(memory_format=torch.channels_last)
+    results = []
+    for mean in (shift.mean_of_four, lambda x: torch.nn.functional.avg_pool2d(x, 2, 1)):
+        ours = x.detach().requires_grad_()
+        (first,) = torch.autograd.grad((mean(ours) ** 3).sum(), ours, create_graph=True)
+        results.append(torch.autograd.grad((first**2).sum(), ours)[0])
+    torch.testing.assert_close(*results)

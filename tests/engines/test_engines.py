@@ -301,3 +301,21 @@ def test_replicated_borders_are_those_of_torch(before, after):
         found = dense.replicate(x, before, after)
         assert torch.equal(found, wanted)
         assert found.is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize(
+    ("size", "taps", "stride", "padding"),
+    [(23, 7, 2, 3), (24, 7, 2, 3), (16, 5, 2, 0), (17, 5, 2, 2), (20, 3, 4, 1), (9, 7, 2, 3)],
+)
+def test_strided_filters_read_blocks_of_pixels_as_channels(size, taps, stride, padding):
+    """What the dense engine makes of lifting layers on a GPU, whose tensor cores want channels."""
+    x = torch.randn(2, 3, size, size + 1, dtype=torch.float64, requires_grad=True)
+    bank = torch.randn(5, 3, taps, taps, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(5, dtype=torch.float64)
+    wanted = torch.nn.functional.conv2d(x, bank, bias, stride, padding)
+    found = dense._on_blocks_of_pixels(x, bank, bias, stride, padding)
+    probe = torch.randn_like(wanted)
+    ours = (found, *torch.autograd.grad(found, (x, bank), probe))
+    theirs = (wanted, *torch.autograd.grad(wanted, (x, bank), probe))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)

@@ -115,44 +115,43 @@ _LIBRARY.impl("convolution", _traced, "CompositeImplicitAutograd")
 def explain(layer: nn.Module, x: Tensor) -> None:
     """Print which engines can run a layer on ``x``, why others cannot, and how long each takes.
 
-    Of a network, the same for each convolution that differs from those before. Engines that
-    ``"auto"`` does not choose from are not timed.
+    Of a network, the same for each convolution that differs from those before. The star marks what
+    runs here; engines that ``"auto"`` does not choose from are not timed.
 
     >>> import econv
     >>> econv.engines.explain(econv.GroupConv2d(1, 1, "p8"), torch.randn(1, 8, 9, 9))
     p8, 1 regular → 1 regular, 5×5, batch 1, 9×9, float32, with gradients
-      dense            takes it
     ...
     """
-    problems: dict[Problem, tuple[Any, Tensor]] = {}
+    problems: dict[Problem, Any] = {}
 
     def look(module: Any, inputs: tuple[Any, ...]) -> None:
         read = module.read(inputs[0])
-        problem = Problem.of(module.convolution, read, module.weight)
-        problems.setdefault(problem, (module, read))
+        problems.setdefault(Problem.of(module.convolution, read, module.weight), module)
 
     convolutions = [m for m in layer.modules() if hasattr(m, "convolution")]
+    if not convolutions:
+        raise ValueError(f"expected a layer or a network of econv; got {type(layer).__name__}")
     handles = [module.register_forward_pre_hook(look) for module in convolutions]
     try:
         layer(x)
     finally:
         for handle in handles:
             handle.remove()
-    for problem, (module, _) in problems.items():
+    for problem, module in problems.items():
         print("\n".join(_table(problem, module)))
 
 
 def _table(problem: Problem, module: Any) -> list[str]:
-    name = choice.resolve(module.engine)
-    chosen: Engine = choice.choose(problem, name, module.weight)
+    chosen: Engine = choice.choose(problem, choice.resolve(module.engine), module.weight)
     times = choice.measured(problem, module.weight.dtype) or {}
     lines = [str(problem)]
     for one in ENGINES.values():
-        reason = one.why_not(problem)
-        took = times.get(one.name)
-        seconds = "" if took is None else f"{1e3 * took.call:.3g} ms"
-        if took is not None and took.device != took.call:
-            seconds += f", {1e3 * took.device:.3g} ms on the device"
-        says = "takes it" if one is chosen else "can run" if reason is None else reason
-        lines.append(f"  {one.name:<16} {says}{': ' * bool(seconds)}{seconds}")
+        reason, took = one.why_not(problem), times.get(one.name)
+        says = "can run" if reason is None else f"cannot run: {reason}"
+        if took is not None:
+            says = f"{1e3 * took.call:.3g} ms"
+            if took.device != took.call:
+                says += f", {1e3 * took.device:.3g} ms of it on the device"
+        lines.append(f"{'*' if one is chosen else ' '} {one.name:<16} {says}")
     return lines
