@@ -115,13 +115,13 @@ def explain(layer: nn.Module, x: Tensor) -> None:
     """Print which engines can run a layer on ``x``, why others cannot, and how long each takes.
 
     Of a network, the same for each convolution that differs from those before. Engines that
-    ``"auto"`` does not choose from are not timed.
+    ``"auto"`` does not choose from are not timed, and none where nothing may be measured.
 
     >>> import econv
-    >>> econv.engines.explain(econv.GroupConv2d(1, 1, "p8"), torch.randn(1, 8, 9, 9))
+    >>> layer = econv.GroupConv2d(1, 1, "p8", engine="dense")
+    >>> econv.engines.explain(layer, torch.randn(1, 8, 9, 9))  # doctest: +ELLIPSIS
     p8, 1 regular → 1 regular, 5×5, batch 1, 9×9, float32, with gradients
-      dense            takes it
-    ...
+      dense            takes it...
     """
     problems: dict[Problem, tuple[Any, Tensor]] = {}
 
@@ -144,7 +144,7 @@ def explain(layer: nn.Module, x: Tensor) -> None:
 def _table(problem: Problem, module: Any) -> list[str]:
     name = choice.resolve(module.engine)
     chosen: Engine = choice.choose(problem, name, module.weight)
-    times = choice.measured(problem, module.weight.dtype) or {}
+    times = choice.measured(problem, module.weight.dtype, choice.may_measure()) or {}
     lines = [str(problem)]
     for one in ENGINES.values():
         reason = one.why_not(problem)
