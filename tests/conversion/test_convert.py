@@ -856,7 +856,7 @@ def test_a_subclass_with_a_forward_of_its_own_has_its_base_s_rule_only_if_that_i
     ],
 )
 def test_no_operation_has_two_rules(operation, options, name):
-    of_here = r"test_conversion\.as_it_is"
+    of_here = r"test_convert\.as_it_is"
     with pytest.raises(ValueError, match=rf"one rule for {name}; got econv\..* and {of_here}"):
         rule(operation, **options)(as_it_is)
     with pytest.raises(ValueError, match=rf"one rule for DropPath; got econv\..* and {of_here}"):
