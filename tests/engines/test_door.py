@@ -354,6 +354,19 @@ def test_the_times_of_engines_are_explained(measuring, monkeypatch, capsys):
     assert "  spectral/torch   can run" in lines
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_nothing_is_timed_for_an_explanation_where_it_may_not_be(
+    measuring, monkeypatch, capsys, allowed
+):
+    dense, fake = installed(monkeypatch, 0.002, 0.001)
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    with econv.engine("auto", measure=allowed):
+        lines = explained(capsys, layer, x)
+    assert dense.calls + fake.calls > 1 if allowed else dense.calls + fake.calls == 1
+    assert any(line.endswith(" ms") for line in lines) == allowed
+    assert measuring.exists() == allowed
+
+
 def test_a_network_is_explained_once_for_each_problem(capsys):
     network = nn.Sequential(
         LiftConv2d(1, 2, "p4"),

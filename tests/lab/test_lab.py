@@ -366,8 +366,8 @@ def test_a_layer_that_does_not_turn_does_not_converge():
     layer = LiftConv2d(1, 2, "p8")
 
     class Wrong(LiftConv2d):
-        def _filters(self) -> Tensor:
-            return super()._filters().flip(0)
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).flip(1)
 
     wrong = Wrong(1, 2, "p8")
     assert lab.resolution_curve(layer).errors[-1] < 1e-5

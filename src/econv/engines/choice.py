@@ -30,7 +30,18 @@ from econv.engines.problem import Problem, Weight
 from econv.engines.registry import ENGINES, Engine, check_name, first_able
 from econv.files import atomic, cache_folder
 
-__all__ = ["Times", "choose", "engine", "keep", "kept", "measured", "note", "noted", "resolve"]
+__all__ = [
+    "Times",
+    "choose",
+    "engine",
+    "keep",
+    "kept",
+    "may_measure",
+    "measured",
+    "note",
+    "noted",
+    "resolve",
+]
 
 _log = logging.getLogger("econv.engines")
 
@@ -113,7 +124,7 @@ def choose(problem: Problem, name: str, learned: Tensor) -> Engine:
     if name != "auto":
         return first_able(name, problem)
     alone = problem.context == "traced" or _capturing(problem.device)
-    key = (problem, alone, _may_measure())
+    key = (problem, alone, may_measure())
     found = _memory.get(key)
     if found is None:
         found = _decide(problem, alone, learned)
@@ -144,7 +155,7 @@ def _decide(problem: Problem, alone: bool, learned: Tensor) -> Engine:
     if len(able) == 1:
         return ENGINES["dense"]
     plain = problem.context in ("eager", "traced")
-    if not (plain and _may_measure()) or problem.multiplications < _TINY[problem.device.type]:
+    if not (plain and may_measure()) or problem.multiplications < _TINY[problem.device.type]:
         return rule(problem, list(able.values()), alone)
     key = f"{'device' if alone else 'call'}: {_text(problem)}"
     if _decided.get(key) in able:
@@ -197,7 +208,8 @@ def keep(decided: dict[str, str]) -> None:
     _memory.clear()
 
 
-def _may_measure() -> bool:
+def may_measure() -> bool:
+    """Whether engines may be timed here and now."""
     if os.environ.get("ECONV_MEASURE") == "0" or (_measuring and not _measuring[-1]):
         return False
     return not torch.are_deterministic_algorithms_enabled()

@@ -116,10 +116,12 @@ def explain(layer: nn.Module, x: Tensor) -> None:
     """Print which engines can run a layer on ``x``, why others cannot, and how long each takes.
 
     Of a network, the same for each convolution that differs from those before. The star marks what
-    runs here; engines that ``"auto"`` does not choose from are not timed.
+    runs here. Engines that ``"auto"`` does not choose from are not timed, and none where nothing may
+    be measured.
 
     >>> import econv
-    >>> econv.engines.explain(econv.GroupConv2d(1, 1, "p8"), torch.randn(1, 8, 9, 9))
+    >>> layer = econv.GroupConv2d(1, 1, "p8", engine="dense")
+    >>> econv.engines.explain(layer, torch.randn(1, 8, 9, 9))
     p8, 1 regular → 1 regular, 5×5, batch 1, 9×9, float32, with gradients
     ...
     """
@@ -144,7 +146,7 @@ def explain(layer: nn.Module, x: Tensor) -> None:
 
 def _table(problem: Problem, module: Any) -> list[str]:
     chosen: Engine = choice.choose(problem, choice.resolve(module.engine), module.weight)
-    times = choice.measured(problem, module.weight.dtype) or {}
+    times = choice.measured(problem, module.weight.dtype, choice.may_measure()) or {}
     lines = [str(problem)]
     for one in ENGINES.values():
         reason, took = one.why_not(problem), times.get(one.name)
