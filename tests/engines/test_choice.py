@@ -810,3 +810,17 @@ def test_a_first_process_that_is_silent_is_not_waited_for_without_end(
 
 def test_times_are_numbers_that_can_be_compared():
     assert min(Times(2.0, 1.0), Times(math.inf, math.inf)) == Times(2.0, 1.0)
+
+
+def test_of_many_sizes_the_first_are_measured(measuring, monkeypatch):
+    dense, fake = installed(monkeypatch, 0.002, 0.001)
+    monkeypatch.setattr(choice, "_MOST_SIZES", 2)
+    layer = GroupConv2d(2, 2, "p4")
+    for size in (8, 9):
+        layer(torch.randn(2, 8, size, size))
+    before = dense.calls
+    assert before
+    with econv.engine() as ran:
+        layer(torch.randn(2, 8, 10, 10))
+    assert ran == [fake.name]
+    assert dense.calls == before  # nobody timed it

@@ -49,6 +49,9 @@ _TINY = {"cpu": 20_000_000, "cuda": 2_000_000_000}
 """Multiplications of the dense engine below which measuring takes longer than it can save."""
 
 
+_MOST_SIZES = 16  # of one convolution that are measured; later ones run as the largest did
+
+
 class Times(NamedTuple):
     """Seconds that a problem took."""
 
@@ -136,6 +139,8 @@ def choose(problem: Problem, name: str, learned: Tensor) -> Engine:
 _memory: dict[tuple[Problem, bool, bool], Engine] = {}
 _decided: dict[str, str] = {}
 _failed: dict[tuple[str, str], str] = {}
+_sizes: dict[tuple[Problem, bool], dict[int, str]] = {}
+"""Of a convolution what was decided, by the work of each size that was measured."""
 _lock = threading.RLock()
 
 
@@ -160,13 +165,20 @@ def _decide(problem: Problem, alone: bool, learned: Tensor) -> Engine:
     key = f"{'device' if alone else 'call'}: {_text(problem)}"
     if _decided.get(key) in able:
         return able[_decided[key]]
+    shapeless = problem._replace(batch=0, height=0, width=0)
+    sizes = _sizes.setdefault((shapeless, alone), {})
+    if len(sizes) >= _MOST_SIZES:
+        return able.get(sizes[max(sizes)], ENGINES["dense"])
+    capturing = _capturing(problem.device)
     with _lock:
-        times = measured(problem, learned.dtype, may_run=not _capturing(problem.device))
-    usable = {n: t[int(alone)] for n, t in (times or {}).items() if n in able}
+        times = measured(problem, learned.dtype, may_run=not capturing) or {}
+        if not (alone or capturing):
+            _warm(problem, learned.dtype, times)
+    usable = {n: t[int(alone)] for n, t in times.items() if n in able}
     best = min(usable, key=lambda n: usable[n]) if usable else ""
     if not usable or not math.isfinite(usable[best]):
         return rule(problem, list(able.values()), alone)
-    _decided[key] = best
+    _decided[key] = sizes[problem.multiplications] = best
     others = ", ".join(f"{n} {1e3 * t:.3g} ms" for n, t in usable.items())
     _log.info("%s: %s (%s)", problem, best, others)
     return able[best]
@@ -229,11 +241,13 @@ def measured(problem: Problem, dtype: torch.dtype, may_run: bool = True) -> dict
     found = memory.times.get(text)
     store = _store()
     first = store is None or torch.distributed.get_rank() == 0
+    if not first and may_run and text not in memory.told:
+        memory.told[text] = _shared(store, text)
+    if not first and memory.told.get(text):
+        return memory.told[text]
     if found is None or not names <= found.keys():
-        if not may_run:
+        if not may_run or not first:
             return None
-        if not first:
-            return _shared(store, text)
         found = _measure(problem, dtype)
         if found and all(math.isfinite(times.call) for times in found.values()):
             memory.add(text, found)
@@ -247,6 +261,7 @@ def measured(problem: Problem, dtype: torch.dtype, may_run: bool = True) -> dict
 def _measure(problem: Problem, dtype: torch.dtype) -> dict[str, Times]:
     """Time the candidates, one after the other, on numbers of their own."""
     found: dict[str, Times] = {}
+    _measured_here.add(_text(problem))
     eager = problem._replace(context="eager")
     with _disable_current_modes(), torch.inference_mode(False), _no_autocast(problem.device):
         for one in candidates(problem):
@@ -259,6 +274,23 @@ def _measure(problem: Problem, dtype: torch.dtype) -> dict[str, Times]:
         if problem.device.type == "cuda":
             torch.cuda.empty_cache()
     return found
+
+
+def _warm(problem: Problem, dtype: torch.dtype, times: dict[str, Times]) -> None:
+    """Run once what a CUDA graph that is captured later would take, so that it is compiled then.
+
+    Times that were read from the disk have compiled nothing in this process.
+    """
+    if problem.device.type != "cuda" or _text(problem) in _measured_here or not times:
+        return
+    _measured_here.add(_text(problem))
+    best = min(times, key=lambda name: times[name].device)
+    if best != min(times, key=lambda name: times[name].call):
+        with _disable_current_modes(), torch.inference_mode(False), _no_autocast(problem.device):
+            _pass(ENGINES[best], problem._replace(context="eager"), dtype)()
+
+
+_measured_here: set[str] = set()
 
 
 def _pass(one: Engine, problem: Problem, dtype: torch.dtype) -> Callable[[], None]:
@@ -360,6 +392,7 @@ class _Disk:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.times = self._read()
+        self.told: dict[str, dict[str, Times] | None] = {}  # by the first of several processes
 
     @classmethod
     def of(cls, device: torch.device) -> _Disk:
@@ -401,7 +434,7 @@ def _versions() -> str:
     return "-".join(found)
 
 
-_WAIT = 300  # seconds for the first process to measure
+_WAIT = 120  # seconds for the first process to measure
 
 
 def _store() -> Any:

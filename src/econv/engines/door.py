@@ -116,8 +116,7 @@ def explain(layer: nn.Module, x: Tensor) -> None:
     """Print which engines can run a layer on ``x``, why others cannot, and how long each takes.
 
     Of a network, the same for each convolution that differs from those before. The star marks what
-    runs here. Engines that ``"auto"`` does not choose from are not timed, and none where nothing may
-    be measured.
+    runs here. Engines that ``"auto"`` does not choose from are not timed.
 
     >>> import econv
     >>> layer = econv.GroupConv2d(1, 1, "p8", engine="dense")
