@@ -19,7 +19,7 @@ from econv.engines.spectral.triton import engine as triton_engine
 from econv.engines.spectral.triton import kernels as triton_kernels
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton import steps as triton_steps
-from econv.engines.spectral.triton.engine import Hopper, Triton, largest
+from econv.engines.spectral.triton.engine import Hopper, Triton
 from econv.engines.spectral.triton.kernels import INTERPRETED, OVERALL
 from econv.layers import norm_relu_conv, shift
 from econv.plan import spectral_plan
@@ -175,6 +175,13 @@ def test_what_is_no_number_reaches_its_neighbours_and_no_other_image(value):
     out = layer(x)
     assert not out[0, :, 3, 3].isfinite().any()
     assert torch.equal(out[1], clean[1])
+
+
+def largest(x, affine=None):
+    """The largest magnitude in ``x``, and from `OVERALL` on that of each of its images."""
+    found = torch.zeros(OVERALL + len(x), device=x.device)
+    triton_engine.largest(x, found, affine)
+    return found
 
 
 def layouts(x):
@@ -668,7 +675,8 @@ def test_the_operators_pass_the_checks_of_torch(activated, layout):
     plan, x, g, _, geometry = operands()
     x, weight = x.to(memory_format=layout), learned(plan)
     affine = torch.randn(3, 2, device=DEVICE) if activated else None
-    known, rest = largest(x, affine), ("spectral/triton", plan.name, list(geometry))
+    known = Triton()._know(Task(plan, geometry), x, weight, affine)
+    rest = ("spectral/triton", plan.name, list(geometry))
     for wanted in ((True, True), (True, False), (False, True)):
         inputs = (g, x, weight, affine, known, *rest, *wanted)
         torch.library.opcheck(torch.ops.econv.spectral_backward.default, inputs)
@@ -679,8 +687,8 @@ def test_the_operators_pass_the_checks_of_torch(activated, layout):
 
 def convolve(x, weights, plan, geometry, affine=None, into=None):
     """A layer with spectral weights, or its adjoint with an output like ``into``."""
-    given = (Task(plan, geometry), x, largest(x, affine), weights, affine, into)
-    return Hopper()._launch(*given)
+    operands = (x, largest(x, affine), weights, largest(weights))
+    return Hopper()._launch(Task(plan, geometry), *operands, affine, into)
 
 
 def weight_gradient(x, g, plan, geometry):

@@ -92,7 +92,7 @@ class Native(Spectral):
         _, weights = spectral_weights(task.plan, weight, x.dtype)
         found, _ = run(x.to(weights.dtype), weights, task.plan, task.geometry)
         assert found is not None
-        return found.to(x.dtype), self.known_like(x)
+        return found.to(x.dtype), self.known_like(task, x, weight)
 
     def backward(
         self,
@@ -101,7 +101,7 @@ class Native(Spectral):
         x: Tensor,
         weight: Tensor,
         affine: Tensor | None,
-        known: Tensor,
+        known: Tensor | None,
         wanted: tuple[bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Both gradients, from one set of derivatives."""

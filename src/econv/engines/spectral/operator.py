@@ -79,7 +79,7 @@ class Spectral:
     ) -> tuple[Tensor, Tensor]:
         """The layer, ``weight`` being ``[out fields, in fields, coordinates]``.
 
-        The second tensor is what the backward pass would have to find out about ``x`` again.
+        The second tensor is what the backward pass would have to find out again.
         """
         raise NotImplementedError
 
@@ -90,13 +90,13 @@ class Spectral:
         x: Tensor,
         weight: Tensor,
         affine: Tensor | None,
-        known: Tensor,
+        known: Tensor | None,
         wanted: tuple[bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients to ``x``, ``weight`` and ``affine``; what is not wanted may be missing."""
         raise NotImplementedError
 
-    def known_like(self, x: Tensor) -> Tensor:
+    def known_like(self, task: Task, x: Tensor, weight: Tensor) -> Tensor:
         """The second result of `forward`, empty: for compilers."""
         return x.new_empty(0, dtype=torch.float32)
 
@@ -226,7 +226,7 @@ class _Gradients(torch.autograd.Function):
         g: Tensor,
         x: Tensor,
         weight: Tensor,
-        known: Tensor,
+        known: Tensor | None,
         engine: Spectral,
         task: Task,
         wanted: tuple[bool, bool],
@@ -247,9 +247,9 @@ class _Gradients(torch.autograd.Function):
         g, x, weight = ctx.saved_tensors
         rest = (ctx.engine, ctx.task)
         h, big_h = cotangents
-        to_g, known = _Convolve.apply(h, weight, None, *rest)
+        to_g = _Convolve.apply(h, weight, None, *rest)[0]
         to_g = to_g + _Convolve.apply(x, big_h, None, *rest)[0]
-        to_x, to_weight = _Gradients.apply(g, h, big_h, known, *rest, (True, True))
+        to_x, to_weight = _Gradients.apply(g, h, big_h, None, *rest, (True, True))
         return to_g, to_x, to_weight, None, None, None, None
 
     @staticmethod
@@ -302,9 +302,10 @@ def _run(
 def _fake(
     x: Tensor, weight: Tensor, affine: Tensor | None, engine: str, plan: str, geometry: list[int]
 ) -> tuple[Tensor, Tensor]:
-    shape = _task(plan, geometry).shape(x, weight)
+    task = _task(plan, geometry)
+    shape = task.shape(x, weight)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
-    return y, _MADE[engine].known_like(x)
+    return y, _MADE[engine].known_like(task, x, weight)
 
 
 def _run_backward(

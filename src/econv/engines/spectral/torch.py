@@ -40,13 +40,15 @@ class Torch(Spectral):
         table, weights = spectral_weights(task.plan, weight, x.dtype)
         working = x.to(weights.dtype)
         if torch._C._is_tracing() or exporting():  # for any number of images
-            return apply(working, weights, table, task.geometry).to(x.dtype), self.known_like(x)
+            return apply(working, weights, table, task.geometry).to(x.dtype), self.known_like(
+                task, x, weight
+            )
         parts = [
             apply(working[here], weights, table, task.geometry)
             for here in _chunks(working, table, task.geometry)
         ]
         found = _joined(parts, working.new_empty((0, *task.shape(x, weight)[1:])))
-        return found.to(x.dtype), self.known_like(x)
+        return found.to(x.dtype), self.known_like(task, x, weight)
 
     def backward(
         self,
@@ -55,7 +57,7 @@ class Torch(Spectral):
         x: Tensor,
         weight: Tensor,
         affine: Tensor | None,
-        known: Tensor,
+        known: Tensor | None,
         wanted: tuple[bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Both gradients, from one set of derivatives."""

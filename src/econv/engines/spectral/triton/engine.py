@@ -23,8 +23,8 @@ from torch import Tensor
 
 from econv.engines.problem import Problem, Prologue, memory_format
 from econv.engines.spectral.operator import Spectral, Task
-from econv.engines.spectral.tiling import Like, overridden, warp_specialised
-from econv.engines.spectral.torch import spectral_weights
+from econv.engines.spectral.tiling import Like, overridden, rounded_up, warp_specialised
+from econv.engines.spectral.torch import tables
 from econv.engines.spectral.triton.scheme import scheme
 
 __all__ = ["DEVICES", "Hopper", "Triton", "on_device"]
@@ -67,15 +67,37 @@ class Triton(Spectral):
     def forward(
         self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The layer; the largest numbers of its input are kept."""
+        """The layer; what is known of its operands is kept."""
         with on_device(x):
-            _, weights = spectral_weights(task.plan, weight, x.dtype)
-            known = largest(x, affine)
-            return self._launch(task, x, known, weights, affine), known
+            known = self._know(task, x, weight, affine)
+            x_largest, w_largest, weights = self._parts(task, x, weight, known)
+            operands = (x, x_largest, weights, w_largest)
+            return self._launch(task, *operands, affine), known
 
-    def known_like(self, x: Tensor) -> Tensor:
-        """The largest numbers of images."""
-        return torch.empty(_launches().OVERALL + x.shape[0], dtype=torch.float32, device=x.device)
+    def known_like(self, task: Task, x: Tensor, weight: Tensor) -> Tensor:
+        """Largest numbers of the input and of the spectral weights, and these weights."""
+        fields = weight.shape[0] * weight.shape[1]
+        numbers = sum(_lengths(x, weight)) + fields * task.plan.weights
+        return torch.empty(numbers, dtype=torch.float32, device=x.device)
+
+    def _know(self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None) -> Tensor:
+        known = self.known_like(task, x, weight)
+        x_largest, w_largest, weights = self._parts(task, x, weight, known)
+        known[: sum(_lengths(x, weight))].zero_()
+        table = tables(task.plan, weight.device, torch.float32)
+        flat = weight.to(torch.float32).flatten(0, 1)
+        torch.mm(flat, table.weight_map, out=weights.view(-1, task.plan.weights))
+        largest(x, x_largest, affine)
+        largest(weights, w_largest)
+        return known
+
+    def _parts(
+        self, task: Task, x: Tensor, weight: Tensor, known: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        first, second = _lengths(x, weight)
+        weights = known[first + second :].view(*weight.shape[:2], task.plan.weights)
+        x_largest = known[: _launches().OVERALL + x.shape[0]]
+        return x_largest, known[first : first + _launches().OVERALL + weight.shape[0]], weights
 
     def backward(
         self,
@@ -84,15 +106,17 @@ class Triton(Spectral):
         x: Tensor,
         weight: Tensor,
         affine: Tensor | None,
-        known: Tensor,
+        known: Tensor | None,
         wanted: tuple[bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Both gradients; that to the weight first, while the other, larger one does not exist."""
         launches, to_x, to_weight, to_affine = _launches(), None, None, None
         with on_device(x):
-            table, weights = spectral_weights(task.plan, weight, x.dtype)
+            known = self._know(task, x, weight, affine) if known is None else known
+            x_largest, w_largest, weights = self._parts(task, x, weight, known)
             gradient = gradient.to(x.dtype)
-            found = largest(gradient)
+            found = gradient.new_zeros(_launches().OVERALL + len(gradient), dtype=torch.float32)
+            largest(gradient, found)
             if wanted[1]:
                 run = launches.weight_gradient_run(
                     Like.of(x),
@@ -104,11 +128,12 @@ class Triton(Spectral):
                     affine is not None,
                     self.specialised,
                 )
-                to_weights = run(x, known, gradient, found, *_given(affine))
+                to_weights = run(x, x_largest, gradient, found, *_given(affine))
+                table = tables(task.plan, weight.device, torch.float32)
                 to_weight = (to_weights @ table.weight_map.T).to(weight.dtype)
             if wanted[0]:
                 back = Task(task.plan, task.back(x))
-                to_x = self._launch(back, gradient, found, weights, None, x)
+                to_x = self._launch(back, gradient, found, weights, w_largest, None, x)
                 if affine is not None:
                     to_x, to_affine = activation_backward(to_x, x, affine)
         return to_x, to_weight, to_affine
@@ -119,6 +144,7 @@ class Triton(Spectral):
         x: Tensor,
         x_largest: Tensor,
         weights: Tensor,
+        w_largest: Tensor,
         affine: Tensor | None,
         into: Tensor | None = None,
     ) -> Tensor:
@@ -136,7 +162,7 @@ class Triton(Spectral):
             affine is not None,
             self.specialised,
         )
-        found: Tensor = run(x, x_largest, weights.contiguous(), largest(weights), *_given(affine))
+        found: Tensor = run(x, x_largest, weights, w_largest, *_given(affine))
         return found
 
 
@@ -205,16 +231,21 @@ def _given(affine: Tensor | None) -> tuple[Tensor, ...]:
     return () if affine is None else (affine.contiguous(),)
 
 
-def largest(x: Tensor, affine: Tensor | None = None) -> Tensor:
-    """The largest magnitude in ``x``, and from `OVERALL` on that of each of its images.
+def _lengths(x: Tensor, weight: Tensor) -> tuple[int, int]:
+    """Numbers that the largest ones of both take, in whole 16 bytes."""
+    overall = _launches().OVERALL
+    return rounded_up(overall + x.shape[0], 4), rounded_up(overall + weight.shape[0], 4)
+
+
+def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
+    """Add the largest magnitude in ``x``, and from `OVERALL` on that of each image, to zeros.
 
     With ``affine``, of ``x`` when it is activated.
     """
     launches = _launches()
     overall, like = launches.OVERALL, Like.of(x)
-    found = torch.zeros(overall + x.shape[0], dtype=torch.float32, device=x.device)
     if not x.numel():
-        return found
+        return
     if affine is None:
         steps = launches.largest_steps(like)
     else:
@@ -227,7 +258,6 @@ def largest(x: Tensor, affine: Tensor | None = None) -> Tensor:
         each = torch.linalg.vector_norm(x, math.inf, dim=rest, dtype=torch.float32)
         found[overall:] = each
         found[:overall] = each.amax()
-    return found
 
 
 def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
