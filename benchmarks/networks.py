@@ -250,6 +250,7 @@ def measure(
         x = x.to(memory_format=torch.channels_last)
     y = torch.randint(0, 1000, (args.batch,), generator=make).to(args.device)
     models = variants(network, x)
+    models = {each: m for each, m in models.items() if each in (SOURCE, *args.engines)}
     counts = {each: sum(p.numel() for p in m.parameters()) for each, m in models.items()}
     if counts[SOURCE] != network.parameters:
         raise AssertionError(f"{name}: {counts[SOURCE]:,} parameters, not {network.parameters:,}")
@@ -318,6 +319,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, help="(default: all)")
     parser.add_argument("--ways", nargs="+", choices=("compile", "graph", "eager"))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--cpu", action="store_true", help="the row of a CPU, with 2 threads")
     parser.add_argument("--batch", type=int, help="images (64; 4 on a CPU)")
