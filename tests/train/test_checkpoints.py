@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from econv import files, records, report, train
+from econv.engines import choice
 from econv.recipes import Recipe
 from econv.train.trainer import Trainer
+from fake_engines import installed
 from tiny_training import TINY, changed, interrupt_at, outcome, start, stripes, weights
 
 
@@ -311,3 +313,27 @@ def test_no_number_stops_the_run_names_the_step_and_keeps_the_checkpoint(
 def test_a_learning_rate_that_is_far_too_high_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(train.DivergedError, match="No checkpoint was written yet"):
         start(tmp_path, changed(learning_rate=1e30, optimizer="sgd", warmup_epochs=0.0))
+
+
+def test_a_resumed_run_keeps_what_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring: Path
+) -> None:
+    """Measured again, another engine might win, and round another way."""
+    installed(monkeypatch, 2.0, 1.0)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 10, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path)
+    told = json.loads((tmp_path / "out" / "tiny" / "0" / "checkpoint.json").read_text())["told"]
+    assert set(told["choices"].values()) == {"spectral/native"}
+    for known in ("_memory", "_decided", "_sizes"):  # as in another process, without the disk's
+        monkeypatch.setattr(choice, known, {})
+    monkeypatch.setattr(choice._Disk, "_all", {})
+    for file in measuring.iterdir():
+        file.unlink()
+    installed(monkeypatch, 1.0, 2.0)  # where the other engine would win
+    record = start(tmp_path)
+    assert record.choices is not None
+    assert told["choices"].items() <= record.choices.items()
+    new = {name for key, name in record.choices.items() if key not in told["choices"]}
+    assert new == {"dense"}  # the size of the test split, which only the second part met
