@@ -160,7 +160,7 @@ def test_kernels_are_warp_specialised_where_they_can_be(monkeypatch):
     monkeypatch.setattr(
         triton_launches.ConvolutionRun,
         "__init__",
-        lambda self, *args: (made(self, *args), runs.append(self.tiling.warp_specialised))[0],
+        lambda self, *args: (made(self, *args), made_with.append(self.tiling.warp_specialised))[0],
     )
 
     def ran(group, convert=lambda x: x):

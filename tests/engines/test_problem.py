@@ -244,7 +244,8 @@ def on_a_gpu(monkeypatch):
     """A Hopper GPU that is not there."""
     monkeypatch.setattr(kernels, "_unavailable", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernels, "_specialised", lambda *given: True)
+    monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(kernels, "warp_specialised", lambda *given: True)
     return monkeypatch
 
 
@@ -288,8 +289,8 @@ HOPPER = [
 def test_warp_specialised_kernels_run_on_what_they_are_made_for(
     on_a_gpu, capability, dtype, last, fits, engine
 ):
-    on_a_gpu.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    on_a_gpu.setattr(kernels, "_specialised", lambda *given: fits)
+    on_a_gpu.setattr(kernels, "_is_hopper", lambda device: capability == (9, 0))
+    on_a_gpu.setattr(kernels, "warp_specialised", lambda *given: fits)
     given = problem(GroupConv2d(16, 16, "p8"), (8, 16, 16), dtype, "cuda", last)
     assert registry.first_able("spectral", given).name == engine
 
@@ -316,7 +317,7 @@ def test_kernels_say_why_a_gpu_cannot_run_them(monkeypatch, reason):
         "missing": "Triton is not installed",
         "old": "the GPU is older than Ampere",
     }
-    monkeypatch.setattr(kernels, "_unavailable", kernels._unavailable.__wrapped__)
+    monkeypatch.setattr(kernels, "_not_installed", kernels._not_installed.__wrapped__)
     given = problem(GroupConv2d(2, 2, "p8"), (8, 16, 16), device="cuda")
     assert ENGINES["spectral/triton"].why_not(given) == said[reason]
 

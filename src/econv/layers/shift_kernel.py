@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,19 +9,19 @@ from torch import Tensor
 __all__ = ["launch"]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _mean_of_four(
-    x: Any,
-    y: Any,
-    height: Any,
-    rows: Any,
+@triton.jit
+def _mean_of_four(  # type: ignore[no-untyped-def]
+    x,
+    y,
+    height,
+    rows,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
     STEP: tl.constexpr,
     ADJOINT: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """A piece of a row of y from two rows of x; or of the transpose of that.
 
     Sizes along a row are constants: then the compiler knows what is aligned.

@@ -188,12 +188,16 @@ class Hopper(Triton):
         return None
 
 
-@cache
 def _unavailable(device: torch.device) -> str | None:
     if device.type not in DEVICES:
         return f"it runs on NVIDIA GPUs; the input is on {device.type}"
     if os.environ.get("ECONV_TRITON") == "0":
         return "forbidden by ECONV_TRITON=0"
+    return _not_installed(device)
+
+
+@cache
+def _not_installed(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "it runs on NVIDIA GPUs"
     if find_spec("triton") is None:
