@@ -402,7 +402,7 @@ def test_an_activated_input_gives_what_the_other_kernels_do(interpret):
         given = [t.detach().requires_grad_() for t in (x, weight, affine)]
         name = "spectral/hopper" if special else "spectral/triton"
         with tiling.tiles(warp_specialised=special):
-            out, _ = torch.ops.econv.spectral(*given, name, plan.name, list(geometry))
+            out, _ = torch.ops.econv.spectral(*given, name, plan.name, list(geometry), True)
             made.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
         assert gluon.launches.keys() == ({"forward", "weight_gradient"} if special else set())
     for ours, theirs in zip(made[1], made[0], strict=True):

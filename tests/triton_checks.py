@@ -676,7 +676,7 @@ def test_the_operators_pass_the_checks_of_torch(activated, layout):
     x, weight = x.to(memory_format=layout), learned(plan)
     affine = torch.randn(3, 2, device=DEVICE) if activated else None
     known = Triton()._know(Task(plan, geometry), x, weight, affine)
-    rest = ("spectral/triton", plan.name, list(geometry))
+    rest = ("spectral/triton", plan.name, list(geometry), True)
     for wanted in ((True, True), (True, False), (False, True)):
         inputs = (g, x, weight, affine, known, *rest, *wanted)
         torch.library.opcheck(torch.ops.econv.spectral_backward.default, inputs)
@@ -946,7 +946,9 @@ def test_activated_views_with_gaps_are_read_as_they_lie():
     results = []
     for images in (view, view.contiguous()):
         given = [t.detach().requires_grad_() for t in (images, weight, affine)]
-        out, _ = torch.ops.econv.spectral(*given, "spectral/triton", plan.name, list(geometry))
+        out, _ = torch.ops.econv.spectral(
+            *given, "spectral/triton", plan.name, list(geometry), True
+        )
         results.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
     for ours, theirs in zip(*results, strict=True):
         assert error(ours, theirs) <= FLOAT32

@@ -212,7 +212,7 @@ def test_the_operators_pass_the_checks_of_torch(engine):
     for layout in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(2, 8, 6, 7, dtype=DOUBLE).to(memory_format=layout)
         weight = layer.weight.detach().flatten(2)
-        rest = (engine, plan.name, list(geometry))
+        rest = (engine, plan.name, list(geometry), True)
         out, known = torch.ops.econv.spectral(x, weight, None, *rest)
         g = torch.randn_like(out)
         for wanted in ((True, True), (True, False), (False, True)):

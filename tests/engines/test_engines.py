@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from econv import Central, GroupConv2d, LiftConv2d, VectorConv2d, engines, filter_basis, reference
 from econv.engines import dense
+from econv.engines.problem import replicate
 
 GROUPS = ["p1", "p2", "p3", "p4", "p6", "p8", "p12", "p1m", "p2m", "p4m", "p6m", "p8m"]
 OPTIONS = {
@@ -298,7 +299,7 @@ def test_replicated_borders_are_those_of_torch(before, after):
     for layout in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(2, 3, 4, 5, dtype=torch.float64).to(memory_format=layout)
         wanted = torch.nn.functional.pad(x, (before, after) * 2, mode="replicate")
-        found = dense.replicate(x, before, after)
+        found = replicate(x, before, after)
         assert torch.equal(found, wanted)
         assert found.is_contiguous(memory_format=layout)
 

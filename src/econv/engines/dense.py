@@ -20,11 +20,13 @@ from econv.engines.problem import (
     Problem,
     Prologue,
     Weight,
+    bordered,
     exporting,
     memory_format,
+    transformed,
 )
 
-__all__ = ["Dense", "convolve", "filter_offsets", "filters", "replicate", "tables"]
+__all__ = ["Dense", "convolve", "filter_offsets", "filters", "tables"]
 
 
 class Dense:
@@ -104,14 +106,7 @@ def convolve(
     convolution: Convolution, x: Tensor, bank: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """`conv2d` with the padding modes of `torch.nn.Conv2d`."""
-    padding, mode = convolution.padding, convolution.padding_mode
-    if mode != "zeros" and padding:
-        if mode == "replicate":
-            padded = replicate(x, padding, padding)
-        else:
-            padded = functional.pad(x, (padding,) * 4, mode=mode)
-        x = padded.contiguous(memory_format=memory_format(x))
-        padding = 0
+    x, padding = bordered(convolution, x)
     if _unfolds(convolution, x):
         return _on_blocks_of_pixels(x, bank, bias, convolution.stride, padding)
     return functional.conv2d(
@@ -143,20 +138,11 @@ def _on_blocks_of_pixels(
     return functional.conv2d(blocks, bank, bias)
 
 
-def replicate(x: Tensor, before: int, after: int) -> Tensor:
-    """The image with its outermost pixels repeated, so often before and after each axis.
-
-    Unlike that of `torch.nn.functional.pad`, its gradient can be compiled in every memory format.
-    """
-    for dim in (2, 3):
-        first, last = x.narrow(dim, 0, 1), x.narrow(dim, -1, 1)
-        x = torch.cat([*[first] * before, x, *[last] * after], dim)
-    return x
-
-
 def _permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """The second axis in another order."""
-    if exporting() or torch._C._is_tracing():  # who know no functions of ours
+    if torch.compiler.is_dynamo_compiling() or exporting() or torch._C._is_tracing():
+        return x.index_select(1, order)  # they know no functions of ours
+    if transformed():
         return x.index_select(1, order)
     found: Tensor = _Permute.apply(x, order, back)
     return found

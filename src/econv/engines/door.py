@@ -7,6 +7,7 @@ chosen while the graph is traced, by sizes as they were seen first, so that no s
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from econv.engines.problem import (
     Weight,
     convolution_named,
     exporting,
+    transformed,
     without_autocast,
 )
 from econv.engines.registry import ENGINES, Engine
@@ -46,8 +48,8 @@ def convolve(
     name = choice.resolve(engine)
     if torch.compiler.is_compiling():
         if exporting():
-            name = "dense" if name == "auto" else "spectral/torch" if name != "dense" else name
-            return _run(convolution, x, weight, bias, name, prologue, "watched")
+            plain = "dense" if name in ("auto", "dense") else "spectral/torch"
+            return _run(convolution, x, weight, bias, plain, prologue, "watched")
         affine = None if prologue is None else prologue.affine
         operands = (x, weight.learned, bias, affine, list(weight.tables))
         found: Tensor = torch.ops.econv.convolution(*operands, convolution.name, name)
@@ -64,17 +66,20 @@ def _run(
     prologue: Prologue | None,
     context: str | None,
 ) -> Tensor:
-    problem = Problem.of(convolution, x, weight.learned, context)
-    chosen = choice.choose(problem, name, weight.learned)
+    problem = Problem.of(convolution, x, weight.learned, context, name != "auto")
+    for met in _met:
+        met.setdefault(problem, (name, weight.learned))
+    chosen = ENGINES["dense"] if _met else choice.choose(problem, name, weight.learned)
     with without_autocast(x.device):
-        try:
-            found = chosen.run(problem, x, weight, bias, prologue)
-        except EngineError as error:
-            if name != "auto":
-                raise
-            choice.failed(problem, chosen, error)
-            chosen = ENGINES["dense"]
-            found = chosen.run(problem, x, weight, bias, prologue)
+        while True:
+            try:
+                found = chosen.run(problem, x, weight, bias, prologue)
+                break
+            except EngineError as error:
+                if name != "auto":
+                    raise
+                choice.failed(problem, chosen, error)
+                chosen = choice.choose(problem, name, weight.learned)
     if context is None:
         choice.note(chosen.name + FUSED * (chosen.fuses and prologue is not None))
     return found
@@ -106,10 +111,27 @@ def _traced(
 ) -> Tensor:
     prologue = None if affine is None else Prologue(affine)
     known, given = convolution_named(convolution), Weight(weight, tuple(tables))
+    if transformed():  # by torch.func, which knows no operators of ours
+        return _run(known, x, given, bias, "dense", prologue, "watched")
     return _run(known, x, given, bias, engine, prologue, "traced")
 
 
+def _mapped(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+    """One call for each member of a mapped dimension; the tables are never mapped."""
+    found = [
+        torch.ops.econv.convolution(
+            *(
+                value.select(dim, i) if isinstance(dim, int) else value
+                for value, dim in zip(inputs, in_dims, strict=True)
+            )
+        )
+        for i in range(info.batch_size)
+    ]
+    return torch.stack(found), 0
+
+
 _LIBRARY.impl("convolution", _traced, "CompositeImplicitAutograd")
+torch.library.register_vmap("econv::convolution", _mapped, lib=_LIBRARY)
 
 
 def explain(layer: nn.Module, x: Tensor) -> None:
@@ -124,35 +146,38 @@ def explain(layer: nn.Module, x: Tensor) -> None:
     p8, 1 regular → 1 regular, 5×5, batch 1, 9×9, float32, with gradients
     ...
     """
-    problems: dict[Problem, Any] = {}
-
-    def look(module: Any, inputs: tuple[Any, ...]) -> None:
-        read = module.read(inputs[0])
-        problems.setdefault(Problem.of(module.convolution, read, module.weight), module)
-
-    convolutions = [m for m in layer.modules() if hasattr(m, "convolution")]
-    if not convolutions:
-        raise ValueError(f"expected a layer or a network of econv; got {type(layer).__name__}")
-    handles = [module.register_forward_pre_hook(look) for module in convolutions]
+    problems: dict[Problem, tuple[str, Tensor]] = {}
+    modes = [(module, module.training) for module in layer.modules()]
+    _met.append(problems)
     try:
-        layer(x)
+        layer.eval()(x)  # nothing is counted, and nothing drawn
     finally:
-        for handle in handles:
-            handle.remove()
-    for problem, module in problems.items():
-        print("\n".join(_table(problem, module)))
+        _met.remove(problems)
+        for module, training in modes:
+            module.training = training
+    if not problems:
+        raise ValueError(f"expected a layer or a network of econv; got {type(layer).__name__}")
+    for problem, (name, learned) in problems.items():
+        print("\n".join(_table(problem, name, learned)))
 
 
-def _table(problem: Problem, module: Any) -> list[str]:
-    chosen: Engine = choice.choose(problem, choice.resolve(module.engine), module.weight)
-    times = choice.measured(problem, module.weight.dtype, choice.may_measure()) or {}
+_met: list[dict[Problem, tuple[str, Tensor]]] = []
+"""Of each explanation under way the problems that were met; they run with the dense engine."""
+
+
+def _table(problem: Problem, name: str, learned: Tensor) -> list[str]:
+    reasons = {one.name: one.why_not(problem) for one in ENGINES.values()}
+    chosen: Engine | None = None
+    with contextlib.suppress(ValueError):  # one that was asked for and cannot run: it says so
+        chosen = choice.choose(problem, name, learned)
+    times = choice.measured(problem, learned.dtype, choice.may_measure()) or {}
     lines = [str(problem)]
-    for one in ENGINES.values():
-        reason, took = one.why_not(problem), times.get(one.name)
+    for one, reason in reasons.items():
+        took = times.get(one)
         says = "can run" if reason is None else f"cannot run: {reason}"
         if took is not None:
             says = f"{1e3 * took.call:.3g} ms"
             if took.device != took.call:
                 says += f", {1e3 * took.device:.3g} ms of it on the device"
-        lines.append(f"{'*' if one is chosen else ' '} {one.name:<16} {says}")
+        lines.append(f"{'*' if ENGINES[one] is chosen else ' '} {one:<16} {says}")
     return lines

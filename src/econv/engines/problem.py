@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from econv.basis import FilterBasis
 from econv.fourier import KINDS
@@ -27,10 +28,12 @@ __all__ = [
     "Problem",
     "Prologue",
     "Weight",
+    "bordered",
     "convolution",
     "convolution_named",
     "exporting",
     "memory_format",
+    "replicate",
     "result_dtype",
     "transformed",
     "watched",
@@ -204,10 +207,16 @@ class Problem(NamedTuple):
     """``"eager"``; ``"traced"`` into a graph that may hold operators of ours; ``"transformed"`` by
     `torch.func` or forward-mode differentiation; ``"watched"`` by what must see torch's own
     operations, such as an exporter or a tensor subclass."""
+    named: bool = False
+    """Whether an engine was asked for by name: then what fails is an error."""
 
     @staticmethod
     def of(
-        convolution: Convolution, x: Tensor, weight: Tensor, context: str | None = None
+        convolution: Convolution,
+        x: Tensor,
+        weight: Tensor,
+        context: str | None = None,
+        named: bool = False,
     ) -> Problem:
         """The problem that a call poses; symbolic sizes count as what they were seen as."""
         batch, _, height, width = (_hint(n) for n in x.shape)
@@ -223,6 +232,7 @@ class Problem(NamedTuple):
             needed and x.requires_grad,
             needed and weight.requires_grad,
             context or _context(x, weight),
+            named,
         )
 
     @property
@@ -281,6 +291,29 @@ class Prologue(NamedTuple):
         rows = self.affine[:, :, None].expand(-1, -1, each).reshape(3, 1, -1, 1, 1)
         centre, scale, shift = rows.unbind()
         return torch.relu((x.to(self.affine.dtype) - centre) * scale + shift).to(x.dtype)
+
+
+def bordered(convolution: Convolution, x: Tensor) -> tuple[Tensor, int]:
+    """The input with borders that are not zeros, in its layout, and the padding that is left."""
+    padding, mode = convolution.padding, convolution.padding_mode
+    if mode == "zeros" or not padding:
+        return x, padding
+    if mode == "replicate":
+        padded = replicate(x, padding, padding)
+    else:
+        padded = functional.pad(x, (padding,) * 4, mode=mode)
+    return padded.contiguous(memory_format=memory_format(x)), 0
+
+
+def replicate(x: Tensor, before: int, after: int) -> Tensor:
+    """The image with its outermost pixels repeated, so often before and after each axis.
+
+    Unlike that of `torch.nn.functional.pad`, its gradient can be compiled in every memory format.
+    """
+    for dim in (2, 3):
+        first, last = x.narrow(dim, 0, 1), x.narrow(dim, -1, 1)
+        x = torch.cat([*[first] * before, x, *[last] * after], dim)
+    return x
 
 
 def memory_format(x: Tensor) -> torch.memory_format:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from econv.engines import dense, memory_format
+from econv.engines import memory_format
+from econv.engines.problem import replicate
 from econv.layers.checks import check_rank, positive
 from econv.layers.constants import WithConstants
 from econv.layers.shift import mean_of_four
@@ -110,7 +111,7 @@ def halve(x: Tensor, taps: Tensor, reduce: str) -> Tensor:
     if reduce == "max":
         x = functional.max_pool2d(x, 3, stride=1, padding=1)
     kernel = _taps(x.shape[2], taps)[:, None] * _taps(x.shape[3], taps)
-    padded = dense.replicate(x, 1, 2)
+    padded = replicate(x, 1, 2)
     channels = x.shape[1]
     kernels = kernel.to(x.dtype).expand(channels, 1, 4, 4)
     return functional.conv2d(padded, kernels, stride=2, groups=channels)

@@ -5,24 +5,27 @@ differentiation is made of two functions, the layer and the pair of its gradient
 twice: as functions of autograd, which `torch.func` can transform, and as operators of torch
 (``econv::spectral``, ``econv::spectral_backward``), which compilers hold as one node each.
 
-Memory: what is kept for the backward pass is the input and the weight, nothing else.
+Memory: what is kept for the backward pass is the input, the weight, and what the engine knows of
+them (on GPUs the weight in Fourier space).
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from econv.engines.problem import (
     Geometry,
     Problem,
     Prologue,
     Weight,
+    bordered,
     exporting,
     memory_format,
+    transformed,
 )
 from econv.plan import ParityError, SpectralPlan, plan_named
 
@@ -42,6 +45,8 @@ class Task(NamedTuple):
 
     plan: SpectralPlan
     geometry: Geometry
+    named: bool = True
+    """Whether the engine was asked for by name: then a kernel that fails is an error."""
 
     def back(self, x: Tensor) -> Geometry:
         """The geometry of the gradient to ``x``."""
@@ -70,6 +75,8 @@ class Spectral:
         try:
             for part in problem.convolution.parts:
                 problem.convolution.plan(part).stencils  # noqa: B018  # checks its parity
+                if lost := _LOST.get((self.name, problem.convolution.plan(part).name)):
+                    return f"it failed before: {lost}"
         except ParityError as error:
             return str(error)
         return None
@@ -110,11 +117,9 @@ class Spectral:
     ) -> Tensor:
         """Borders, parts, groups and layout around the tasks."""
         convolution, layout, dtype = problem.convolution, memory_format(x), problem.dtype
-        if prologue is not None and not self.fuses:
+        if prologue is not None and not (self.fuses and convolution.groups == 1):
             x, prologue = prologue.apply(x), None
-        x = x.to(dtype)
-        if convolution.padding_mode != "zeros" and convolution.padding:
-            x = functional.pad(x, (convolution.padding,) * 4, mode=convolution.padding_mode)
+        x, _ = bordered(convolution, x.to(dtype))
         geometry = convolution.geometry(*x.shape[2:])
         affine = None if prologue is None else prologue.affine
         found, first = [], 0
@@ -122,7 +127,7 @@ class Spectral:
             channels = part.fields * convolution.width(part.kind)
             here = x if channels == x.shape[1] else x.narrow(1, first, channels)
             first += channels
-            task = Task(convolution.plan(part), geometry)
+            task = Task(convolution.plan(part), geometry, problem.named)
             if convolution.groups == 1:  # not as one of one chunks, whose gradients would be copied
                 found.append(self._convolve(problem, task, here, own, affine))
             else:
@@ -142,7 +147,8 @@ class Spectral:
         self, problem: Problem, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
     ) -> Tensor:
         if problem.context == "traced":
-            found = _SPECTRAL(x, weight, affine, self.name, task.plan.name, list(task.geometry))
+            rest = (self.name, task.plan.name, list(task.geometry), task.named)
+            found = _SPECTRAL(x, weight, affine, *rest)
         elif torch._C._is_tracing() or exporting():
             found = self.forward(task, x, weight, affine)  # they know no functions of autograd
         else:
@@ -190,7 +196,7 @@ class _Convolve(torch.autograd.Function):
         else:
             pair = (wanted[0] or wanted[2], wanted[1])
             given = (gradients[0], x, weight, affine, known, pair)
-            to_x, to_weight, to_affine = ctx.engine.backward(ctx.task, *given)
+            to_x, to_weight, to_affine = _backward(ctx.engine, ctx.task, *given)
         found_all = (to_x, to_weight, to_affine)
         return (
             *(g if need else None for g, need in zip(found_all, wanted, strict=False)),
@@ -231,16 +237,16 @@ class _Gradients(torch.autograd.Function):
         task: Task,
         wanted: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor]:
-        to_x, to_weight, _ = engine.backward(task, g, x, weight, None, known, wanted)
-        # Zeros that take no room stand for what is not wanted.
-        to_x = x.new_zeros(()).expand_as(x) if to_x is None else to_x
-        none = weight.new_zeros(()).expand_as(weight)
-        return to_x, none if to_weight is None else to_weight
+        to_x, to_weight, _ = _backward(engine, task, g, x, weight, None, known, wanted)
+        return _zeros(x) if to_x is None else to_x, _zeros(
+            weight
+        ) if to_weight is None else to_weight
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         g, x, weight, _, ctx.engine, ctx.task, _ = inputs
         ctx.save_for_backward(g, x, weight)
+        ctx.save_for_forward(g, x, weight)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -253,8 +259,94 @@ class _Gradients(torch.autograd.Function):
         return to_g, to_x, to_weight, None, None, None, None
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        g, x, weight = ctx.saved_tensors
+        given = zip(ctx.saved_tensors, tangents[:3], strict=True)
+        moved = [torch.zeros_like(t) if d is None else d for t, d in given]
+        rest = (None, ctx.engine, ctx.task, (True, True))
+        pairs = (
+            _Gradients.apply(moved[0], x, weight, *rest),
+            _Gradients.apply(g, *moved[1:], *rest),
+        )
+        return tuple(one + other for one, other in zip(*pairs, strict=True))
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
         return _loop(_Gradients, info, in_dims, inputs), (0, 0)
+
+
+def _zeros(x: Tensor) -> Tensor:
+    """What is not wanted: zeros that take no room, but where a transformation may write to them."""
+    return torch.zeros_like(x) if transformed() else x.new_zeros(()).expand_as(x)
+
+
+_LOST: dict[tuple[str, str], str] = {}
+"""Why an engine failed on a plan, where nobody had asked for it by name."""
+
+_log = logging.getLogger("econv.engines")
+
+
+def lost() -> int:
+    """How many engines have failed so far: what was chosen before has to be chosen again."""
+    return len(_LOST)
+
+
+def _forward(
+    engine: Spectral, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A graph's forward pass; by operations of torch where kernels fail that were only chosen."""
+    if (engine.name, task.plan.name) not in _LOST:
+        try:
+            return engine.forward(task, x, weight, affine)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _lose(engine, task, error)
+    made = x if affine is None else Prologue(affine).apply(x)
+    found, _ = _MADE["spectral/torch"].forward(task, made, weight, None)
+    return found, engine.known_like(task, x, weight)
+
+
+def _backward(
+    engine: Spectral,
+    task: Task,
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    affine: Tensor | None,
+    known: Tensor | None,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """A backward pass; by operations of torch where kernels fail that were only chosen."""
+    if torch._C._functorch.is_legacy_batchedtensor(g):
+        raise RuntimeError(
+            f"{engine.name} has no gradients that are batched (is_grads_batched, vectorize=True): "
+            "use torch.func.vmap, or econv.engine('dense')"
+        )
+    if (engine.name, task.plan.name) not in _LOST:
+        try:
+            return engine.backward(task, g, x, weight, affine, known, wanted)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _lose(engine, task, error)
+    plain = _MADE["spectral/torch"]
+    if affine is None:
+        return plain.backward(task, g, x, weight, None, None, wanted)
+    with torch.enable_grad():
+        given = (x.detach().requires_grad_(), affine.detach().requires_grad_())
+        made = Prologue(given[1]).apply(given[0])
+    to_made, to_weight, _ = plain.backward(task, g, made.detach(), weight, None, None, wanted)
+    to_x, to_affine = torch.autograd.grad(made, given, to_made)
+    return to_x, to_weight, to_affine
+
+
+def _lose(engine: Spectral, task: Task, error: Exception) -> None:
+    """Never run an engine on a plan again, and say so once; raise where it was asked for."""
+    if task.named or not engine.compiled:
+        raise error
+    _LOST[engine.name, task.plan.name] = reason = f"{type(error).__name__}: {str(error)[:500]}"
+    _log.warning("%s failed on %r and is not chosen again: %s", engine.name, task.plan, reason)
 
 
 def _loop(function: Any, info: Any, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
@@ -274,13 +366,13 @@ def _loop(function: Any, info: Any, in_dims: tuple[Any, ...], inputs: tuple[Any,
 _LIBRARY = torch.library.Library("econv", "FRAGMENT")
 _TAGS = (torch.Tag.needs_exact_strides,)
 _LIBRARY.define(
-    "spectral(Tensor x, Tensor weight, Tensor? affine, str engine, str plan, SymInt[] geometry)"
-    " -> (Tensor, Tensor)",
+    "spectral(Tensor x, Tensor weight, Tensor? affine, str engine, str plan, SymInt[] geometry,"
+    " bool named) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
 _LIBRARY.define(
     "spectral_backward(Tensor g, Tensor x, Tensor weight, Tensor? affine, Tensor known,"
-    " str engine, str plan, SymInt[] geometry, bool to_x, bool to_weight)"
+    " str engine, str plan, SymInt[] geometry, bool named, bool to_x, bool to_weight)"
     " -> (Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
@@ -288,21 +380,21 @@ _SPECTRAL = torch.ops.econv.spectral.default
 _BACKWARD = torch.ops.econv.spectral_backward.default
 
 
-def _task(plan: str, geometry: list[int]) -> Task:
-    return Task(plan_named(plan), Geometry(*geometry))
+def _task(plan: str, geometry: list[int], named: bool) -> Task:
+    return Task(plan_named(plan), Geometry(*geometry), named)
 
 
 def _run(
-    x: Tensor, weight: Tensor, affine: Tensor | None, engine: str, plan: str, geometry: list[int]
+    x: Tensor, weight: Tensor, affine: Tensor | None, engine: str, plan: str, *about: Any
 ) -> tuple[Tensor, Tensor]:
-    y, known = _MADE[engine].forward(_task(plan, geometry), x, weight, affine)
+    y, known = _forward(_MADE[engine], _task(plan, *about), x, weight, affine)
     return y.contiguous(memory_format=memory_format(x)), known
 
 
 def _fake(
-    x: Tensor, weight: Tensor, affine: Tensor | None, engine: str, plan: str, geometry: list[int]
+    x: Tensor, weight: Tensor, affine: Tensor | None, engine: str, plan: str, *about: Any
 ) -> tuple[Tensor, Tensor]:
-    task = _task(plan, geometry)
+    task = _task(plan, *about)
     shape = task.shape(x, weight)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
     return y, _MADE[engine].known_like(task, x, weight)
@@ -317,11 +409,12 @@ def _run_backward(
     engine: str,
     plan: str,
     geometry: list[int],
+    named: bool,
     to_x: bool,
     to_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    task, wanted = _task(plan, geometry), (to_x, to_weight)
-    found = _MADE[engine].backward(task, g, x, weight, affine, known, wanted)
+    task, wanted = _task(plan, geometry, named), (to_x, to_weight)
+    found = _backward(_MADE[engine], task, g, x, weight, affine, known, wanted)
     layouts = (memory_format(x), torch.contiguous_format, torch.contiguous_format)
     kept = (to_x, to_weight, to_x and affine is not None)
     one, two, three = (
@@ -340,6 +433,7 @@ def _fake_backward(
     engine: str,
     plan: str,
     geometry: list[int],
+    named: bool,
     to_x: bool,
     to_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -365,7 +459,7 @@ def _differentiate(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
     wanted = ctx.needs_input_grad
     pair = (wanted[0] or wanted[2], wanted[1])
     found = _BACKWARD(gradient, x, weight, affine, known, *ctx.rest, *pair)
-    return *(g if need else None for g, need in zip(found, wanted, strict=False)), None, None, None
+    return *(g if need else None for g, need in zip(found, wanted, strict=False)), *[None] * 4
 
 
 for _name, _kernel, _meta in (

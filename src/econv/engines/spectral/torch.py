@@ -71,7 +71,7 @@ class Torch(Spectral):
                 gradient[here], turned, adjoint, back, ours[here]
             )
             found.append(image)
-            total += part
+            total = total + part  # not in place: mapped tensors may meet ordinary ones
         to_weights = total.transpose(0, 1) @ table.adjoint_map.T
         to_weight = (to_weights @ table.weight_map.T).to(weight.dtype)
         return _joined(found, torch.empty_like(ours)).to(x.dtype), to_weight, None
