@@ -9,8 +9,9 @@ from torch import nn
 
 import econv
 from econv import GroupConv2d, LiftConv2d, VectorConv2d, engines
-from econv.engines import choice
+from econv.engines import Problem, Prologue, choice
 from econv.engines.dense import Dense
+from econv.engines.spectral import operator
 from fake_engines import installed
 from test_compile import compilations
 from test_engines import FORWARD, distance, layers_with, run_reference
@@ -427,3 +428,98 @@ def test_what_ran_is_told_outside_of_graphs_only():
         layer(x)
     assert ran == ["dense"]
     assert choice._lists == []
+
+
+# What was broken once
+
+
+@pytest.mark.parametrize("engine", ["auto", "dense", "spectral"])
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_transformations_inside_a_compiler_are_those_outside(engine, transform):
+    layer = GroupConv2d(2, 2, "p4", engine=engine, dtype=DOUBLE)
+    x = torch.randn(2, 8, 7, 7, dtype=DOUBLE)
+    ways = {
+        "grad": torch.func.grad(lambda a: (layer(a) ** 2).sum()),
+        "vmap": lambda a: torch.func.vmap(layer)(a[:, None]),
+        "jvp": lambda a: torch.func.jvp(layer, (a,), (a,))[1],
+    }
+    compiled = torch.compile(lambda a: ways[transform](a), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), ways[transform](x), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("engine", ON_A_CPU)
+def test_forward_over_reverse_is_that_of_the_dense_engine(engine):
+    layer, x = GroupConv2d(1, 2, "p4", dtype=DOUBLE), torch.randn(1, 4, 6, 6, dtype=DOUBLE)
+
+    def curvature(name):
+        with econv.engine(name):
+            return torch.func.jvp(torch.func.grad(lambda a: (layer(a) ** 3).sum()), (x,), (x,))[1]
+
+    torch.testing.assert_close(curvature(engine), curvature("dense"), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("engine", ON_A_CPU)
+def test_repeated_borders_compile_in_every_layout(engine):
+    layer = GroupConv2d(1, 1, "p4", padding_mode="replicate", engine=engine)
+    x = torch.randn(2, 4, 9, 9).to(memory_format=torch.channels_last).requires_grad_()
+    out = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(out, layer(x), rtol=1e-5, atol=1e-5)
+    out.sum().backward()
+
+
+def test_a_prologue_is_applied_with_groups_too(monkeypatch):
+    layer = GroupConv2d(2, 2, "p4", groups=2)
+    x, native = torch.randn(1, 8, 7, 7), engines.ENGINES["spectral/native"]
+    monkeypatch.setattr(native, "fuses", True, raising=False)
+    nothing = Prologue(torch.tensor([[0.0, 0.0], [0.0, 0.0], [-1.0, -1.0]]))
+    problem = Problem.of(layer.convolution, x, layer.weight)
+    assert not native.run(problem, x, layer._weight(), None, nothing).any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_kernels_that_fail_only_now_are_replaced_and_reported_once(
+    monkeypatch, caplog, way, compiled
+):
+    layer, x = GroupConv2d(2, 2, "p4", dtype=DOUBLE), torch.randn(2, 8, 9, 9, dtype=DOUBLE)
+    monkeypatch.setattr(operator, "_LOST", {})
+    monkeypatch.setattr(choice, "_memory", {})
+    monkeypatch.setattr(choice, "_failed", {})
+    monkeypatch.setattr(engines.ENGINES["spectral/native"], way, broken, raising=False)
+    with econv.engine("dense"):
+        wanted = torch.autograd.grad(layer(x).sum(), layer.weight)[0]
+    call = torch.compile(layer, backend="aot_eager") if compiled else layer
+    for _ in range(2):
+        found = torch.autograd.grad(call(x).sum(), layer.weight)[0]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+    assert sum("no such kernel" in record.getMessage() for record in caplog.records) == 1
+    monkeypatch.setattr(operator, "_LOST", {})
+    with (
+        econv.engine("spectral/native"),
+        pytest.raises(operator.EngineError, match="no such kernel"),
+    ):
+        layer(x).sum().backward()
+
+
+def broken(*operands):
+    raise OSError("no such kernel")
+
+
+def test_explaining_a_network_changes_nothing(capsys):
+    network = nn.Sequential(
+        LiftConv2d(1, 2, "p4"), econv.GroupBatchNorm2d(2, "p4"), nn.Dropout(), nn.Flatten(2)
+    ).train()
+    network[2].eval()
+    before = torch.get_rng_state()
+    engines.explain(network, torch.randn(2, 1, 9, 9, generator=torch.Generator()))
+    assert network[1].num_batches_tracked == 0
+    assert [module.training for module in network] == [True, True, False, True]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "spectral/native" in capsys.readouterr().out
+
+
+def test_linear_layers_and_engines_that_cannot_run_are_explained(capsys):
+    engines.explain(econv.GroupLinear(2, 2, "p4"), torch.randn(3, 8))
+    layer = GroupConv2d(2, 2, "p4", engine="spectral/triton")
+    engines.explain(layer, torch.randn(1, 8, 9, 9))
+    assert "*" not in capsys.readouterr().out.splitlines()[-4]

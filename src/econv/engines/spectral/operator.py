@@ -343,8 +343,10 @@ def _backward(
 
 def _lose(engine: Spectral, task: Task, error: Exception) -> None:
     """Never run an engine on a plan again, and say so once; raise where it was asked for."""
-    if task.named or not engine.compiled:
+    if not engine.compiled:
         raise error
+    if task.named:
+        raise EngineError(f"{engine.name} failed: {error}") from error
     _LOST[engine.name, task.plan.name] = reason = f"{type(error).__name__}: {str(error)[:500]}"
     _log.warning("%s failed on %r and is not chosen again: %s", engine.name, task.plan, reason)
 
