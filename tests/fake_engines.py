@@ -24,6 +24,7 @@ class Fake:
     def __init__(self, name, seconds, clock, error=None, reason=None):
         self.name, self.seconds, self.clock = name, seconds, clock
         self.error, self.reason = error, reason
+        self.compiled = name != "dense"
         self.calls = 0
 
     def why_not(self, problem):

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
+import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
-__all__ = ["atomic", "cache_folder", "check_folder", "write_atomically"]
+__all__ = [
+    "atomic",
+    "cache_folder",
+    "check_folder",
+    "processor",
+    "processor_name",
+    "write_atomically",
+]
 
 
 @contextmanager
@@ -65,3 +76,20 @@ def cache_folder() -> Path:
     if given := os.environ.get("ECONV_CACHE"):
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "econv"
+
+
+@cache
+def processor() -> str:
+    """All that tells this kind of processor from others."""
+    wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        lines = [line.strip() for line in file if line.startswith(wanted)]
+        return "\n".join(sorted(set(lines)))
+    return platform.processor()
+
+
+def processor_name() -> str:
+    """The same in short, for the name of a file: the model, and a checksum of the rest."""
+    found = re.search(r"^model name\s*: (.+)", processor(), re.MULTILINE)
+    model = found[1] if found else platform.machine()
+    return f"{model}-{hashlib.sha256(processor().encode()).hexdigest()[:8]}"

@@ -1,10 +1,9 @@
 """Which engine runs: by layer, by block, by what was faster here; and what is remembered of it."""
 
+import contextlib
 import json
 import logging
-import math
 import os
-import platform
 import subprocess
 import sys
 import textwrap
@@ -22,6 +21,7 @@ from econv.engines import Problem, choice
 from econv.engines.choice import Times
 from econv.engines.spectral import native
 from econv.engines.spectral.operator import EngineError
+from econv.files import processor_name
 from fake_engines import Fake, installed
 
 needs_kernel = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
@@ -96,7 +96,17 @@ def test_a_block_ends_with_an_error_too():
     with pytest.raises(KeyError), econv.engine("spectral", measure=False):
         raise KeyError
     assert what_runs(layer, (1, 4, 6, 6)) == ["dense"]
-    assert choice._measuring == choice._names == choice._lists == []
+    assert choice._blocks == choice._lists == []
+
+
+def test_blocks_of_threads_end_in_any_order():
+    first, second = econv.engine("dense"), econv.engine("spectral")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert choice.resolve("auto") == "spectral"
+    second.__exit__(None, None, None)
+    assert choice.resolve("auto") == "auto"
 
 
 def test_an_unknown_engine_is_an_error():
@@ -161,19 +171,19 @@ def test_auto_is_dense_while_a_graph_is_exported():
 
 
 @pytest.mark.parametrize(
-    ("size", "batch", "alone", "wins"),
+    ("size", "batch", "device_only", "wins"),
     [(5, 1, True, True), (5, 1, False, False), (5, 256, False, True), (3, 256, True, False)],
 )
-def test_by_rule_a_gpu_runs_many_taps_of_large_layers(size, batch, alone, wins):
+def test_by_rule_a_gpu_runs_many_taps_(size, batch, device_only, wins):
     layer = GroupConv2d(16, 16, "p8", operators="order<=2", size=size, padding=size // 2)
     given = Problem(
         *(layer.convolution, 4 * batch, 32, 32, torch.bfloat16, torch.device("cuda")),
         *(True, True, True),
     )
     able = [engines.ENGINES["dense"], engines.ENGINES["spectral/triton"]]
-    assert choice.rule(given, able, alone) is able[wins]
-    assert choice.rule(given._replace(context="watched"), able, alone) is able[0]
-    assert choice.rule(given, able[:1], alone) is able[0]
+    assert choice.rule(given, able, device_only) is able[wins]
+    assert choice.rule(given._replace(context="watched"), able, device_only) is able[0]
+    assert choice.rule(given, able[:1], device_only) is able[0]
 
 
 # Measuring
@@ -213,7 +223,10 @@ def test_a_measured_choice_is_remembered(measuring, monkeypatch):
     assert dense.calls > before[0]
 
 
-@pytest.mark.parametrize("change", ["batch", "size", "layout", "dtype", "gradients"])
+CHANGES = ["batch", "size", "layout", "dtype", "weights", "gradients"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_another_problem_is_measured_anew(measuring, monkeypatch, change):
     dense, _ = installed(monkeypatch, 2.0, 1.0)
     layer = GroupConv2d(2, 2, "p4").requires_grad_(False)
@@ -227,10 +240,27 @@ def test_another_problem_is_measured_anew(measuring, monkeypatch, change):
         "size": lambda: (layer, x[..., :7]),
         "layout": lambda: (layer, x.to(memory_format=torch.channels_last)),
         "dtype": lambda: (layer.double(), x.double()),
+        "weights": lambda: (GroupConv2d(2, 2, "p4", dtype=torch.float64).requires_grad_(False), x),
         "gradients": lambda: (layer, x.clone().requires_grad_()),
     }
     called(*others[change]())
     assert dense.calls > before
+
+
+def test_rounding_to_tf32_is_another_problem(monkeypatch):
+    layer = GroupConv2d(2, 2, "p4")
+    given = Problem.of(layer.convolution, torch.randn(2, 8, 8, 8), layer.weight)
+    on_gpu = given._replace(device=torch.device("cuda"))
+    half = on_gpu._replace(dtype=torch.float16)
+    texts = []
+    for allowed in (True, False):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+        assert choice._tf32(on_gpu) == allowed
+        assert not choice._tf32(given)
+        assert not choice._tf32(half)
+        texts.append([choice._text(p, torch.float32) for p in (on_gpu, given, half)])
+    first, second = texts
+    assert [a == b for a, b in zip(first, second, strict=True)] == [False, True, True]
 
 
 def test_small_problems_are_not_measured(measuring, monkeypatch):
@@ -340,6 +370,50 @@ def test_real_engines_are_measured_wherever_the_first_call_is(measuring, monkeyp
     assert all(0 < seconds < 1 for pair in times.values() for seconds in pair)
     layer(x.requires_grad_()).sum().backward()
     assert x.grad.isfinite().all()
+
+
+@needs_kernel
+def test_a_checkpointed_first_call_is_measured(measuring, monkeypatch, caplog):
+    """What the passes that are timed save is no business of the checkpoint's."""
+    monkeypatch.setitem(choice._TINY, "cpu", 0)
+    layer, x = GroupConv2d(2, 2, "p8"), torch.randn(2, 16, 9, 9, requires_grad=True)
+    layer.requires_grad_()
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert measuring.exists()
+    assert x.grad.isfinite().all()
+    assert choice._failed == {}
+    assert caplog.text == ""
+
+
+def test_hooks_may_be_forbidden_around_the_first_call(measuring, monkeypatch):
+    _, fake = installed(monkeypatch, 2.0, 1.0)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert called(GroupConv2d(2, 2, "p4")) == fake.name
+
+
+def test_on_another_gpu_than_the_current_one_that_one_is_timed(measuring, monkeypatch):
+    around, seen = [], []
+
+    @contextlib.contextmanager
+    def current(device):
+        around.append(device)
+        yield
+        around.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    dense, fake = installed(monkeypatch)
+    monkeypatch.setattr(choice, "candidates", lambda problem: [dense, fake])
+    monkeypatch.setattr(choice, "_pass", lambda *given: lambda: seen.append(list(around)))
+    monkeypatch.setattr(choice, "_time", lambda run, device: run() or Times(1.0, 1.0))
+    layer, second = GroupConv2d(2, 2, "p4"), torch.device("cuda", 1)
+    problem = Problem.of(layer.convolution, torch.randn(2, 8, 8, 8), layer.weight)
+    problem = problem._replace(device=second)
+    choice._measure(problem, torch.float32)
+    choice._measured_here.clear()
+    choice._warm(problem, torch.float32, fake)
+    assert seen == [[second]] * 3
+    assert around == []
 
 
 def test_threads_measure_a_problem_once(measuring, monkeypatch):
@@ -462,6 +536,19 @@ def what_dense_gives(layer, x):
         return layer(x)
 
 
+def test_what_the_dense_engine_raises_says_nothing_of_it(measuring, monkeypatch, caplog):
+    """It is what runs in place of others: a rule decides."""
+    dense, fake = installed(monkeypatch, 2.0, 3.0)
+    dense.error = RuntimeError("not now")
+    layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
+    assert called(layer, x) == called(layer, x) == fake.name
+    assert dense.calls == 1
+    assert choice._failed == {}
+    assert engines.kept() == {}
+    assert not measuring.exists()
+    assert caplog.text == ""
+
+
 def test_the_next_kernel_runs_in_place_of_one_that_fails(measuring, monkeypatch, caplog):
     dense, slow = installed(monkeypatch, 3.0, 2.0)
     first = Fake("spectral/triton", 1.0, dense.clock, error=broken())
@@ -511,7 +598,9 @@ def test_a_file_tells_what_was_measured_on_which_device(measuring, monkeypatch):
     called(layer, x)
     found = the_file(measuring)
     assert torch.__version__.partition("+")[0] in found.name
-    assert (platform.processor() or platform.machine()) in found.name
+    model = processor_name().split()
+    assert all(word.strip("()@") in found.name for word in model)
+    assert str(measuring.parent.name) not in found.name  # whatever folder it lies in
     ((text, times),) = json.loads(found.read_text()).items()
     assert times == {"dense": [1.0, 1.0], "spectral/native": [2.0, 2.0]}
     assert text.startswith(layer.convolution.name)
@@ -686,7 +775,7 @@ def test_two_processes_that_measure_at_once_leave_a_whole_file(tmp_path):
     for process in [start(many.format(first=first), tmp_path) for first in (1, 101)]:
         told(process)
     found = json.loads(the_file(tmp_path / "choices").read_text())  # and nothing half-made
-    sizes = {int(text.partition("} ")[2].partition("×")[0]) for text in found}
+    sizes = {choice._pixels(text) // 36 for text in found}
     assert sizes >= set(range(1, 41)) or sizes >= set(range(101, 141))
     assert all(times == {"dense": [1, 1], "spectral/native": [2, 2]} for times in found.values())
 
@@ -700,7 +789,7 @@ def test_kept_decisions_are_taken_again(measuring, monkeypatch):
     assert engines.kept() == {}
     called(layer, x)
     kept = engines.kept()
-    assert list(kept.values()) == ["spectral/native"]
+    assert list(kept.values()) == ["spectral/native"] * 2  # of calls, and in graphs
     kept = json.loads(json.dumps(kept))  # as a checkpoint may hold it
     forget(monkeypatch)
     the_file(measuring).unlink()
@@ -793,7 +882,7 @@ def test_processes_that_train_together_choose_alike(tmp_path, known):
 
 
 def test_one_process_of_its_own_asks_nobody(measuring, monkeypatch):
-    monkeypatch.setattr(choice, "_shared", refuse)
+    monkeypatch.setattr(choice, "_hear", refuse)
     installed(monkeypatch)
     called(GroupConv2d(2, 2, "p4"))
 
@@ -803,14 +892,61 @@ def test_a_first_process_that_is_silent_is_not_waited_for_without_end(
 ):
     installed(monkeypatch)
     monkeypatch.setattr(choice, "_WAIT", 0.1)
-    monkeypatch.setattr(choice, "_store", lambda: torch.distributed.HashStore())
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    ranked(monkeypatch, 1)
     assert called(GroupConv2d(8, 8, "p4")) == "spectral/native"  # by rule
-    assert "the first process has measured nothing" in caplog.text
+    assert "the first process has not decided" in caplog.text
+    monkeypatch.setattr(choice, "_WAIT", 600)  # nor is it asked again
+    assert called(GroupConv2d(8, 4, "p4")) == "spectral/native"
+    assert caplog.text.count("the first process has not decided") == 1
 
 
-def test_times_are_numbers_that_can_be_compared():
-    assert min(Times(2.0, 1.0), Times(math.inf, math.inf)) == Times(2.0, 1.0)
+def ranked(monkeypatch, rank, store=None):
+    """As one of two processes that train together; where they leave word."""
+    store = store or torch.distributed.HashStore()
+    monkeypatch.setattr(choice, "_store", lambda: store)
+    monkeypatch.setattr(choice, "_together", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    return store
+
+
+@pytest.mark.parametrize("before", ["decided", "kept", "failed", "cannot be measured"])
+def test_what_the_first_process_knew_before_it_tells_the_others(measuring, monkeypatch, before):
+    """None of them waits; they measure nothing, and run what it runs."""
+    dense, fake = installed(monkeypatch, 2.0, 1.0)
+    layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
+    if before == "failed":
+        fake.error = broken()
+    if before == "cannot be measured":
+        monkeypatch.setattr(choice, "_measure", lambda *given: {})
+    runs = called(layer, x)  # before there were others
+    if before == "kept":
+        kept = engines.kept()
+        forget(monkeypatch)
+        engines.keep(kept)
+    store = ranked(monkeypatch, 0)
+    assert called(layer, x) == runs
+    fake.error = None
+    forget(monkeypatch)
+    monkeypatch.setenv("ECONV_CACHE", str(measuring / "another"))
+    monkeypatch.setattr(choice, "_measure", refuse)
+    monkeypatch.setattr(choice, "_WAIT", 0.1)
+    ranked(monkeypatch, 1, store)
+    assert called(layer, x) == runs == (dense.name if before == "failed" else fake.name)
+    assert choice._silent == []
+
+
+def test_the_others_know_what_the_first_process_runs_in_graphs(measuring, monkeypatch):
+    installed(monkeypatch)
+    measured_as(monkeypatch, dense=(1.0, 4.0), spectral_native=(2.0, 3.0))
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    store = ranked(monkeypatch, 0)
+    assert called(layer, x) == "dense"
+    forget(monkeypatch)
+    monkeypatch.setattr(choice, "_measure", refuse)
+    ranked(monkeypatch, 1, store)
+    assert called(layer, x) == "dense"
+    monkeypatch.setattr(choice, "_capturing", lambda device: True)
+    assert called(layer, x) == "spectral/native"
 
 
 def test_of_many_sizes_the_first_are_measured(measuring, monkeypatch):
@@ -825,3 +961,45 @@ def test_of_many_sizes_the_first_are_measured(measuring, monkeypatch):
         layer(torch.randn(2, 8, 10, 10))
     assert ran == [fake.name]
     assert dense.calls == before  # nobody timed it
+
+
+def test_a_resumed_run_repeats_after_many_sizes(measuring, monkeypatch):
+    """What ran as the largest size did is kept too, and that there were many."""
+    installed(monkeypatch, 2.0, 1.0)
+    monkeypatch.setattr(choice, "_MOST_SIZES", 2)
+    layer = GroupConv2d(2, 2, "p4")
+    for size in (8, 9, 7):
+        assert called(layer, torch.randn(2, 8, size, size)) == "spectral/native"
+    kept = engines.kept()
+    assert len(kept) == 2 * 3
+    forget(monkeypatch)
+    engines.keep(kept)
+    monkeypatch.setattr(choice, "_measure", refuse)
+    for size in (9, 7, 8, 10, 6):
+        assert called(layer, torch.randn(2, 8, size, size)) == "spectral/native"
+
+
+def test_the_memory_of_calls_is_bounded(measuring, monkeypatch):
+    installed(monkeypatch)
+    monkeypatch.setattr(choice, "_MOST_MEMORIES", 3)
+    layer = GroupConv2d(2, 2, "p4")
+    for batch in range(1, 9):
+        called(layer, torch.randn(batch, 8, 8, 8))
+        assert len(choice._memory) <= 3
+
+
+def test_a_device_that_nobody_knows_runs_by_rule(measuring, monkeypatch):
+    dense, fake = installed(monkeypatch)
+    monkeypatch.setattr(choice, "_measure", refuse)
+    layer = GroupConv2d(2, 2, "p4")
+    problem = Problem.of(layer.convolution, torch.randn(2, 8, 8, 8), layer.weight)
+    found = choice.choose(problem._replace(device=torch.device("xpu")), "auto", layer.weight)
+    assert found in (dense, fake)
+
+
+def test_a_new_engine_is_chosen_by_what_it_says_not_by_its_name(measuring, monkeypatch):
+    dense, native = installed(monkeypatch, 3.0, 2.0)
+    native.reason = "not today"
+    new = Fake("fast", 1.0, dense.clock)
+    monkeypatch.setitem(choice.ENGINES, new.name, new)
+    assert called(GroupConv2d(2, 2, "p4")) == new.name

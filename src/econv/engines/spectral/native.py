@@ -34,6 +34,7 @@ from econv.engines.problem import Geometry, Problem
 from econv.engines.spectral.operator import Spectral, Task
 from econv.engines.spectral.torch import arrays, spectral_weights
 from econv.files import atomic, cache_folder
+from econv.files import processor as _processor
 from econv.fourier import butterflies
 from econv.plan import SpectralPlan
 
@@ -400,14 +401,6 @@ def _loaded_openmp() -> str | None:
             if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
                 return path
     return None
-
-
-def _processor() -> str:
-    wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        lines = [line.strip() for line in file if line.startswith(wanted)]
-        return "\n".join(sorted(set(lines)))
-    return platform.processor()
 
 
 @contextlib.contextmanager
