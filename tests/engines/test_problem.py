@@ -252,7 +252,7 @@ def test_every_engine_says_why_it_cannot_run():
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """A Hopper GPU that is not there."""
-    monkeypatch.setattr(kernels, "_unavailable", lambda device: None)
+    monkeypatch.setattr(kernels, "unavailable", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
     monkeypatch.setattr(kernels, "warp_specialised", lambda *given: True)
