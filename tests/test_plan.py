@@ -1,13 +1,16 @@
 """The spectral plan: its operation counts, its exactness, and that a wrong one cannot be built."""
 
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from econv import Central, filter_basis, plan
 from econv.engines.spectral import native
-from econv.plan import SpectralPlan, spectral_plan
+from econv.plan import SpectralPlan, plan_named, spectral_plan
+from econv.stencils import Gaussian
 
 LAYERS = [
     ("regular", "regular"),
@@ -190,3 +193,31 @@ def test_plans_are_values():
     assert repr(found).startswith("SpectralPlan(FilterBasis(p8, 'paper'")
     with pytest.raises(ValueError, match="unknown kind of field 'image'"):
         spectral_plan(filter_basis("p8"), "image", "regular")
+
+
+# Names
+
+
+def test_names_determine_plans_that_words_do_not_describe():
+    names = {}
+    for width in (0.5, 0.8):
+        found = spectral_plan(filter_basis("p4", stencils=Gaussian(width)), "regular", "regular")
+        names[width] = found.name
+        assert plan_named(found.name) is found
+        assert plan_named(found.adjoint.name) is found.adjoint
+    assert names[0.5] != names[0.8]
+    code = (
+        "from econv import filter_basis; from econv.plan import plan_named, spectral_plan;"
+        "from econv.stencils import Gaussian; import sys;"
+        "b = filter_basis('p4', stencils=Gaussian(0.8)); b.digest; p = plan_named(sys.argv[1]);"
+        "assert p.basis is b and p.name == sys.argv[1]"
+    )
+    subprocess.run([sys.executable, "-c", code, names[0.8]], check=True)
+
+
+def test_a_name_of_a_basis_that_this_process_has_not_is_refused():
+    found = spectral_plan(filter_basis("p4", stencils=Gaussian(0.77)), "regular", "regular")
+    name = found.name.replace(found.basis.digest, "0" * 32)
+    assert name != found.name
+    with pytest.raises(ValueError, match="expected the name of a plan of this process"):
+        plan_named(name)

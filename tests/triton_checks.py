@@ -21,7 +21,7 @@ from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton import steps as triton_steps
 from econv.engines.spectral.triton.engine import Hopper, Triton
 from econv.engines.spectral.triton.kernels import INTERPRETED, OVERALL
-from econv.layers import norm_relu_conv, shift
+from econv.layers import norm_relu_conv, shift, shift_kernel
 from econv.plan import spectral_plan
 from test_engines import run_reference
 from test_pooled import stats
@@ -1044,8 +1044,7 @@ def test_blocks_of_a_network_use_it_by_themselves():
     ("shape", "step"), [((2, 5, 7, 6), 1), ((2, 70, 9, 8), 2), ((1, 3, 9, 8), 3), ((1, 8, 2, 2), 1)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_means_of_four_pixels_are_those_of_torch(monkeypatch, shape, step, dtype):
-    monkeypatch.setattr(shift, "_DEVICES", {DEVICE})
+def test_means_of_four_pixels_are_those_of_torch(shape, step, dtype):
     x = torch.randn(shape, dtype=dtype, device=DEVICE).to(memory_format=torch.channels_last)
     x.requires_grad_()
     found = shift.mean_of_four(x, step)
@@ -1060,8 +1059,7 @@ def test_means_of_four_pixels_are_those_of_torch(monkeypatch, shape, step, dtype
         torch.testing.assert_close(one.double(), other.double(), rtol=eps, atol=eps)
 
 
-def test_the_gradient_of_means_of_four_has_a_gradient(monkeypatch):
-    monkeypatch.setattr(shift, "_DEVICES", {DEVICE})
+def test_the_gradient_of_means_of_four_has_a_gradient():
     x = torch.randn(2, 3, 6, 5, device=DEVICE).to(memory_format=torch.channels_last)
     results = []
     for mean in (shift.mean_of_four, lambda x: torch.nn.functional.avg_pool2d(x, 2, 1)):
@@ -1069,3 +1067,38 @@ def test_the_gradient_of_means_of_four_has_a_gradient(monkeypatch):
         (first,) = torch.autograd.grad((mean(ours) ** 3).sum(), ours, create_graph=True)
         results.append(torch.autograd.grad((first**2).sum(), ours)[0])
     torch.testing.assert_close(*results)
+
+
+def test_means_of_four_without_kernels(monkeypatch):
+    x = torch.randn(1, 3, 4, 4, device=DEVICE, requires_grad=True)
+    last = x.to(memory_format=torch.channels_last)
+    assert type(shift.mean_of_four(last).grad_fn).__name__ == "_MeanOfFourBackward"
+    monkeypatch.setenv("ECONV_TRITON", "0")
+    assert type(shift.mean_of_four(last).grad_fn).__name__ == "AvgPool2DBackward0"
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_means_of_four_where_the_kernel_fails(monkeypatch, caplog, when, step):
+    def fail(*operands):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(shift._Kernel, "failed", False)
+    x = torch.randn(2, 3, 6, 5, device=DEVICE).to(memory_format=torch.channels_last)
+    x.requires_grad_()
+    found = []
+    with monkeypatch.context() as patched:
+        if when == "forward":
+            patched.setattr(shift_kernel, "launch", fail)
+        y = shift.mean_of_four(x, step)
+        patched.setattr(shift_kernel, "launch", fail)
+        found += [y, *torch.autograd.grad(y.square().sum(), x, create_graph=True)]
+        found += torch.autograd.grad(found[-1].square().sum(), x)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("econv.engines", "WARNING")
+    assert "RuntimeError: no such instruction" in record.getMessage()
+    assert type(shift.mean_of_four(x).grad_fn).__name__ == "AvgPool2DBackward0"
+    y = torch.nn.functional.avg_pool2d(x, 2, step)
+    wanted = [y, *torch.autograd.grad(y.square().sum(), x, create_graph=True)]
+    wanted += torch.autograd.grad(wanted[-1].square().sum(), x)
+    torch.testing.assert_close(found, wanted)

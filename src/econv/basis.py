@@ -6,6 +6,8 @@ and knows nothing of tensors or of how a convolution is run.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -15,9 +17,17 @@ import numpy as np
 
 from econv.groups import FloatArray, Group, GroupLike, frozen
 from econv.operators import OperatorSet, OperatorsLike, Polynomial, monomials, operator_set
-from econv.stencils import Central, StencilSet, StencilsLike, check_size, stencil_set
+from econv.stencils import (
+    Central,
+    Gaussian,
+    Isotropic,
+    StencilSet,
+    StencilsLike,
+    check_size,
+    stencil_set,
+)
 
-__all__ = ["INITIALISATIONS", "FilterBasis", "Gains", "filter_basis"]
+__all__ = ["INITIALISATIONS", "FilterBasis", "Gains", "basis_of", "filter_basis"]
 
 INITIALISATIONS = ("relu", "paper")
 """``"paper"``: He on the canonical filter (section 4.4). ``"relu"``: the same times one scalar that
@@ -179,6 +189,25 @@ class FilterBasis:
             logarithm -= 2.5 / _WIDTH * float((covariance**2).mean())
         return Gains(constant, noise, math.exp(logarithm / _DEPTH))
 
+    @cached_property
+    def digest(self) -> str:
+        """32 hexadecimal digits that stand for the content, in every process.
+
+        From then on `basis_of` finds a basis of that content in this process.
+        """
+        stencils = self.stencils
+        if type(stencils) in _OWN:
+            # What defines the filters, not the filters: their last digits differ between machines.
+            numbers = [float(value) for value in dataclasses.astuple(stencils)]  # type: ignore[call-overload]
+            filters = f"{stencils.name} {numbers}"
+        else:
+            filters = hashlib.sha256(self.synthesis.tobytes()).hexdigest()
+        operators = [[int(e) for e in exponents] for exponents in self.operators]
+        content = f"{self.group.name} {operators} {self.size} {filters}"
+        found = hashlib.sha256(content.encode()).hexdigest()[:32]
+        _digested.setdefault(found, self)
+        return found
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Rebuilt from its parts: a pickled layer holds no expanded array.
         return filter_basis, (self.group, self.operators, self.stencils, self.size)
@@ -188,6 +217,15 @@ class FilterBasis:
             f"FilterBasis({self.group}, {self.operators.name!r}, {self.stencils!r}, "
             f"size={self.size})"
         )
+
+
+_OWN = (Central, Gaussian, Isotropic)
+_digested: dict[str, FilterBasis] = {}
+
+
+def basis_of(digest: str) -> FilterBasis | None:
+    """The basis with this `FilterBasis.digest`, if this process has asked for its digest."""
+    return _digested.get(digest)
 
 
 def filter_basis(

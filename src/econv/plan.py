@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from econv.basis import FilterBasis, filter_basis
+from econv.basis import FilterBasis, basis_of, filter_basis
 from econv.fourier import KINDS, Copy, commutant, couple, decompose, transform
 from econv.groups import FloatArray, IntArray, frozen
 from econv.operators import Polynomial, action, monomials
@@ -208,8 +208,9 @@ class SpectralPlan:
     def name(self) -> str:
         """What stands for the plan where there is room for a text only, as in an exported graph.
 
-        It says how to make the plan where words can say that, and holds in every process then;
-        otherwise it holds in this one.
+        It determines the plan in every process: graphs that hold it are kept on disk. It says how
+        to make the plan where words can say that; otherwise it holds a digest of the basis, and is
+        understood by processes that have such a basis.
         """
         basis = self.basis
         words = {
@@ -227,8 +228,8 @@ class SpectralPlan:
                 return name
         except ValueError:
             pass
-        name = json.dumps({"plan": len(_named), **words})
-        _named[name] = self
+        name = json.dumps({"basis": basis.digest, **words})
+        _named.setdefault(name, self)
         return name
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -261,10 +262,11 @@ def plan_named(name: str) -> SpectralPlan:
     found = _named.get(name)
     if found is None:
         words = json.loads(name)
-        if "plan" in words:
-            raise ValueError(f"expected the name of a plan of this process; got {name}")
         ends = words.pop("source"), words.pop("target")
-        found = _named[name] = spectral_plan(filter_basis(**words), *ends)
+        basis = basis_of(words["basis"]) if "basis" in words else filter_basis(**words)
+        if basis is None:
+            raise ValueError(f"expected the name of a plan of this process; got {name}")
+        found = _named[name] = spectral_plan(basis, *ends)
     return found
 
 

@@ -1,6 +1,9 @@
 """torch.compile: one graph for every layer and network, and no recompilation that a CNN spares."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -79,6 +82,36 @@ def test_inductor_computes_the_same(name, train):
         sum(out.sin().sum() for out in run(network, x)).backward()
     for ours, wanted in zip(module.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, wanted.grad, rtol=1e-9, atol=1e-9)
+
+
+COMPILED = """
+import sys, torch
+from econv import GroupConv2d
+from econv.stencils import Gaussian
+
+x = torch.linspace(-1, 1, 2 * 8 * 9 * 9).sin().view(2, 8, 9, 9)
+for width in map(float, sys.argv[1:]):
+    torch._dynamo.reset()
+    layer = GroupConv2d(2, 2, "p4", stencils=Gaussian(width), engine="spectral")
+    results = []
+    for run in (layer, torch.compile(layer, fullgraph=True)):
+        layer.weight.grad, ours = None, x.clone().requires_grad_()
+        y = run(ours)
+        y.square().sum().backward()
+        results.append((y, ours.grad, layer.weight.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+"""
+
+
+@pytest.mark.slow
+def test_what_other_processes_compiled_is_of_the_same_layer(tmp_path):
+    """Compiled graphs are kept on disk: what they say of a layer has to hold in every process."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for widths in (["0.8"], ["0.5", "0.8"]):
+        command = [sys.executable, "-c", COMPILED, *widths]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 # The checks can say no

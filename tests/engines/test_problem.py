@@ -77,15 +77,21 @@ def test_names_tell_kinds_of_fields_apart():
     assert len({layer.convolution.name for layer in layers}) == len(layers)
 
 
-def test_two_bases_that_words_do_not_tell_apart_have_names_of_their_own(monkeypatch):
-    monkeypatch.setattr(Gaussian, "__repr__", lambda self: "of some width")
-    one, other = (
-        GroupConv2d(1, 1, "p4", stencils=Gaussian(width=width)).convolution
-        for width in (0.83, 0.87)
-    )
-    assert other.name == one.name + "'"
-    for known in (one, other):
-        assert convolution_named(known.name) is known
+class Own(Gaussian):
+    """Stencils that words do not tell apart."""
+
+    def __repr__(self):
+        return "Own()"
+
+
+def test_two_bases_that_words_do_not_tell_apart_have_names_of_their_own():
+    for kind in (Gaussian, Own):
+        one, other = (
+            GroupConv2d(1, 1, "p4", stencils=kind(width)).convolution for width in (0.83, 0.87)
+        )
+        assert one.name != other.name
+        for known in (one, other):
+            assert convolution_named(known.name) is known
 
 
 @pytest.mark.parametrize(
@@ -97,14 +103,18 @@ def test_copies_are_the_same_object(copied):
 
 
 def test_a_name_is_the_same_in_every_process():
-    code = "import econv; print(econv.GroupConv2d(2, 3, 'p8', stride=2).convolution.name)"
+    code = (
+        "import econv; from econv.stencils import Gaussian;"
+        "print(econv.GroupConv2d(2, 3, 'p8', stride=2, stencils=Gaussian(0.8)).convolution.name)"
+    )
     names = {
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         ).stdout
         for _ in range(2)
     }
-    assert names == {GroupConv2d(2, 3, "p8", stride=2).convolution.name + "\n"}
+    here = GroupConv2d(2, 3, "p8", stride=2, stencils=Gaussian(0.8)).convolution.name
+    assert names == {here + "\n"}
 
 
 def test_a_convolution_cannot_be_changed():
@@ -242,7 +252,7 @@ def test_every_engine_says_why_it_cannot_run():
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """A Hopper GPU that is not there."""
-    monkeypatch.setattr(kernels, "_unavailable", lambda device: None)
+    monkeypatch.setattr(kernels, "unavailable", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
     monkeypatch.setattr(kernels, "warp_specialised", lambda *given: True)

@@ -122,3 +122,39 @@ def test_compiled_with_norm_and_relu_at_the_load(tmp_path):
     # Where a field has more channels than a thread stores at once: all fields of a pixel.
     first = 0 if triton.__version__ < "3.7" else 1
     assert {row[first] for row in kernels["forward"]["stores"]} == {16}
+
+
+MEANS = """
+import torch
+from econv.layers.shift_kernel import launch
+from triton_compile import caught, report
+
+def image(height, width, dtype):
+    shape = (70_000, 24, height, width)
+    last = torch.channels_last
+    return torch.empty(shape, dtype=dtype, device="meta", memory_format=last)
+
+with caught() as launches:
+    for dtype in (torch.bfloat16, torch.float32):
+        for step, size in ((1, (15, 14)), (2, (8, 7))):
+            x, y = image(16, 15, dtype), image(*size, dtype)
+            launch(x, y, step, False)
+            launch(y, x, step, True)
+for one in launches:
+    assert one.name == "_mean_of_four"
+    blocks, *others = one.grid
+    assert blocks >= 7 * 70_000 and all(n <= 65_535 for n in others), one.grid
+    assert report(one, None)["spills"] == 0
+assert len(launches) == 8
+"""
+
+
+def test_compiled_means_of_four_pixels(tmp_path):
+    """Of more images than the second and third axes of a grid hold."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", MEANS]
+    path = os.pathsep.join([str(BENCHMARKS), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = path
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]

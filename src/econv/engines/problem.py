@@ -110,8 +110,9 @@ class Convolution:
         words = {
             "group": basis.group.name,
             "operators": basis.operators.name,
-            "stencils": repr(basis.stencils),
+            "stencils": basis.stencils.name,
             "size": basis.size,
+            "basis": basis.digest,  # two bases may have the same words
             "parts": [list(part) for part in self.parts],
             "target": self.target,
             "out": self.out_fields,
@@ -121,8 +122,7 @@ class Convolution:
             "dilation": self.dilation,
         }
         name = json.dumps(words)
-        while _NAMED.setdefault(name, self) is not self:  # two bases that words do not tell apart
-            name += "'"
+        _NAMED.setdefault(name, self)
         return name
 
     def __reduce__(self) -> tuple[Any, ...]:

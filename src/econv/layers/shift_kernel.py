@@ -1,5 +1,8 @@
 """Means of four neighbouring pixels as one kernel, where channels lie last. Needs Triton."""
 
+# Kernels are written in Triton's language, which has no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 import triton
@@ -10,7 +13,7 @@ __all__ = ["launch"]
 
 
 @triton.jit
-def _mean_of_four(  # type: ignore[no-untyped-def]
+def _mean_of_four(
     x,
     y,
     height,
@@ -26,9 +29,11 @@ def _mean_of_four(  # type: ignore[no-untyped-def]
 
     Sizes along a row are constants: then the compiler knows what is aligned.
     """
-    piece = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    i = tl.program_id(1)
-    image = tl.program_id(2).to(tl.int64)
+    PIECES: tl.constexpr = (COLUMNS * CHANNELS + BLOCK - 1) // BLOCK
+    line = tl.program_id(0) // PIECES
+    piece = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
+    i = line % rows
+    image = (line // rows).to(tl.int64)
     known = piece < COLUMNS * CHANNELS
     column = piece // CHANNELS
     total = tl.zeros([BLOCK], tl.float32)
@@ -60,7 +65,8 @@ def launch(x: Tensor, y: Tensor, step: int, adjoint: bool) -> None:
     """Fill y, channels-last as x is."""
     batch, channels, rows, columns = y.shape
     block = min(1024, triton.next_power_of_2(columns * channels))
-    _mean_of_four[triton.cdiv(columns * channels, block), rows, batch](
+    pieces = triton.cdiv(columns * channels, block)
+    _mean_of_four[(pieces * rows * batch,)](  # the other axes of a grid end at 65,535
         x,
         y,
         x.shape[2],

@@ -27,7 +27,7 @@ from econv.engines.spectral.tiling import Like, overridden, rounded_up, warp_spe
 from econv.engines.spectral.torch import tables
 from econv.engines.spectral.triton.scheme import scheme
 
-__all__ = ["DEVICES", "Hopper", "Triton", "on_device"]
+__all__ = ["DEVICES", "Hopper", "Triton", "on_device", "unavailable"]
 
 DEVICES = {"cuda"}
 """The kinds of device that the kernels run on."""
@@ -46,9 +46,7 @@ class Triton(Spectral):
 
     def why_not(self, problem: Problem) -> str | None:
         """It runs layers between group features, on recent GPUs."""
-        return (
-            _unavailable(problem.device) or self._not_covered(problem) or super().why_not(problem)
-        )
+        return unavailable(problem.device) or self._not_covered(problem) or super().why_not(problem)
 
     def _not_covered(self, problem: Problem) -> str | None:
         conv = problem.convolution
@@ -188,7 +186,8 @@ class Hopper(Triton):
         return None
 
 
-def _unavailable(device: torch.device) -> str | None:
+def unavailable(device: torch.device) -> str | None:
+    """Why no kernel in Triton runs on a device, or None."""
     if device.type not in DEVICES:
         return f"it runs on NVIDIA GPUs; the input is on {device.type}"
     if os.environ.get("ECONV_TRITON") == "0":
