@@ -523,3 +523,16 @@ def test_linear_layers_and_engines_that_cannot_run_are_explained(capsys):
     layer = GroupConv2d(2, 2, "p4", engine="spectral/triton")
     engines.explain(layer, torch.randn(1, 8, 9, 9))
     assert "*" not in capsys.readouterr().out.splitlines()[-4]
+
+
+def test_graphs_that_are_kept_on_disk_are_told_apart_by_what_decides(monkeypatch):
+    monkeypatch.setattr(choice, "_decided", {})
+    monkeypatch.setattr(choice, "_kept", [""])
+    names = [choice.traced_name("auto")]
+    with econv.engine("auto", measure=False):
+        names.append(choice.traced_name("auto"))
+    for engine in ("dense", "spectral/native"):
+        engines.keep({"device: some problem": engine})
+        names.append(choice.traced_name("auto"))
+    assert len(set(names)) == len(names)
+    assert choice.traced_name("dense") == "dense"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -29,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from econv.engines import dense
 from econv.engines.problem import Problem, Weight, without_autocast
 from econv.engines.registry import ENGINES, Engine, check_name, first_able
+from econv.engines.spectral.operator import lost
 from econv.files import atomic, cache_folder, processor_name
 
 __all__ = [
@@ -123,7 +125,8 @@ def choose(problem: Problem, name: str, learned: Tensor) -> Engine:
     if name != "auto":
         return first_able(name, problem)
     device_only = problem.context == "traced" or _capturing(problem.device)
-    key = (problem, learned.dtype, device_only, may_measure(), _tf32(problem), _together())
+    circumstances = (may_measure(), _tf32(problem), _together(), lost())
+    key = (problem, learned.dtype, device_only, circumstances)
     found = _memory.get(key)
     if found is None:
         found = _decide(problem, device_only, learned.dtype)
@@ -233,6 +236,18 @@ def keep(decided: dict[str, str]) -> None:
     """Decide as before, where the engines can run: a resumed run repeats to the last bit."""
     _decided.update({str(key): str(name) for key, name in decided.items() if name in ENGINES})
     _memory.clear()
+    _kept[0] = hashlib.sha256(json.dumps(kept()).encode()).hexdigest()[:16]
+
+
+_kept = [""]
+
+
+def traced_name(name: str) -> str:
+    """``"auto"`` with what else decides, for graphs: compilers keep them on disk by such words."""
+    if name != "auto":
+        return name
+    by_rule = ":rule" if _blocks and not _blocks[-1][1] else ""
+    return f"auto:{_kept[0]}{by_rule}"
 
 
 def may_measure() -> bool:

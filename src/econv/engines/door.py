@@ -52,7 +52,8 @@ def convolve(
             return _run(convolution, x, weight, bias, plain, prologue, "watched")
         affine = None if prologue is None else prologue.affine
         operands = (x, weight.learned, bias, affine, list(weight.tables))
-        found: Tensor = torch.ops.econv.convolution(*operands, convolution.name, name)
+        told = choice.traced_name(name)
+        found: Tensor = torch.ops.econv.convolution(*operands, convolution.name, told)
         return found
     return _run(convolution, x, weight, bias, name, prologue, None)
 
@@ -113,7 +114,7 @@ def _traced(
     known, given = convolution_named(convolution), Weight(weight, tuple(tables))
     if transformed():  # by torch.func, which knows no operators of ours
         return _run(known, x, given, bias, "dense", prologue, "watched")
-    return _run(known, x, given, bias, engine, prologue, "traced")
+    return _run(known, x, given, bias, engine.partition(":")[0], prologue, "traced")
 
 
 def _mapped(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
