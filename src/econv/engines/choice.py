@@ -162,44 +162,46 @@ def _decide(problem: Problem, device_only: bool, dtype: torch.dtype) -> Engine:
     text, capturing, store = _text(problem, dtype), _capturing(problem.device), _store()
     keys = (f"call: {text}", f"device: {text}")
     with _lock:
-        if store is not None and torch.distributed.get_rank() > 0:
+        if store is None or torch.distributed.get_rank() == 0:
+            names = _settled(problem, dtype, keys, device_only, able)
+            if store is not None and not capturing:
+                store.set(f"econv {text}", json.dumps(names))
+        else:
             if len(able) > 1 and not capturing:
                 _hear(store, text)
-        else:
-            if len(able) > 1 and _decided.get(keys[device_only]) not in able:
-                _settle(problem, dtype, keys, able, may_run=not capturing)
-            if store is not None and not capturing:
-                told = {key: _decided[key] for key in keys if key in _decided}
-                told = told if len(able) > 1 else dict.fromkeys(keys, "dense")
-                store.set(f"econv {text}", json.dumps(told))
-        names = [_decided.get(key, "") for key in keys]
-        if not (device_only or capturing) and names[0] != names[1] in able:
-            _warm(problem, dtype, able[names[1]])
-    return able.get(names[device_only]) or rule(problem, list(able.values()), device_only)
+            names = _decided
+        call, in_graphs = (able.get(names.get(key, "")) for key in keys)
+        if not (device_only or capturing) and in_graphs not in (None, call):
+            _warm(problem, dtype, in_graphs)
+    found = in_graphs if device_only else call
+    return found or rule(problem, list(able.values()), device_only)
 
 
-def _settle(
+def _settled(
     problem: Problem,
     dtype: torch.dtype,
     keys: tuple[str, str],
+    device_only: bool,
     able: dict[str, Engine],
-    may_run: bool,
-) -> None:
-    """Write down which engines are the fastest; after many sizes, what was for the largest."""
-    for key in keys:
-        alike = [one for one in _decided if one.rpartition(" ")[0] == key.rpartition(" ")[0]]
-        if len(alike) >= _MOST_SIZES:
-            largest = _decided[max(alike, key=lambda one: (_pixels(one), one))]
-            _decided[key] = largest if largest in able else "dense"
-    if all(_decided.get(key) in able for key in keys):
-        return
-    times = measured(problem, dtype, may_run) or {}
+) -> dict[str, str]:
+    """What runs, as a call and in graphs, as far as it is known; one of them is written down."""
+    if len(able) == 1:
+        return dict.fromkeys(keys, "dense")
+    key = keys[device_only]
+    new = _decided.get(key) not in able
+    alike = [one for one in _decided if one.rpartition(" ")[0] == key.rpartition(" ")[0]]
+    if new and len(alike) >= _MOST_SIZES:
+        largest = _decided[max(alike, key=lambda one: (_pixels(one), one))]
+        _decided[key] = largest if largest in able else "dense"
+        new = False
+    times = measured(problem, dtype, may_run=new and not _capturing(problem.device)) or {}
     usable = {n: pair for n, pair in times.items() if n in able and math.isfinite(pair.call)}
-    if usable:
-        best = [min(usable, key=lambda n: usable[n][kind]) for kind in (0, 1)]
-        _decided.update(zip(keys, best, strict=True))
-        others = ", ".join(f"{n} {1e3 * pair.call:.3g} ms" for n, pair in usable.items())
-        _log.info("%s: %s (%s)", problem, " or in graphs ".join(dict.fromkeys(best)), others)
+    best = [min(usable, key=lambda n: usable[n][kind], default="") for kind in (0, 1)]
+    if new and usable:
+        _decided[key] = best[device_only]
+        others = ", ".join(f"{n} {1e3 * t[device_only]:.3g} ms" for n, t in usable.items())
+        _log.info("%s: %s (%s)", problem, _decided[key], others)
+    return {key: _decided.get(key, name) for key, name in zip(keys, best, strict=True)}
 
 
 def rule(problem: Problem, able: list[Engine], device_only: bool) -> Engine:
