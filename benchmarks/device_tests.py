@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = (
     "tests/layers/test_cuda.py",
     "tests/compatibility/test_cuda_compatibility.py",
-    "tests/engines/test_cuda_triton.py",
+    "tests/engines/spectral/test_cuda_triton.py",
     "tests/train/test_capture.py",
     "tests/data/test_augmentation.py",
     "tests/conversion/test_packages.py",

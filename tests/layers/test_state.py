@@ -311,6 +311,30 @@ def test_a_weight_assigned_in_inference_mode_can_be_trained_later():
     assert layer.weight.grad is not None
 
 
+@pytest.mark.parametrize("make", PDO_LAYERS.values(), ids=PDO_LAYERS.keys())
+def test_layers_pickled_before_they_had_a_description_come_back(make):
+    layer = make()
+    state = layer.__getstate__()
+    del state["_convolution"]
+    state["extent"] = 3
+    again = type(layer).__new__(type(layer))
+    again.__setstate__(copy.deepcopy(state))
+    assert again.convolution is layer.convolution
+    assert again.extent == layer.extent
+    x = torch.randn(1, layer.in_channels, 7, 7)
+    torch.testing.assert_close(again(x), layer(x), rtol=0, atol=0)
+
+
+def test_the_extent_follows_the_dilation():
+    layer = GroupConv2d(1, 1, "p4", padding=0)
+    assert layer.extent == layer.basis.size
+    layer.dilation = 3
+    assert layer.extent == 3 * (layer.basis.size - 1) + 1
+    with pytest.raises(ValueError, match=f"at least {layer.extent}×{layer.extent} pixels"):
+        layer(torch.randn(1, 4, layer.extent - 1, layer.extent - 1))
+    assert layer(torch.randn(1, 4, layer.extent, layer.extent)).shape[2:] == (1, 1)
+
+
 def test_a_pickled_layer_holds_no_expanded_array():
     layer = GroupConv2d(1, 1, "p8m")
     assert len(pickle.dumps(layer)) < 4 * layer.weight.numel() + 4000

@@ -86,7 +86,9 @@ _LINEAR: tuple[type[nn.Module], ...] = (
 
 
 @dataclass(frozen=True)
-class Flow:
+class FieldType:
+    """How a map turns: its kind, and for regular fields the group of their channels."""
+
     kind: str
     group: Group | None = None
 
@@ -95,7 +97,7 @@ class Flow:
 class Map:
     name: str
     type: str
-    flow: Flow
+    field_type: FieldType
     value: Tensor
 
     @property
@@ -106,7 +108,7 @@ class Map:
 @dataclass(frozen=True)
 class _Trace:
     output: Tensor
-    output_flow: Flow | None
+    output_type: FieldType | None
     maps: list[Map]
     unknown: list[str]
 
@@ -139,19 +141,19 @@ class _Follow(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         # Tensors are kept alive: an id that is free again would name another one.
-        self.known: dict[int, tuple[Tensor, Flow]] = {}
+        self.known: dict[int, tuple[Tensor, FieldType]] = {}
 
-    def flow(self, tensor: object) -> Flow | None:
+    def type_of(self, tensor: object) -> FieldType | None:
         entry = self.known.get(id(tensor))
         return entry[1] if entry else None
 
-    def set(self, tensor: Tensor, flow: Flow | None) -> None:
-        if flow is None:
+    def set(self, tensor: Tensor, field_type: FieldType | None) -> None:
+        if field_type is None:
             self.known.pop(id(tensor), None)
             return
-        if flow.kind == "scalar" and (tensor.ndim != 4 or tensor.shape[-2:] == (1, 1)):
-            flow = Flow("invariant")  # no pixels are left that could turn
-        self.known[id(tensor)] = tensor, flow
+        if field_type.kind == "scalar" and (tensor.ndim != 4 or tensor.shape[-2:] == (1, 1)):
+            field_type = FieldType("invariant")  # no pixels are left that could turn
+        self.known[id(tensor)] = tensor, field_type
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -163,42 +165,42 @@ class _Follow(TorchFunctionMode):
 
     def _follow(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor
-    ) -> Flow | None:
+    ) -> FieldType | None:
         name = getattr(func, "__name__", "").strip("_")
         along = None
         if name == "cat":
             along = args[1] if len(args) > 1 else kwargs.get("dim", 0)
             args = args[0] if args else kwargs["tensors"]
         maps = [a for a in args if isinstance(a, Tensor) and a.ndim > 1]
-        flows = {self.flow(a) for a in maps}
-        if len(flows) != 1:
+        field_types = {self.type_of(a) for a in maps}
+        if len(field_types) != 1:
             return None
-        flow = flows.pop()
-        if flow is None or flow.kind == "invariant":
-            return flow
+        field_type = field_types.pop()
+        if field_type is None or field_type.kind == "invariant":
+            return field_type
         x = maps[0]
-        if flow.kind == "unflattened":  # [batch, fields, elements, height, width]
+        if field_type.kind == "unflattened":  # [batch, fields, elements, height, width]
             dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
             pooled = name in _REDUCTIONS and dims in (2, -3, (2,), (-3,), [2], [-3])
-            return Flow("scalar") if pooled and result.ndim == 4 else None
-        if name == "unflatten" and flow.kind == "regular" and flow.group is not None:
-            fields = (x.shape[1] // flow.group.order, flow.group.order)
+            return FieldType("scalar") if pooled and result.ndim == 4 else None
+        if name == "unflatten" and field_type.kind == "regular" and field_type.group is not None:
+            fields = (x.shape[1] // field_type.group.order, field_type.group.order)
             apart = x.ndim == 4 and result.shape == (x.shape[0], *fields, *x.shape[2:])
-            return Flow("unflattened", flow.group) if apart else None
+            return FieldType("unflattened", field_type.group) if apart else None
         if name in _COPIES or (name in _SUMS and len(maps) == 2):
-            return flow
-        if flow.kind == "vector":  # what acts on components one by one does not turn
+            return field_type
+        if field_type.kind == "vector":  # what acts on components one by one does not turn
             return None
         if name in _POINTWISE or name in _SUMS:
-            return flow
+            return field_type
         if along in (1, 1 - result.ndim):
-            return flow
+            return field_type
         if name in _REDUCTIONS and x.ndim == 4:
             dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
             if isinstance(dims, tuple | list) and {d % 4 for d in dims} == {2, 3}:
-                return flow
+                return field_type
         if name in _RESHAPES and x.shape[2:].numel() == 1 and result.shape[:2] == x.shape[:2]:
-            return flow
+            return field_type
         return None
 
 
@@ -213,7 +215,7 @@ def trace_maps(
     follow = _Follow()
     own = getattr(model, "group", None)
     first = own or next((m.group for m in model.modules() if isinstance(m, GroupConv2d)), group)
-    follow.set(x, Flow(kind, Group(first) if kind == "regular" else None))
+    follow.set(x, FieldType(kind, Group(first) if kind == "regular" else None))
     maps: list[Map] = []
     unknown: list[str] = []
     seen: dict[str, int] = {}
@@ -224,26 +226,28 @@ def trace_maps(
         leaf = next(module.children(), None) is None
         if not (leaf or says) or isinstance(module, nn.Identity):
             return
-        if not leaf and (module is model or follow.flow(output) is not None):
+        if not leaf and (module is model or follow.type_of(output) is not None):
             return  # its last layer has been seen
         if isinstance(module, nn.Dropout | nn.Dropout2d | GroupDropout2d) and not module.training:
             if isinstance(output, Tensor) and inputs:
-                follow.set(output, follow.flow(inputs[0]))
+                follow.set(output, follow.type_of(inputs[0]))
             return
         name = names[module]
         seen[name] = seen.get(name, 0) + 1
         if seen[name] > 1:
             name = f"{name} (call {seen[name]})"
-        flow = None
+        field_type = None
         if isinstance(output, Tensor):
-            flow = _after(module, follow.flow(inputs[0]) if inputs else None, inputs, output)
-            follow.set(output, flow)
-            flow = follow.flow(output)
-        if flow is None:
+            field_type = _after(
+                module, follow.type_of(inputs[0]) if inputs else None, inputs, output
+            )
+            follow.set(output, field_type)
+            field_type = follow.type_of(output)
+        if field_type is None:
             unknown.append(f"{name} ({type(module).__name__})")
         else:
             # A copy: what follows may work in place.
-            maps.append(Map(name, type(module).__name__, flow, output.detach().clone()))
+            maps.append(Map(name, type(module).__name__, field_type, output.detach().clone()))
 
     handles = [module.register_forward_hook(hook) for module in model.modules()]
     try:
@@ -254,19 +258,19 @@ def trace_maps(
             handle.remove()
     if not isinstance(output, Tensor):
         raise ValueError(f"expected a model that returns one tensor; got {type(output).__name__}")
-    return _Trace(output, follow.flow(output), maps, unknown)
+    return _Trace(output, follow.type_of(output), maps, unknown)
 
 
 def _after(
-    module: nn.Module, before: Flow | None, inputs: tuple[Any, ...], output: Tensor
-) -> Flow | None:
+    module: nn.Module, before: FieldType | None, inputs: tuple[Any, ...], output: Tensor
+) -> FieldType | None:
     """How the output of a module turns, or nothing where that is not known."""
     says = getattr(module, "output_kind", None)
     # What treats every channel alike hands on whatever comes, also where it names one kind.
     if isinstance(says, str) and not isinstance(module, _CHANNELWISE):
         group = getattr(module, "subgroup", None) or getattr(module, "group", None)
         group = Group(group) if group is not None else (before.group if before else None)
-        return Flow(says, group if says in ("regular", "vector") else None)
+        return FieldType(says, group if says in ("regular", "vector") else None)
     if before is None or before.kind == "invariant":
         return before
     if before.kind == "unflattened":
@@ -286,21 +290,21 @@ def _after(
     return None
 
 
-def turn_map(x: Tensor, flow: Flow, group: Group, element: int) -> Tensor:
+def turn_map(x: Tensor, field_type: FieldType, group: Group, element: int) -> Tensor:
     """π of one element of the checked group, on a map whose own group may be larger."""
-    if flow.kind == "invariant":
+    if field_type.kind == "invariant":
         return x
-    own = flow.group or group
+    own = field_type.group or group
     inner = int(own.embed(group)[element])
     if x.ndim == 4 and x.shape[-2:] != (1, 1):
-        return transform(x, own, inner, flow.kind)
-    return turn_channels(x, flow.kind, own, inner)
+        return transform(x, own, inner, field_type.kind)
+    return turn_channels(x, field_type.kind, own, inner)
 
 
-def together(flow: Flow, group: Group) -> int:
-    if flow.kind == "regular":
-        return (flow.group or group).order
-    return 2 if flow.kind == "vector" else 1
+def together(field_type: FieldType, group: Group) -> int:
+    if field_type.kind == "regular":
+        return (field_type.group or group).order
+    return 2 if field_type.kind == "vector" else 1
 
 
 def turn_channels(x: Tensor, kind: str, group: Group, element: int) -> Tensor:
@@ -327,12 +331,12 @@ def rotate_map(x: Tensor, degrees: float, kind: str) -> Tensor:
     return turned
 
 
-def output_kind_of(model: nn.Module, trace: _Trace, given: str | None) -> Flow:
+def output_kind_of(model: nn.Module, trace: _Trace, given: str | None) -> FieldType:
     """How the output turns: what was given, what the model says, or what followed from its making.
 
     Scores have no pixels that could turn: they are compared as invariant unless known otherwise.
     """
-    known = trace.output_flow
+    known = trace.output_type
     if known is not None and known.kind == "unflattened":
         known = None
     says = given or (getattr(model, "output_kind", None) if _is_custom(model) else None)
@@ -340,11 +344,11 @@ def output_kind_of(model: nn.Module, trace: _Trace, given: str | None) -> Flow:
         if says not in ("scalar", "regular", "vector", "invariant"):
             raise ValueError(f"cannot check an output of kind {says!r}")
         group = known.group if known else getattr(model, "group", None)
-        return Flow(str(says), Group(group) if group is not None else None)
+        return FieldType(str(says), Group(group) if group is not None else None)
     if known is not None:
         return known
     if trace.output.ndim == 2:
-        return Flow("invariant")
+        return FieldType("invariant")
     if trace.maps and trace.output.ndim == 4:
         after = "; what these do is unknown: " + ", ".join(trace.unknown) if trace.unknown else ""
         raise ValueError(

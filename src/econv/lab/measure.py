@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from econv.basis import FilterBasis
 from econv.groups import FloatArray, Group, GroupLike
 from econv.lab.kinds import (
-    Flow,
+    FieldType,
     Map,
     element_name,
     find_group,
@@ -91,7 +91,7 @@ def layer_errors(
             turned = trace_maps(model, run, transform(images, found, element, kind), kind, found)
             exact = element in found.grid_symmetries
             for row, before, after in zip(errors, straight.maps, turned.maps, strict=True):
-                expected = turn_map(before.value, before.flow, found, element)
+                expected = turn_map(before.value, before.field_type, found, element)
                 mask = None if exact else disc_mask(expected, margin)
                 row.append(relative_error(after.value, expected, mask, before.name))
             outputs.append(
@@ -101,8 +101,8 @@ def layer_errors(
         LayerError(
             entry.name,
             entry.type,
-            entry.flow.kind,
-            together(entry.flow, found),
+            entry.field_type.kind,
+            together(entry.field_type, found),
             tuple(entry.value.shape[1:]),
             tuple(row),
         )
@@ -151,9 +151,9 @@ def angle_curve(
     kind = input_kind_of(model, input_kind)
     with _undisturbed(model, images.device) as run:
         straight = trace_maps(model, run, images, kind, found)
-        flow = output_kind_of(model, straight, output_kind)
+        field_type = output_kind_of(model, straight, output_kind)
         step = 360 / found.rotations
-        if "regular" in (kind, flow.kind):
+        if "regular" in (kind, field_type.kind):
             if angles is None:
                 angles = [step * k for k in range(found.rotations)]
             for angle in angles:
@@ -166,16 +166,16 @@ def angle_curve(
             angles = [5.0 * k for k in range(72)]
         errors = []
         for angle in angles:
-            if "regular" in (kind, flow.kind):
+            if "regular" in (kind, field_type.kind):
                 element = round(angle / step) % found.rotations
                 result = run(transform(images, found, element, kind))
-                expected = turn_map(straight.output, flow, found, element)
+                expected = turn_map(straight.output, field_type, found, element)
             else:
                 result = run(rotate_map(images, angle, kind))
-                expected = rotate_map(straight.output, angle, flow.kind)
-            mask = None if flow.kind == "invariant" else disc_mask(expected, margin)
+                expected = rotate_map(straight.output, angle, field_type.kind)
+            mask = None if field_type.kind == "invariant" else disc_mask(expected, margin)
             errors.append(relative_error(result, expected, mask, "the output"))
-    return AngleCurve(flow.kind, tuple(float(a) for a in angles), tuple(errors), found)
+    return AngleCurve(field_type.kind, tuple(float(a) for a in angles), tuple(errors), found)
 
 
 def resolution_curve(
@@ -245,8 +245,8 @@ def resolution_curve(
             result = work(turned)
         if result.shape[-2:] != (1, 1):
             raise ValueError("expected a chain of layers, each of which reads the one before it")
-        flow = output_kind_of(work, trace, None)
-        expected = turn_map(trace.output, flow, found, element)
+        field_type = output_kind_of(work, trace, None)
+        expected = turn_map(trace.output, field_type, found, element)
         errors.append(relative_error(result, expected, None, "the output"))
     return ResolutionCurve(
         element,
@@ -351,11 +351,11 @@ def error_sources(
             if which in exact:
                 pairs = zip(straight.maps[:first_inexact], turned.maps, strict=False)
                 for place, (before, after) in enumerate(pairs):
-                    wanted = turn_map(before.value, before.flow, found, which)
+                    wanted = turn_map(before.value, before.field_type, found, which)
                     if not relative_error(after.value, wanted, None, before.name) <= 1e-4:
                         first_inexact = place
                         break
-            expected = turn_map(last.value, last.flow, found, which).double()
+            expected = turn_map(last.value, last.field_type, found, which).double()
             result = turned.maps[places[-1]].value.double()
             _same_shape(result, expected, last.name)
             mask = _disc_of(expected, margin)
@@ -365,8 +365,8 @@ def error_sources(
         whole, whole_norm = squares(element, 0.0)
         inner, inner_norm = squares(element, margin)
         on_grid = [(e, *squares(e, margin)) for e in exact]
-        there = turn_map(last.value.double(), last.flow, found, element)
-        back = turn_map(there, last.flow, found, int(found.inverse[element]))
+        there = turn_map(last.value.double(), last.field_type, found, element)
+        back = turn_map(there, last.field_type, found, int(found.inverse[element]))
         mask = _disc_of(back, margin)
         comparison = relative_error(back, last.value.double(), mask, last.name) / math.sqrt(2)
     if not (inner_norm > 0 and math.isfinite(whole) and math.isfinite(whole_norm)):
@@ -435,16 +435,21 @@ def _check_images(images: Tensor, group: Group, elements: Iterable[int]) -> None
 
 
 def _output_error(
-    straight: Tensor, turned: Tensor, flow: Flow, group: Group, element: int, margin: float
+    straight: Tensor,
+    turned: Tensor,
+    field_type: FieldType,
+    group: Group,
+    element: int,
+    margin: float,
 ) -> OutputError:
-    expected = turn_map(straight, flow, group, element)
+    expected = turn_map(straight, field_type, group, element)
     mask = None
-    if flow.kind != "invariant" and element not in group.grid_symmetries:
+    if field_type.kind != "invariant" and element not in group.grid_symmetries:
         mask = disc_mask(expected, margin)
     relative = relative_error(turned, expected, mask, "the output")
     difference = (turned.double() - expected.double()).abs()
     agreement = None
-    if flow.kind == "invariant" and turned.ndim == 2 and turned.shape[1] > 1:
+    if field_type.kind == "invariant" and turned.ndim == 2 and turned.shape[1] > 1:
         agreement = float((turned.argmax(1) == expected.argmax(1)).double().mean())
     largest = float((difference if mask is None else difference * mask).max())
     return OutputError(element, largest, relative, agreement)

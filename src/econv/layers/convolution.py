@@ -105,7 +105,6 @@ class PDOConv2d(WithConstants):
         if spacing is True or not isinstance(spacing, float | int) or not 0 < spacing < math.inf:
             raise ValueError(f"expected a positive spacing; got {spacing!r}")
         self.spacing = float(spacing)
-        self.extent = self.dilation * (self.basis.size - 1) + 1
         self.padding = self._read_padding(padding)
         if padding_mode not in _PADDING_MODES:
             raise ValueError(f"expected padding_mode in {_PADDING_MODES}; got {padding_mode!r}")
@@ -158,7 +157,15 @@ class PDOConv2d(WithConstants):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.__dict__.pop("extent", None)  # layers once kept it, and had no description
+        if "_convolution" not in self.__dict__:
+            self._convolution = self._describe()
         self._refresh_constants()
+
+    @property
+    def extent(self) -> int:
+        """How many pixels the stencils span along each side."""
+        return self.dilation * (self.basis.size - 1) + 1
 
     @property
     def convolution(self) -> engines.Convolution:

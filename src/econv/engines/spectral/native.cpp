@@ -268,7 +268,7 @@ void transform(const Transform& t, bool turned, const Real* in, int64_t in_step,
 // phase, column]. Column c of the padded, spread line lies at phase c % down, place c / down, so
 // that strided reads are dense; line l lies at l % ring.
 APART void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, int64_t left,
-                   int64_t from, int64_t to, Real* spectrum, Real* line, Real* places) {
+                   int64_t from, int64_t to, Real* spectrum, Real* line, Real* scratch) {
   const int64_t plane = j.height * j.width;
   const int64_t first_row = top * j.down - j.before, first = left * j.down - j.before;
   const int64_t needed = (c.region_columns - 1) * j.down + j.dilation * (j.size - 1) + 1;
@@ -291,7 +291,7 @@ APART void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, i
           image + field * j.in_channels * plane + spread / j.up * j.width + begin;
       if (plain) {
         transform(j.analysis, false, source, plane, target + start, c.map, length, false, false,
-                  places);
+                  scratch);
         for (int64_t slot = 0; slot < j.in_channels; slot++) {
           Real* row = target + slot * c.map;
           std::memset(row, 0, start * sizeof(Real));
@@ -299,7 +299,7 @@ APART void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, i
         }
         continue;
       }
-      transform(j.analysis, false, source, plane, line, line_step, length, false, true, places);
+      transform(j.analysis, false, source, plane, line, line_step, length, false, true, scratch);
       for (int64_t slot = 0; slot < j.in_channels; slot++) {
         Real* row = target + slot * c.map;
         std::memset(row, 0, c.pitch * sizeof(Real));
@@ -579,7 +579,7 @@ APART void multiply(const Job& j, const Cut& c, const Real* z, const Real* packe
 }
 
 APART void synthesise(const Job& j, const Cut& c, const Real* products, int64_t image, int64_t top,
-                int64_t left, int64_t rows, int64_t columns, Real* places) {
+                int64_t left, int64_t rows, int64_t columns, Real* scratch) {
   const int64_t plane = j.out_height * j.out_width;
   const bool whole = columns == j.out_width;  // lines follow one another in the output too
   const int64_t lines = whole ? 1 : rows, length = whole ? rows * columns : columns;
@@ -588,14 +588,14 @@ APART void synthesise(const Job& j, const Cut& c, const Real* products, int64_t 
       Real* to = j.y + (image * j.out_fields + field) * j.out_channels * plane +
                  (top + r) * j.out_width + left;
       transform(j.synthesis, true, products + field * c.pixels + r * columns,
-                j.out_fields * c.pixels, to, plane, length, true, false, places);
+                j.out_fields * c.pixels, to, plane, length, true, false, scratch);
     }
 }
 
 // Each block's inner products of features and spectrum of `other`, added to `sums`:
 // [block, (field, inner), (column, out field) padded to whole vectors].
 APART void correlate(const Job& j, const Cut& c, const Real* z, int64_t image, int64_t top, int64_t left,
-               int64_t rows, int64_t columns, Real* spectrum, Real* turned, Real* sums, Real* places) {
+               int64_t rows, int64_t columns, Real* spectrum, Real* turned, Real* sums, Real* scratch) {
   const int64_t plane = j.out_height * j.out_width, pixels = rows * columns;
   const Real* other = j.other + image * j.other_stride;
   const bool whole = columns == j.out_width;
@@ -605,7 +605,7 @@ APART void correlate(const Job& j, const Cut& c, const Real* z, int64_t image, i
       transform(j.synthesis, false,
                 other + field * j.out_channels * plane + (top + r) * j.out_width + left, plane,
                 spectrum + field * c.pixels + r * columns, j.out_fields * c.pixels, length, false,
-                true, places);
+                true, scratch);
   for (int64_t b = 0; b < j.blocks; b++) {
     const Block& block = j.block[b];
     const int64_t inner = block.inner * j.in_fields, wide = block.columns * j.out_fields;
@@ -690,14 +690,14 @@ extern "C" int econv_spectral(const Job* job) {
     static thread_local Scratch scratch;
     Real* part = scratch.take(total);
     failed[thread] = !part;
-    Real* places[6] = {};
+    Real* buffers[6] = {};
     for (int i = 0; part && i < 6; i++) {
-      places[i] = part;
+      buffers[i] = part;
       part += round_up(sizes[i], 64);
     }
-    Real *spectrum = places[0], *z = places[1], *products = places[2], *line = places[3];
+    Real *spectrum = buffers[0], *z = buffers[1], *products = buffers[2], *line = buffers[3];
     Real* sums = all_sums + thread * sums_size;
-    if (part && j.w_gradient) std::memset(places[5], 0, turned_size * sizeof(Real));
+    if (part && j.w_gradient) std::memset(buffers[5], 0, turned_size * sizeof(Real));
     auto work = [&](int64_t region) {
       const int64_t image = region / (c.down * c.across), rest = region % (c.down * c.across);
       const int64_t top = rest / c.across * c.region_rows, left = rest % c.across * c.region_columns;
@@ -708,16 +708,16 @@ extern "C" int econv_spectral(const Job* job) {
         const int64_t here = std::min(c.tile_rows, rows - row);
         const int64_t last = (row + here - 1) * j.down + j.dilation * (j.size - 1) + 1;
         known = std::max(known, row * j.down);
-        analyse(j, c, j.x + image * j.x_stride, top, left, known, last, spectrum, line, places[4]);
+        analyse(j, c, j.x + image * j.x_stride, top, left, known, last, spectrum, line, buffers[4]);
         known = last;
-        differentiate(j, c, spectrum, row, here, columns, z, places[4]);
+        differentiate(j, c, spectrum, row, here, columns, z, buffers[4]);
         if (j.y) {
           multiply(j, c, z, packed, here * columns, products);
-          synthesise(j, c, products, image, top + row, left, here, columns, places[4]);
+          synthesise(j, c, products, image, top + row, left, here, columns, buffers[4]);
         }
         if (j.w_gradient)
-          correlate(j, c, z, image, top + row, left, here, columns, products, places[5], sums,
-                    places[4]);
+          correlate(j, c, z, image, top + row, left, here, columns, products, buffers[5], sums,
+                    buffers[4]);
       }
     };
 #ifdef _OPENMP

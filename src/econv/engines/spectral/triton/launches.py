@@ -50,19 +50,10 @@ from econv.engines.spectral.triton import kernels
 from econv.engines.spectral.triton.kernels import OVERALL
 from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, RUN, Scheme, power_of_two, scheme
 from econv.engines.spectral.triton.source import FIRST
-from econv.engines.spectral.triton.steps import Launch, Part, Steps
+from econv.engines.spectral.triton.steps import Launch, Operand, Steps
 from econv.plan import SpectralPlan, plan_named
 
-_Step = tuple[Launch, list[Part]]
-
-
-def covers(dtype: torch.dtype, size: int, geometry: Geometry, shape: tuple[int, ...]) -> bool:
-    """Whether the kernels can run a layer from regular fields to regular ones, both ways.
-
-    ``size`` is that of the stencils, ``shape`` that of the input.
-    """
-    back = geometry.transposed(size, *shape[2:])
-    return dtype in INTERNAL and geometry.before >= 0 and back.before >= 0
+_Step = tuple[Launch, list[Operand]]
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -142,14 +133,14 @@ class _Analysis:
         launch = (analyse[activated], grid, (*numbers, *x.strides))
         self.run = Launch(*launch, BP=block, num_warps=4)
 
-    def within(self, memory: int, offset: int, internal: torch.dtype) -> Part:
+    def within(self, memory: int, offset: int, internal: torch.dtype) -> Operand:
         """The spectrum, from some number on in some memory."""
 
         def shown(tensor: Tensor) -> Tensor:
             flat = tensor.as_strided((tensor.numel(),), (1,)).view(internal)
             return flat[offset : offset + self.numbers].view(self.shape)
 
-        return Part(memory, offset * internal.itemsize, shown)
+        return Operand(memory, offset * internal.itemsize, shown)
 
     def positions(self, pixels: int, geometry: Geometry) -> tuple[int, ...]:
         """Where output pixels lie in the grid: what kernels that read a spectrum take first."""
@@ -158,24 +149,24 @@ class _Analysis:
         return (*shape, geometry.down, geometry.dilation, *steps)
 
 
-def _in_words(spectrum: Part) -> Part:
+def _in_words(spectrum: Operand) -> Operand:
     """A spectrum as warp-specialised kernels read it: two float16 at a time."""
     return spectrum._replace(shown=lambda memory: spectrum.shown(memory).view(torch.int32))
 
 
-def _images(memory: int, x: Like, first: int, images: int) -> Part:
+def _images(memory: int, x: Like, first: int, images: int) -> Operand:
     """Some of the images ``x``."""
     byte = first * x.strides[0] * x.dtype.itemsize
-    return Part(memory, byte, lambda memory: memory[first : first + images])
+    return Operand(memory, byte, lambda memory: memory[first : first + images])
 
 
-def _scales(memory: int, first: int) -> Part:
+def _scales(memory: int, first: int) -> Operand:
     """The largest numbers of images, from one of them on."""
-    return Part(memory, 4 * (OVERALL + first), lambda memory: memory[OVERALL + first :])
+    return Operand(memory, 4 * (OVERALL + first), lambda memory: memory[OVERALL + first :])
 
 
-def _parts(first: int, count: int) -> list[Part]:
-    return [Part(memory) for memory in range(first, first + count)]
+def _parts(first: int, count: int) -> list[Operand]:
+    return [Operand(memory) for memory in range(first, first + count)]
 
 
 class _Group(NamedTuple):
@@ -453,12 +444,12 @@ def largest_steps(x: Like) -> Steps | None:
     grid = (images, units(numbers, block * blocks))  # the second has a limit of 65,535
     constants = {"BLOCK": block, "BLOCKS": blocks, "OVERALL": OVERALL}
     launch = Launch(kernels.largest, grid, (numbers, x.strides[0]), **constants, num_warps=4)
-    return Steps([(launch, [Part(0), _as_bits(1)])])
+    return Steps([(launch, [Operand(0), _as_bits(1)])])
 
 
-def _as_bits(memory: int) -> Part:
+def _as_bits(memory: int) -> Operand:
     """Numbers that are compared by their bits."""
-    return Part(memory, 0, lambda memory: memory.view(torch.int32))
+    return Operand(memory, 0, lambda memory: memory.view(torch.int32))
 
 
 _Rows = tuple[tuple[int, int, int], tuple[int, ...], dict[str, Any]]
@@ -502,7 +493,7 @@ def largest_activated_steps(x: Like, fields: int) -> Steps | None:
     if rows is None:
         return None
     launch = _by_rows(kernels.largest_activated, rows, OVERALL=OVERALL)
-    return Steps([(launch, [Part(0), Part(1), _as_bits(2)])])
+    return Steps([(launch, [Operand(0), Operand(1), _as_bits(2)])])
 
 
 class BackwardRun:

@@ -64,7 +64,7 @@ class Launch:
             self.compiled, self._run = found, found[self.grid]
 
 
-class Part(NamedTuple):
+class Operand(NamedTuple):
     """Where an operand of a launch lies."""
 
     memory: int
@@ -84,7 +84,7 @@ class Part(NamedTuple):
 class Steps:
     """Launches one after the other, with operands that lie in tensors of the same shapes."""
 
-    def __init__(self, steps: Iterable[tuple[Launch, Sequence[Part]]]) -> None:
+    def __init__(self, steps: Iterable[tuple[Launch, Sequence[Operand]]]) -> None:
         self.steps = list(steps)
         self._aligned = not any(part.byte % 16 for _, parts in self.steps for part in parts)
         self._queues: list[tuple[Queue, list[tuple[int, int]]]] | None = None
@@ -132,7 +132,7 @@ def _heard() -> bool:
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
-def _queue(launch: Launch, parts: Sequence[Part]) -> Queue | None:
+def _queue(launch: Launch, parts: Sequence[Operand]) -> Queue | None:
     """A launch that is compiled, without what Triton does around it; nothing where it must."""
     run = getattr(launch.compiled, "run", None)
     if run is None or not triton.__version__.startswith(_KNOWN):

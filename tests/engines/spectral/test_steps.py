@@ -11,7 +11,7 @@ nvidia = pytest.importorskip("triton.backends.nvidia.driver")
 from triton.compiler.compiler import CompiledKernel  # noqa: E402
 
 from econv.engines.spectral.triton import steps as triton_steps  # noqa: E402
-from econv.engines.spectral.triton.steps import Launch, Part, Steps  # noqa: E402
+from econv.engines.spectral.triton.steps import Launch, Operand, Steps  # noqa: E402
 
 MAP = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [8, 64], "fp4_padded": False}
 
@@ -124,10 +124,13 @@ def steps(driver):
     descriptor = "tensordesc<fp16[8, 64],layout>"
     signature = {"x": "*bf16", "a": descriptor, "b": descriptor, "y": "*fp32", "n": "i32"}
     two = Kernel(driver.compiled(signature, [MAP, {**MAP, "swizzle": 2}]))
-    images = Part(0, 32, lambda memory: memory[16:])
+    images = Operand(0, 32, lambda memory: memory[16:])
     launches = [
-        (Launch(one, (5, 2), (7,), BLOCK=64, num_warps=4), [images, Part(2)]),
-        (Launch(two, (3,), (9,), num_warps=4), [Part(0), Part(1, copied=Copied()), Part(2)]),
+        (Launch(one, (5, 2), (7,), BLOCK=64, num_warps=4), [images, Operand(2)]),
+        (
+            Launch(two, (3,), (9,), num_warps=4),
+            [Operand(0), Operand(1, copied=Copied()), Operand(2)],
+        ),
     ]
     return Steps(launches), (one, two)
 
@@ -227,7 +230,7 @@ def test_a_kernel_for_aligned_operands_is_not_given_others(driver, byte):
     """One launch of two groups of images, the second of which may begin at any address."""
     found, _ = steps(driver)
     launch, parts = found.steps[0]
-    moved = Part(0, byte, lambda memory: memory[byte // 2 :])
+    moved = Operand(0, byte, lambda memory: memory[byte // 2 :])
     found = Steps([(launch, parts), (launch, [moved, *parts[1:]])])
     for _ in range(2):
         found(*memories())

@@ -15,7 +15,7 @@ from interpreting import pass_interpreted
 
 triton = pytest.importorskip("triton", minversion="3.6", reason="no Triton 3.6 or later")
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 PARTS = {"1": "reference or dense_engine", "2": "not (reference or dense_engine)"}
 
 
