@@ -334,28 +334,33 @@ def networks(found: dict[str, Any] | None) -> str:
     rows = []
     for row in found["rows"] if found else ():
         times = row.get("median", {})
-        if {"source", "dense", "auto"} <= times.keys():
-            chosen = (f"{count} × {name}" for name, count in row["chosen"]["auto"].items())
-            rows.append(
-                [
-                    f"{row['network'].partition(',')[0]}, {row['match']}",
-                    WAYS[row["way"]],
-                    *(f"{1e3 * times[name]:.3g}" for name in ("source", "dense", "auto")),
-                    *(f"{times[name] / times['source']:.2f}" for name in ("dense", "auto")),
-                    f"**{times['dense'] / times['auto']:.2f}**",
-                    ", ".join(chosen),
-                ]
-            )
+        if not {"source", "auto"} <= times.keys():
+            continue
+        device = {name: sum(one["ms"].values()) for name, one in row.get("profile", {}).items()}
+        chosen = (f"{count} × {name}" for name, count in row["chosen"]["auto"].items())
+        rows.append(
+            [
+                f"{row['network'].partition(',')[0]}, {row['match']}",
+                WAYS[row["way"]],
+                *(f"{1e3 * times[name]:.3g}" if name in times else "–" for name in COLUMNS),
+                f"**{times['auto'] / times['source']:.2f}**",
+                f"{device['auto'] / device['source']:.2f}" if "source" in device else "–",
+                ", ".join(chosen),
+            ]
+        )
     if found is None or not rows:
         return ""
-    head = ["network, kept", "step", "source, ms", "dense, ms", "auto, ms", "dense / source"]
-    head += ["auto / source", "dense / auto", "auto chose"]
+    head = ["network, kept", "step", *(f"{name}, ms" for name in COLUMNS), "auto / source"]
+    head += ["the same of the device's work alone", "auto chose"]
     size = f"batch {found['batch']}, {found['size']}×{found['size']}"
     note = (
         f"(Converted to {found['group']}; {size}, {found['precision']}, isolated; "
         f"{found['device']}, {code(found)}; `benchmarks/networks.py`.)"
     )
     return "\n".join([*table(head, rows), "", note])
+
+
+COLUMNS = ("source", "dense", "auto")
 
 
 def time_of_networks(found: dict[str, Any] | None) -> str:
@@ -369,11 +374,10 @@ def time_of_networks(found: dict[str, Any] | None) -> str:
     if found is None or not rows:
         return ""
     note = (
-        f"(Kernels of a compiled training step; {found['device']}, {code(found)}; "
-        "`benchmarks/networks.py --profile`.)"
+        f"(Kernels of a compiled training step, {found['precision']}; {found['device']}, "
+        f"{code(found)}; {found.get('made_by', '`benchmarks/networks.py --profile`')}.)"
     )
-    text = "Of whole networks, as they were and converted:"
-    return "\n".join([text, "", *table(["ms", "", *kinds, "in all"], rows), "", note])
+    return "\n".join([*table(["ms", "", *kinds, "in all"], rows), "", note])
 
 
 def training_speed(found: dict[str, Any]) -> str:
@@ -423,11 +427,17 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
     "docs/engine-kernels.md": {
         "gpu kernels": ("engines_cuda.json", gpu_kernels),
         "gpu fused": ("engines_cuda.json", gpu_fused),
+        "time of networks before": ("networks_cuda_before.json", time_of_networks),
         "time of networks": ("networks_cuda.json", time_of_networks),
     },
 }
 # What needs a machine that there may have been none of.
-NOT_EVERYWHERE = ("device_tests.json", "networks_cpu.json", "networks_cuda.json")
+NOT_EVERYWHERE = (
+    "device_tests.json",
+    "networks_cpu.json",
+    "networks_cuda.json",
+    "networks_cuda_before.json",
+)
 
 
 def read(results: str) -> Any:
