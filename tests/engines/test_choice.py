@@ -903,8 +903,7 @@ def test_a_first_process_that_is_silent_is_not_waited_for_without_end(
     ranked(monkeypatch, 1)
     assert called(GroupConv2d(8, 8, "p4")) == "spectral/native"  # by rule
     assert "the first process has not decided" in caplog.text
-    monkeypatch.setattr(choice, "_WAIT", 600)  # nor is it asked again
-    assert called(GroupConv2d(8, 4, "p4")) == "spectral/native"
+    assert called(GroupConv2d(8, 4, "p4")) == "spectral/native"  # without waiting
     assert caplog.text.count("the first process has not decided") == 1
 
 
