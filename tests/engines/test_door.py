@@ -21,6 +21,8 @@ from test_spectral import ON_A_CPU
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 ENGINES = ["auto", *ON_A_CPU]
 COMPILED = ("plain", "stride", "circular", "everything")
+SOME = ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ON_A_CPU)]
+"""One engine in the fast tests, every one in all of them."""
 DOUBLE = torch.float64
 
 
@@ -58,7 +60,7 @@ def test_every_engine_equals_the_reference(engine, options):
 
 
 @pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_every_engine_equals_the_reference_inside_a_graph(engine, name):
     for layer, x, probe in cases({**FORWARD[name], "engine": engine}):
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -169,8 +171,15 @@ def test_a_second_batch_is_not_compiled_again(engine):
     assert compilations(layer, x, batches=(4, 4, 4)) == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"stride": 2, "groups": 2}, {"padding_mode": "circular"}])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"stride": 2, "groups": 2}, marks=pytest.mark.slow),
+        pytest.param({"padding_mode": "circular"}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("engine", SOME)
 def test_other_sizes_are_compiled_no_more_often_than_with_the_dense_engine(engine, options):
     counts = []
     for name in ("dense", engine):
@@ -299,7 +308,7 @@ def test_a_layer_traced_by_jit_computes_the_same(engine):
 # Copies
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_copies_of_a_layer_that_has_run_keep_working(engine, compiled):
     for layer in layers_with("p4", {"engine": engine, "bias": True}):
