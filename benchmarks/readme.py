@@ -342,8 +342,9 @@ def networks(found: dict[str, Any] | None) -> str:
             [
                 f"{row['network'].partition(',')[0]}, {row['match']}",
                 WAYS[row["way"]],
-                *(f"{1e3 * times[name]:.3g}" if name in times else "–" for name in COLUMNS),
+                *(milliseconds(times.get(name)) for name in COLUMNS),
                 f"**{times['auto'] / times['source']:.2f}**",
+                f"{times['auto'] / times['dense']:.2f}" if "dense" in times else "–",
                 f"{device['auto'] / device['source']:.2f}" if "source" in device else "–",
                 ", ".join(chosen),
             ]
@@ -351,7 +352,7 @@ def networks(found: dict[str, Any] | None) -> str:
     if found is None or not rows:
         return ""
     head = ["network, kept", "step", *(f"{name}, ms" for name in COLUMNS), "auto / source"]
-    head += ["the same of the device's work alone", "auto chose"]
+    head += ["auto / dense", "auto / source, device's work alone", "auto chose"]
     size = f"batch {found['batch']}, {found['size']}×{found['size']}"
     note = (
         f"(Converted to {found['group']}; {size}, {found['precision']}, isolated; "
@@ -361,6 +362,12 @@ def networks(found: dict[str, Any] | None) -> str:
 
 
 COLUMNS = ("source", "dense", "auto")
+
+
+def milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
 def time_of_networks(found: dict[str, Any] | None) -> str:

@@ -95,14 +95,14 @@ def test_the_tables_of_networks_hold_source_and_converted():
     found = {"device": "a GPU", "revision": "a" * 40, "group": "p8", "batch": 64, "size": 224}
     found |= {"precision": "bfloat16", "rows": [row, failed]}
     text = readme.networks(found)
-    line = "| resnet18, flops | `torch.compile` | 10 | 30 | 20 | **2.00** | – |"
+    line = "| resnet18, flops | `torch.compile` | 10 | 30 | 20 | **2.00** | 0.67 | – |"
     assert f"{line} 3 × dense, 17 × spectral/hopper |" in text
     assert text.count("resnet18") == 1
     assert readme.time_of_networks(found) == ""
     row["profile"] = {"auto": {"ms": {"convolutions": 3.0, "norms": 1.5}}}
     assert "| resnet18, flops | auto | 3.00 | 1.50 | 4.50 |" in readme.time_of_networks(found)
     row["profile"]["source"] = {"ms": {"convolutions": 1.0, "norms": 0.5}}
-    assert "**2.00** | 3.00 |" in readme.networks(found)
+    assert "**2.00** | 0.67 | 3.00 |" in readme.networks(found)
     for made in (readme.networks, readme.time_of_networks):
         assert made(None) == ""
 
