@@ -21,7 +21,8 @@ from test_spectral import ON_A_CPU
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 ENGINES = ["auto", *ON_A_CPU]
 COMPILED = ("plain", "stride", "circular", "everything")
-SOME = ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ON_A_CPU)]
+MARKED = [one if hasattr(one, "marks") else pytest.param(one) for one in ON_A_CPU]
+SOME = ["auto", *(one._replace(marks=(*one.marks, pytest.mark.slow)) for one in MARKED)]
 """One engine in the fast tests, every one in all of them."""
 DOUBLE = torch.float64
 
@@ -236,7 +237,7 @@ def test_the_operators_pass_the_checks_of_torch(engine):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.func.jvp itself
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_transformations_give_what_autograd_gives(engine):
     layer = GroupConv2d(1, 2, "p3", operators="order<=1", dtype=DOUBLE, engine=engine)
     x = torch.randn(2, 3, 5, 4, dtype=DOUBLE, requires_grad=True)
@@ -442,7 +443,7 @@ def test_what_ran_is_told_outside_of_graphs_only():
 # What was broken once
 
 
-@pytest.mark.parametrize("engine", ["auto", "dense", "spectral"])
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 def test_transformations_inside_a_compiler_are_those_outside(engine, transform):
     layer = GroupConv2d(2, 2, "p4", engine=engine, dtype=DOUBLE)
