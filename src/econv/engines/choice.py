@@ -149,7 +149,7 @@ def candidates(problem: Problem) -> list[Engine]:
     found = [ENGINES["dense"]]
     for other in ENGINES.values():
         failed = (other.name, problem.convolution.name) in _failed
-        if getattr(other, "compiled", False) and not failed and other.why_not(problem) is None:
+        if other.compiled and not failed and other.why_not(problem) is None:
             return [*found, other]
     return found
 

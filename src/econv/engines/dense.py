@@ -33,6 +33,7 @@ class Dense:
     """`conv2d` with an expanded filter bank: it runs everything."""
 
     name = "dense"
+    compiled = False
     fuses = False
 
     def why_not(self, problem: Problem) -> str | None:

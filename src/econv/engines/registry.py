@@ -19,6 +19,8 @@ class Engine(Protocol):
     """A way to run a convolution."""
 
     name: str
+    compiled: bool
+    """Whether it runs kernels of ours, which ``"auto"`` measures against the dense engine."""
     fuses: bool
     """Whether it runs a prologue where it reads the input, which is then never written."""
 

@@ -427,28 +427,15 @@ def _run_backward(
 
 
 def _fake_backward(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    affine: Tensor | None,
-    known: Tensor,
-    engine: str,
-    plan: str,
-    geometry: list[int],
-    named: bool,
-    to_x: bool,
-    to_weight: bool,
+    g: Tensor, x: Tensor, weight: Tensor, affine: Tensor | None, known: Tensor, *about: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    to_x, to_weight = about[-2:]
     like_x = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
-    return (
-        like_x if to_x else x.new_empty(0),
-        torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
-        if to_weight
-        else x.new_empty(0),
-        torch.empty(affine.shape, dtype=affine.dtype, device=x.device)
-        if to_x and affine is not None
-        else x.new_empty(0),
-    )
+    like_w = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
+    like_a = x.new_empty(0)
+    if to_x and affine is not None:
+        like_a = torch.empty(affine.shape, dtype=affine.dtype, device=x.device)
+    return like_x if to_x else x.new_empty(0), like_w if to_weight else x.new_empty(0), like_a
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
