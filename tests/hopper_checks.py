@@ -180,15 +180,11 @@ def test_what_is_not_a_number_scales_by_one():
 def test_many_targets_find_few_features_in_a_chunk(group):
     """Most chunks have at most eight of each target: the products of the others are left out."""
     both = halves(scheme(spectral_plan(filter_basis(group), "regular", "regular"), 8))
-    there = [
-        schedule.filled(half, chunk, schedule.pieces_of_a_chunk(half))
-        for half in both
-        for chunk in range(half.chunks)
-    ]
+    there = [half.filled(chunk, half.pieces) for half in both for chunk in range(half.chunks)]
     assert {tuple(pieces) for pieces in there} == {(0,), (0, 1)}
     assert sum(pieces == [0] for pieces in there) >= 5
     for half in both:  # long chunks come first, so that the loops are two at most
-        lengths = [len(schedule.filled(half, c, (8, 4))) for c in range(half.chunks)]
+        lengths = [len(half.filled(c, (8, 4))) for c in range(half.chunks)]
         assert sum(a != b for a, b in itertools.pairwise(lengths)) <= 2
 
 
@@ -298,7 +294,7 @@ def test_sums_of_every_cut_fit_into_registers_and_into_a_product(group):
         assert cuts
         for found in cuts:
             assert found.padded >= fields
-            assert found.padded - fields < found.copies * sum(found.parts)
+            assert found.padded - fields < sum(found.parts)
             assert 2 * max(found.parts) <= 256
             assert 2 * layout.batch * sum(found.parts) <= 320
 
@@ -381,7 +377,7 @@ def test_buffers_are_filled_before_they_are_read(interpret, monkeypatch):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("kernel", ["arrange_rows", "analyse", "pack", "weight_gradient", "reduce"])
+@pytest.mark.parametrize("kernel", ["arrange", "analyse", "pack", "weight_gradient", "reduce"])
 def test_poison_that_is_read_is_seen(interpret, monkeypatch, kernel):
     layer, x, probe = case("p4", (2, 2), (1, 5, 5), **LOW)
     interpret()

@@ -525,7 +525,6 @@ TILES = {
     "more pixels": {
         "pixels": 64,
         "warps": 8,
-        "gradient_pixels": 128,
         "gradient_warps": 8,
         "warp_specialised": 0,
     },

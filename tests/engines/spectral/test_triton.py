@@ -83,7 +83,7 @@ def test_compiled_warp_specialised(tmp_path):
     record = compiled("p8,40,64,16", tmp_path)
     assert record["compile_seconds"] < 20
     kernels = {row["kernel"]: row for row in record["launches"]}
-    names = {"largest", "arrange_rows", "analyse", "forward", "pack", "weight_gradient", "reduce"}
+    names = {"largest", "arrange", "analyse", "forward", "pack", "weight_gradient", "reduce"}
     assert set(kernels) == names
     for name in ("forward", "weight_gradient"):
         row, found = kernels[name], kernels[name]["instructions"]

@@ -18,11 +18,9 @@ from econv.engines.problem import Geometry
 from econv.engines.spectral.hopper.schedule import (
     ROWS,
     fits,
-    pieces_of_a_chunk,
-    used_pieces,
     weight_gradient_features,
 )
-from econv.engines.spectral.triton.scheme import FIELDS, RUN, Scheme, halves, power_of_two
+from econv.engines.spectral.triton.scheme import FIELDS, Scheme, halves, power_of_two
 
 INTERNAL = {
     torch.float16: torch.float16,
@@ -32,6 +30,7 @@ INTERNAL = {
 """What the kernels compute in, for inputs of these dtypes."""
 
 _ACCUMULATORS = 384  # output channels (slots times fields) of one program, at most
+_GRADIENT_FIELDS = 8  # output fields: with two columns each they fill a product's 16 rows
 _PROCESSORS = 132  # of an H200, for tensors that are on no GPU
 
 # Warp-specialised kernels:
@@ -88,8 +87,6 @@ class Tiles(NamedTuple):
     """Pixels of one program of the convolution, which takes `FIELDS` fields at a time."""
     warps: int = 4
     accumulators: int = _ACCUMULATORS
-    gradient_pixels: int = 64
-    """Pixels at a time in the gradient to the weights."""
     gradient_fields: int = 2
     """Input fields of one program there, at most `FIELDS`."""
     gradient_warps: int = 4
@@ -158,43 +155,41 @@ def concurrent_programs(device: torch.device, warps: int = 8) -> int:
 
 
 class Cut(NamedTuple):
-    """The output fields of one program: so many copies of these parts, powers of two each."""
+    """The output fields of one program: these parts, powers of two each."""
 
     parts: tuple[int, ...]
-    copies: int
     programs: int
 
     @property
     def padded(self) -> int:
-        return self.programs * self.copies * sum(self.parts)
+        return self.programs * sum(self.parts)
 
     @staticmethod
-    def of(fields: int, programs: int, copies: int, least: int) -> Cut:
+    def of(fields: int, programs: int, least: int) -> Cut:
         """For about so many programs: parts are rounded up to powers of two.
 
-        >>> Cut.of(20, 1, 1, 4).parts, Cut.of(28, 1, 1, 4).parts  # not three: 16 + 8 + 4
+        >>> Cut.of(20, 1, 4).parts, Cut.of(28, 1, 4).parts  # not three: 16 + 8 + 4
         ((16, 4), (32,))
         """
-        each = least * units(fields, least * copies * programs)
+        each = least * units(fields, least * programs)
         size = 1 << (each.bit_length() - 1)
         rest = each - size
         parts = (size, rest) if rest else (size,)
         if rest & (rest - 1):
             parts = (power_of_two(each),)
-        return Cut(parts, copies, units(fields, copies * sum(parts)))
+        return Cut(parts, units(fields, sum(parts)))
 
 
-def _cut(fields: int, layout: Scheme, warps: int, accumulators: int, least: int) -> Cut:
+def _cut(fields: int, layout: Scheme, accumulators: int, least: int) -> Cut:
     """For programs of at most so many accumulators; each takes at least ``least`` fields."""
-    copies = max(1, warps // layout.batch)
-    most = max(least * copies, accumulators // (2 * layout.batch))
-    return Cut.of(fields, units(fields, most), copies, least)
+    most = max(least, accumulators // (2 * layout.batch))
+    return Cut.of(fields, units(fields, most), least)
 
 
 def cuts(fields: int, layout: Scheme) -> Iterator[Cut]:
     """Warp-specialised: all cuts whose sums fit into registers, those of fewest programs first."""
     for programs in range(1, units(fields, FIELDS) + 1):
-        found = Cut.of(fields, programs, 1, FIELDS)
+        found = Cut.of(fields, programs, FIELDS)
         held = 2 * layout.batch * sum(found.parts)
         if held <= _CONSUMER_ACCUMULATORS and 2 * max(found.parts) <= 256:
             yield found
@@ -221,10 +216,8 @@ class Tiling(NamedTuple):
 
     @property
     def features(self) -> int:
-        """In the sums of a weight gradient: without padding where it is warp-specialised."""
-        if self.warp_specialised:
-            return max(layout.count for layout in self.layouts)
-        return self.layouts[0].batch * self.layouts[0].inner
+        """In the sums of a weight gradient."""
+        return max(layout.count for layout in self.layouts)
 
     @property
     def packed(self) -> int:
@@ -243,12 +236,12 @@ def convolution_tiling(
 
     def stages(share: Scheme, cut: Cut) -> int:
         rows = share.batch * (ROWS + 2 * sum(cut.parts))
-        return _SHARED // (rows * FIELDS * sum(used_pieces(share)) * 2)
+        return _SHARED // (rows * FIELDS * sum(share.used_pieces) * 2)
 
     found = _specialised(layout, out_fields, chosen, stages) if warp_specialised else None
     if found is not None:
         return Tiling(*found[:2], ROWS, FIELDS, 8, found[2])
-    cut = _cut(out_fields, layout, chosen.warps, chosen.accumulators, FIELDS)
+    cut = _cut(out_fields, layout, chosen.accumulators, FIELDS)
     return Tiling((layout,), cut, chosen.pixels, FIELDS, chosen.warps)
 
 
@@ -271,10 +264,8 @@ def weight_gradient_tiling(
     found = _specialised(layout, out_fields, chosen, stages) if warp_specialised else None
     if found is not None:
         return Tiling(*found[:2], *shape(found[0][0]), 8, found[2])
-    cut = _cut(out_fields, layout, chosen.gradient_warps, _ACCUMULATORS, RUN)
-    return Tiling(
-        (layout,), cut, chosen.gradient_pixels, chosen.gradient_fields, chosen.gradient_warps
-    )
+    cut = _cut(out_fields, layout, _ACCUMULATORS, _GRADIENT_FIELDS)
+    return Tiling((layout,), cut, ROWS, chosen.gradient_fields, chosen.gradient_warps)
 
 
 def _specialised(
@@ -294,7 +285,7 @@ def _specialised(
     if layout.batch < _HALVED or chosen.warp_specialised > 0:
         ways.append((layout,))
     for way in ways:
-        if not all(pieces_of_a_chunk(share) is not None and fits(share) for share in way):
+        if not all(fits(share) for share in way):
             continue
         first = [next((c for c in cuts(out_fields, s) if stages(s, c) > 1), None) for s in way]
         cut = first[0]

@@ -34,12 +34,7 @@ try:
 except (ImportError, AttributeError):
     AVAILABLE = False
 
-from econv.engines.spectral.hopper.schedule import (
-    ROWS,
-    pieces_of_a_chunk,
-    rows_of_a_copy,
-    used_pieces,
-)
+from econv.engines.spectral.hopper.schedule import ROWS, rows_of_a_copy
 from econv.engines.spectral.hopper.source import convolution_source, weight_gradient_source
 from econv.engines.spectral.triton.kernels import exponent, read_source, two_to
 from econv.engines.spectral.triton.scheme import FIELDS, Scheme
@@ -124,10 +119,8 @@ class Copies:
 
 def weight_copies(layout: Scheme, parts: tuple[int, ...], arranged: tuple[int, ...]) -> Copies:
     """Of weights that were arranged in rows, piece by piece."""
-    pieces = pieces_of_a_chunk(layout)
-    assert pieces is not None
-    rows = math.prod(arranged) // (FIELDS * sum(pieces))
-    return Copies(layout, parts, rows, [FIELDS * size for size in used_pieces(layout)])
+    rows = math.prod(arranged) // (FIELDS * layout.length)
+    return Copies(layout, parts, rows, [FIELDS * size for size in layout.used_pieces])
 
 
 def row_copies(layout: Scheme, parts: tuple[int, ...], packed: tuple[int, ...]) -> Copies:

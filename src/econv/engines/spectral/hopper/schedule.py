@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from econv.engines.spectral.triton.derivatives import tap_offset, write_derivatives
 from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two
 from econv.engines.spectral.triton.writer import Writer, twos
 
@@ -26,38 +27,9 @@ def rows_of_a_copy(layout: Scheme, part: int) -> int:
     return min(_BOX, 2 * part * layout.batch)
 
 
-def pieces_of_a_chunk(layout: Scheme) -> tuple[int, ...] | None:
-    """The features of a target in each product of a slot chunk; nothing where chunks differ."""
-    found = {
-        tuple(size for owner, _, size, _ in layout.pieces if owner == chunk)
-        for chunk in range(layout.chunks)
-    }
-    return found.pop() if len(found) == 1 else None
-
-
-def filled(layout: Scheme, chunk: int, pieces: Sequence[int]) -> list[int]:
-    """Which products of a slot chunk have features: others are padding for every target."""
-    found, first = [], 0
-    for number, size in enumerate(pieces):
-        if any(f >= 0 for names in layout.lists[chunk] for f in names[first : first + size]):
-            found.append(number)
-        first += size
-    return found
-
-
-def used_pieces(layout: Scheme) -> tuple[int, ...]:
-    """`pieces_of_a_chunk` without those at the end that no chunk fills."""
-    pieces = pieces_of_a_chunk(layout)
-    assert pieces is not None
-    last = max(filled(layout, chunk, pieces)[-1] for chunk in range(layout.chunks))
-    return pieces[: last + 1]
-
-
 def weight_gradient_features(layout: Scheme) -> int:
     """Features of a field and target in the gradient to the weights, with padding."""
-    pieces = pieces_of_a_chunk(layout)
-    assert pieces is not None
-    return max(ROWS // FIELDS, power_of_two(sum(pieces)))
+    return max(ROWS // FIELDS, power_of_two(layout.length))
 
 
 def load_taps(write: Writer, fields: int, words: int, centre: str, names: dict[str, str]) -> None:
@@ -74,11 +46,6 @@ def load_taps(write: Writer, fields: int, words: int, centre: str, names: dict[s
             write(f"{part} = gl.convert_layout({part}, ITEMS, assert_trivial=True)")
 
 
-def _tap_offset(dy: int, dx: int) -> str:
-    """Where a tap lies, seen from the centre. Rows run downwards, in the image as in a stencil."""
-    return (f" + {dy} * row" if dy else "") + (f" + {dx} * column" if dx else "")
-
-
 def early_taps(layout: Scheme) -> dict[str, str]:
     """The taps above and below the centre, which are loaded a step ahead.
 
@@ -86,7 +53,7 @@ def early_taps(layout: Scheme) -> dict[str, str]:
     others find them there.
     """
     reach = layout.coefficients.shape[-1] // 2
-    return {_early(dy): _tap_offset(dy, 0) for dy in range(-reach, reach + 1)}
+    return {_early(dy): tap_offset(dy, 0) for dy in range(-reach, reach + 1)}
 
 
 def _early(dy: int) -> str:
@@ -100,91 +67,20 @@ def _derivatives(
     fields: int,
     first: dict[tuple[int, int], float] | None = None,
 ) -> None:
-    """The derivatives ``d{stencil}_{word}`` of a chunk, from the taps around ``centre``.
+    """The derivatives ``d{stencil}_{word}`` of a chunk, divided by `_Normal.scales`."""
+    words, read = layout.width // 2, layout.derivatives(chunk)
 
-    They are divided by `_Normal.scales`. ``first`` finds what their first taps count undivided.
-    """
-    words = layout.width // 2
-    scales = _normal(layout, chunk).scales if first is None else {}
-    read = layout.derivatives(chunk)
+    def load(names: dict[str, tuple[int, int]]) -> None:
+        for name, (dy, dx) in names.items():
+            if not dx:
+                for word in range(words):
+                    write(f"{name}{word} = {_early(dy)}{word}")
+        later = {name: tap_offset(*tap) for name, tap in names.items() if tap[1]}
+        load_taps(write, fields, words, "centre", later)
+
     of_word = [sorted(s for s, w in read if w == word) for word in range(words)]
-    started: set[tuple[int, int]] = set()
-
-    def add(name: str, word: int, factors: np.ndarray) -> None:
-        for stencil, value in zip(of_word[word], factors.tolist(), strict=True):
-            if value:
-                value /= scales.get((stencil, word), 1.0)
-                old = f"d{stencil}_{word}" if (stencil, word) in started else None
-                started.add((stencil, word))
-                if old is None and first is not None:
-                    first[stencil, word] = value
-                text = (
-                    name if old is None and value == 1.0 else write.scaled(name, value, value, old)
-                )
-                write(f"d{stencil}_{word} = {text}")
-
-    def taps(word: int, i: int, j: int) -> None:
-        """A class of taps, which is in ``u``, to the derivatives that read it."""
-        mirrored = _mirrored(coefficients[word], i, j)
-        kept = f"k{min(i, j)}_{max(i, j)}_{word}"
-        if mirrored is None:
-            add("u", word, coefficients[word][:, i, j])
-        elif i < j:  # the other ones come later
-            write(f"{kept} = u")
-        else:
-            for sign, factors in zip("+-", mirrored, strict=True):
-                if factors.any():
-                    write(f"w = {write.sum(kept, 'u', sign)}")
-                    add("w", word, factors)
-
-    def used(word: int, i: int, j: int) -> bool:
-        there = coefficients[word][:, i, j].any()
-        return bool(there) or _mirrored(coefficients[word], i, j) is not None
-
-    coefficients = [layout.coefficients[stencils] for stencils in of_word]
-    # Those that mirror each other on a diagonal come one after the other.
-    order = sorted(layout.mirrored(), key=lambda taps: (max(taps[:2]), min(taps[:2]), taps[0]))
-    for dy, dx, rows, columns in order:
-        names = {}
-        for above, y in zip("pm", (dy, -dy)[: len(rows)], strict=False):
-            for beside, x in zip("pm", (dx, -dx)[: len(columns)], strict=False):
-                if dx:
-                    names[above + beside] = _tap_offset(y, x)
-                else:
-                    for word in range(words):
-                        write(f"{above}{beside}{word} = {_early(y)}{word}")
-        load_taps(write, fields, words, "centre", names)
-        for word in range(words):
-            for sign, j in zip("+-", columns, strict=False):
-                if not any(used(word, i, j) for i in rows):
-                    continue
-                for above in "pm"[: len(rows)]:
-                    one = f"{above}p{word}"
-                    if dx:
-                        one = write.sum(one, f"{above}m{word}", sign)
-                    write(f"at_{above} = {one}")
-                for other, i in zip("+-", rows, strict=False):
-                    if used(word, i, j):
-                        write(f"u = {write.sum('at_p', 'at_m', other) if dy else 'at_p'}")
-                        taps(word, i, j)
-
-
-def _mirrored(coefficients: np.ndarray, i: int, j: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """What stencils read of the sum and the difference of two classes of taps, (i, j) and (j, i).
-
-    Of the lesser row first, so that (i, j) is the one with i < j. Nothing where these do not mirror
-    each other on a diagonal, or it would be no less work.
-    """
-    reach = coefficients.shape[-1] // 2
-    if i == j or (i > reach) != (j > reach):
-        return None
-    one, two = coefficients[:, min(i, j), max(i, j)], coefficients[:, max(i, j), min(i, j)]
-    least = 1e-9 * np.abs(coefficients).max(initial=0.0)
-    both = [np.where(np.abs(v) > least, v, 0.0) for v in ((one + two) / 2, (one - two) / 2)]
-    work = sum(np.count_nonzero(v) + v.any() for v in both)
-    if work >= np.count_nonzero(one) + np.count_nonzero(two):
-        return None
-    return both[0], both[1]
+    scales = None if first is not None else _normal(layout, chunk).scales
+    write_derivatives(write, layout, of_word, load, scales, first)
 
 
 _LEAST = 0.2  # that a first tap counts: what is divided by it is at most five times as large
@@ -239,7 +135,7 @@ def _normal(layout: Scheme, chunk: int) -> _Normal:
 
 def gains(layout: Scheme) -> np.ndarray:
     """What the weights of each feature are multiplied by, ``[batch * inner * 2]``."""
-    normal = [_normal(layout, chunk).gains for chunk in range(len(layout.lists))]
+    normal = [_normal(layout, chunk).gains for chunk in range(layout.chunks)]
     rows = [
         [
             known.get(f, 1.0)
@@ -256,7 +152,7 @@ def fits(layout: Scheme) -> bool:
 
     Sums of mirrored taps are smaller than the derivatives that read them.
     """
-    most = max(max(magnitudes(layout, chunk)) for chunk in range(len(layout.lists)))
+    most = max(max(magnitudes(layout, chunk)) for chunk in range(layout.chunks))
     return most * 2.0 ** (HEADROOM + 1) < float(np.finfo(np.float16).max)
 
 
@@ -329,7 +225,7 @@ def _features(
 ) -> None:
     """The features ``v{piece}`` of a slot chunk, as they lie in the stage."""
     words = _Words(write, layout, chunk)
-    for number in filled(layout, chunk, pieces):
+    for number in layout.filled(chunk, pieces):
         size = pieces[number]
         columns = [
             write.joined([words.word(*pair) for pair in column])
@@ -408,7 +304,7 @@ def differentiate_function(
         write("centre = next_source + next_here")
         load_taps(write, fields, layout.width // 2, "centre", early_taps(layout))
         _features(write, layout, chunk, pieces, fields)
-        write(f"return {', '.join(f'v{n}' for n in filled(layout, chunk, pieces))}, {early}")
+        write(f"return {', '.join(f'v{n}' for n in layout.filled(chunk, pieces))}, {early}")
 
 
 def pipeline_step(
@@ -418,7 +314,7 @@ def pipeline_step(
 
     The centre taps of the next step lie at ``source`` and, from there, ``here``.
     """
-    early, there = _early_words(layout), filled(layout, chunk, pieces)
+    early, there = _early_words(layout), layout.filled(chunk, pieces)
     found, now = ", ".join(f"v{n}" for n in there), f"source, here, {source}, {here}"
     write(f"""
         stage = step % STAGES

@@ -22,7 +22,6 @@ from econv.engines.spectral.hopper.schedule import (
     barriers,
     differentiate_function,
     early_taps,
-    filled,
     issue_function,
     load_taps,
     pipeline_step,
@@ -31,7 +30,6 @@ from econv.engines.spectral.hopper.schedule import (
     sum_layouts,
     thread_layouts,
     tile_offsets,
-    used_pieces,
     weight_gradient_features,
     weight_names,
     zeros,
@@ -50,7 +48,7 @@ def convolution_source(layout: Scheme, parts: tuple[int, ...], partitions: int) 
 
     One program gives ``sum(parts)`` output fields, each of the parts a power of two.
     """
-    pieces = used_pieces(layout)
+    pieces = layout.used_pieces
     write = Writer("gl")
     for chunk in range(layout.chunks):
         differentiate_function(write, layout, chunk, pieces, FIELDS)
@@ -187,7 +185,7 @@ def _consume(
         """)
         zeros(write, layout, parts, "BP")
         for there, run in itertools.groupby(
-            range(layout.chunks), lambda chunk: filled(layout, chunk, pieces)
+            range(layout.chunks), lambda chunk: layout.filled(chunk, pieces)
         ):
             # So many chunks of slots have features in these pieces.
             with write.block(f"for again in range(0, {len(list(run))} * chunks):"):
@@ -341,8 +339,8 @@ def _store_sums(
     write: Writer, layout: Scheme, parts: Sequence[int], chunk: int, features: int
 ) -> None:
     """A program adds its sums to those that it found in the images before these."""
-    start = sum(len(rows[0]) for rows in layout.lists[:chunk])
-    numbers = layout.unpadded[:, start : start + len(layout.lists[chunk][0])]
+    start = chunk * layout.length
+    numbers = layout.unpadded[:, start : start + layout.length]
     found = [row[row >= 0] for row in numbers]  # of each target, one after the other
     write(f"""
         power = exponent(gl.load(x_largest)) + exponent(gl.load(g_largest))

@@ -18,11 +18,7 @@ import triton
 import triton.language as tl
 
 from econv.engines.spectral.triton.scheme import Scheme
-from econv.engines.spectral.triton.source import (
-    convolution_source,
-    packed_rows_source,
-    weight_gradient_source,
-)
+from econv.engines.spectral.triton.source import convolution_source, weight_gradient_source
 
 
 class Kernels(NamedTuple):
@@ -36,25 +32,17 @@ class Kernels(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def convolution_kernels(
-    layout: Scheme, parts: tuple[int, ...], copies: int, f16x2: bool, last: bool
-) -> Kernels:
+def convolution_kernels(layout: Scheme, parts: tuple[int, ...], f16x2: bool) -> Kernels:
     """Those of a plan's layer: see `convolution_source`."""
-    return _kernels(convolution_source(layout, parts, copies, f16x2, last), layout)
+    return _kernels(convolution_source(layout, parts, f16x2), layout)
 
 
 @lru_cache(maxsize=256)
 def weight_gradient_kernels(
-    layout: Scheme, parts: tuple[int, ...], copies: int, pixels: int, f16x2: bool
+    layout: Scheme, parts: tuple[int, ...], fields: int, f16x2: bool
 ) -> Kernels:
     """Those of the gradient to its weights: see `weight_gradient_source`."""
-    return _kernels(weight_gradient_source(layout, parts, copies, pixels, f16x2), layout)
-
-
-@lru_cache(maxsize=256)
-def packed_row_kernels(layout: Scheme, parts: tuple[int, ...], contiguous: int) -> Kernels:
-    """Those around a warp-specialised gradient to its weights: see `packed_rows_source`."""
-    return _kernels(packed_rows_source(layout, parts, contiguous), layout)
+    return _kernels(weight_gradient_source(layout, parts, fields, f16x2), layout)
 
 
 def _kernels(source: str, layout: Scheme) -> Kernels:
@@ -313,57 +301,10 @@ def statistics_backward(
 @triton.jit
 def arrange(
     weights, entries, signs, pieces, largest, out, out_fields, in_fields, out_stride, in_stride,
-    out_padded, targets, inner, copies, fields, wide, total,
-    BF: tl.constexpr, BLOCK: tl.constexpr, HEADROOM: tl.constexpr
-):  # fmt: skip
-    """Spectral weights in the order in which the products read them, scaled.
-
-    ``[field chunk, piece, program, part]``, and there `_Fragments`.
-    """
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    kept = n < total
-    k = n % inner
-    field = n // inner % BF
-    column = n // (inner * BF) % 2
-    o = n // (inner * BF * 2) % out_padded
-    target = n // (inner * BF * 2) // out_padded % targets
-    chunk = n // (inner * BF * 2) // out_padded // targets
-    offset = (target * inner + k) * 2 + column
-    entry = tl.load(entries + offset, mask=kept, other=-1)
-    sign = tl.load(signs + offset, mask=kept, other=0.0)
-    start = tl.load(pieces + k * 2)
-    size = tl.load(pieces + k * 2 + 1)
-    i = chunk * BF + field
-    known = (o < out_fields) & (i < in_fields) & (entry >= 0)
-    value = tl.load(weights + o * out_stride + i * in_stride + entry, mask=known, other=0.0)
-    value *= sign * two_to(HEADROOM - exponent(tl.load(largest)))
-    each = targets * 2 * BF * size
-    where = (chunk * inner + start) * (targets * out_padded * 2 * BF)
-    where += o // (fields * copies) * (fields * copies) * each
-    copy = o // fields % copies
-    o = o % fields
-    second = o >= wide
-    where += tl.where(second, wide * copies * each, 0)
-    o = tl.where(second, o - wide, o)
-    runs = tl.where(second, fields - wide, wide) // 4
-    k = field * size + k - start
-    n = o * 2 + column
-    inners = BF * size // 16
-    two = tl.minimum(2, runs)
-    one = tl.where(two == 1, tl.minimum(2, inners), 1)
-    group = n // 8 // two * (inners // one) + k // 16 // one
-    thread = (group * (targets * copies) + target * copies + copy) * 32 + n % 8 * 4 + k // 2 % 4
-    where += ((thread * two + n // 8 % two) * one + k // 16 % one) * 4 + k // 8 % 2 * 2 + k % 2
-    tl.store(out + where, value.to(out.dtype.element_ty), mask=kept)
-
-
-@triton.jit
-def arrange_rows(
-    weights, entries, signs, pieces, largest, out, out_fields, in_fields, out_stride, in_stride,
     programs, targets, inner, length, chunks, fields, wide, total,
     BF: tl.constexpr, BLOCK: tl.constexpr, HEADROOM: tl.constexpr
 ):  # fmt: skip
-    """Spectral weights as rows of matrices, as warp-specialised kernels copy them.
+    """Spectral weights as rows of matrices, scaled.
 
     A matrix for each piece of a slot chunk, ``[slot chunk, field chunk, program, part, target,
     (field, column)]`` by ``[input field, feature]``.

@@ -48,7 +48,7 @@ from econv.engines.spectral.tiling import (
 )
 from econv.engines.spectral.triton import kernels
 from econv.engines.spectral.triton.kernels import OVERALL
-from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, RUN, Scheme, power_of_two, scheme
+from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two, scheme
 from econv.engines.spectral.triton.source import FIRST
 from econv.engines.spectral.triton.steps import Launch, Operand, Steps
 from econv.plan import SpectralPlan, plan_named
@@ -68,17 +68,17 @@ def precision_of(dtype: torch.dtype) -> str:
 
 @lru_cache(maxsize=512)
 def _constants(layout: Scheme, device: torch.device, warp_specialised: bool) -> list[Tensor]:
-    """Entries and signs, those of the adjoint, pieces, and owners with their signs."""
+    """Entries and signs, those of the adjoint, pieces, owners with their signs, and numbers."""
     (entries, signs), (adjoint, more) = layout.entries, layout.adjoint_entries
     owners, factors = layout.owners
     if warp_specialised:
         gain = gains(layout)
         signs, more = signs * gain, more * gain
         factors = np.where(owners >= 0, factors * gain[owners], factors).astype(np.float32)
-        # Their sums have no padding.
-        offset = 2 * layout.unpadded.ravel()[owners // 2] + owners % 2
-        owners = np.where(owners >= 0, offset, owners).astype(np.int32)
-    arrays = (entries, signs, adjoint, more, layout.piece_of, owners, factors)
+    # Sums have no padding.
+    numbers = layout.unpadded.ravel().astype(np.int32)
+    owners = np.where(owners >= 0, 2 * numbers[owners // 2] + owners % 2, owners).astype(np.int32)
+    arrays = (entries, signs, adjoint, more, layout.piece_of, owners, factors, numbers)
     with torch.inference_mode(False):
         return [torch.tensor(array, device=device) for array in arrays]
 
@@ -215,8 +215,7 @@ class ConvolutionRun:
             tiling.cut.padded,
             2,
         )
-        cut = (tiling.cut.parts, tiling.cut.copies)
-        made = kernels.convolution_kernels(layout, *cut, _f16x2(self.internal), channels_last)
+        made = kernels.convolution_kernels(layout, tiling.cut.parts, _f16x2(self.internal))
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
 
         @cache
@@ -229,7 +228,7 @@ class ConvolutionRun:
                 given = (numbers, out_fields, strides[3])
                 return analysis, hopper.convolution_launches(tiling, chosen, x.device, *given)
             grid = (units(pixels, tiling.pixels), tiling.cut.programs)
-            numbers = (*numbers, tiling.cut.padded, out_fields, *strides)
+            numbers = (*numbers, tiling.cut.programs, out_fields, *strides)
             options = {"num_warps": chosen.warps, "num_stages": 1}
             constants = {"BP": tiling.pixels, "PRECISION": precision}
             return analysis, [Launch(made.forward, grid, numbers, **constants, **options)]
@@ -280,14 +279,11 @@ class ConvolutionRun:
         cut, total = self.tiling.cut, math.prod(self.arranged)
         in_fields, out_fields = self.x.shape[1] // channels, self.shape[1] // channels
         strides = (weights, out_fields * weights) if adjoint else (in_fields * weights, weights)
-        sizes: tuple[int, ...] = (cut.padded, layout.batch, layout.inner, cut.copies)
-        kernel = kernels.arrange
-        if self.tiling.warp_specialised:
-            chunks = (layout.inner // layout.chunks, self.arranged[0] // FIELDS)
-            kernel, sizes = kernels.arrange_rows, (cut.programs, *sizes[1:3], *chunks)
-        grid, last = (units(total, 1024),), (sum(cut.parts), cut.parts[0], total)
+        sizes = (cut.programs, layout.batch, layout.inner, layout.length)
+        last = (self.arranged[0] // FIELDS, sum(cut.parts), cut.parts[0], total)
         numbers = (out_fields, in_fields, *strides, *sizes, *last)
-        return Launch(kernel, grid, numbers, BF=FIELDS, BLOCK=1024, HEADROOM=HEADROOM, num_warps=8)
+        constants = {"BF": FIELDS, "BLOCK": 1024, "HEADROOM": HEADROOM}
+        return Launch(kernels.arrange, (units(total, 1024),), numbers, **constants, num_warps=8)
 
     def __call__(
         self, x: Tensor, x_largest: Tensor, weights: Tensor, w_largest: Tensor, *affine: Tensor
@@ -336,7 +332,8 @@ class WeightGradientRun:
         tiles = units(self.groups[0][1] * geometry.height * geometry.width, tiling.pixels)
         self.packed = (tiles, tiling.packed * tiling.pixels)
         found = [_constants(one, x.device, tiling.warp_specialised) for one in tiling.layouts]
-        self.constants = [tensor for one in found for tensor in one[5:]]
+        self.constants = [tensor for one in found for tensor in one[5:7]]
+        self.numbers = found[0][7]
         self.spectrum = 0  # numbers of a group
         self.steps = Steps(self._steps(x, g, geometry, chosen, precision, activated))
 
@@ -348,21 +345,13 @@ class WeightGradientRun:
         ours, x_largest, theirs, g_largest, *affine = _parts(0, 4 + activated)
         memory, packed, result = _parts(4 + activated, 3)
         partials = _parts(result.memory + 1, len(tiling.layouts))
-        tile: dict[str, int] = {}
-        if tiling.warp_specialised:
-            block, contiguous = FIELDS, tiling.fields
-            made = [
-                kernels.packed_row_kernels(one, cut.parts, contiguous) for one in tiling.layouts
-            ]
-        else:
-            tile["TILE"], block, contiguous = tiling.pixels, RUN, FIELDS
-            shape = (cut.parts, cut.copies, tiling.pixels)
-            made = [kernels.weight_gradient_kernels(self.layout, *shape, _f16x2(self.internal))]
-        run = min(ROWS, tiling.pixels)
+        numbered = Operand(partials[-1].memory + 1)
+        given = (cut.parts, tiling.fields, _f16x2(self.internal))
+        made = [kernels.weight_gradient_kernels(one, *given) for one in tiling.layouts]
         for again, (first, images) in enumerate(self.groups):
             like = x._replace(shape=(images, *x.shape[1:]))
             analysis = _Analysis(
-                made[0].analyse, like, self.layout, geometry, 0, activated, contiguous
+                made[0].analyse, like, self.layout, geometry, 0, activated, tiling.fields
             )
             self.spectrum = self.spectrum or analysis.numbers  # the first group is the largest
             spectrum = analysis.within(memory.memory, 0, self.internal)
@@ -372,9 +361,9 @@ class WeightGradientRun:
             numbers = analysis.positions(images * pixels, geometry)
             tiles = units(images * pixels, tiling.pixels)
             for number, layout in enumerate(tiling.layouts):
-                grid = (tiles * (tiling.pixels // run), cut.padded // block)
-                given = (images * pixels, self.shape[0], *numbers[1:3], cut.programs, *g.strides)
-                pack = Launch(made[number].pack, grid, given, **tile, BP=run, num_warps=4)
+                grid = (tiles * (tiling.pixels // ROWS), cut.padded // FIELDS)
+                sizes = (images * pixels, self.shape[0], *numbers[1:3], cut.programs, *g.strides)
+                pack = Launch(made[number].pack, grid, sizes, BP=ROWS, num_warps=4)
                 yield pack, [_images(theirs.memory, g, first, images), g_largest, packed]
                 factor = packed
                 if tiling.warp_specialised:
@@ -384,13 +373,15 @@ class WeightGradientRun:
                     )
                 else:
                     grid3 = (self.partial[1] // tiling.fields, cut.programs, self.splits)
-                    given = (*numbers, tiles, self.partial[1], cut.padded, again)
-                    constants: dict[str, Any] = {"BF": tiling.fields, "PRECISION": precision}
+                    last = (self.partial[1], cut.padded, self.partial[2], again)
+                    sizes = (*numbers, tiles, cut.programs, *last)
+                    constants: dict[str, Any] = {"BP": tiling.pixels, "PRECISION": precision}
                     kernel, warps = made[number].weight_gradient, tiling.warps
-                    launches = [Launch(kernel, grid3, given, **constants, num_warps=warps)]
+                    launches = [Launch(kernel, grid3, sizes, **constants, num_warps=warps)]
+                factors = [factor] if tiling.warp_specialised else [factor, numbered]
                 for launch in launches:
-                    yield launch, [spectrum, factor, partials[number], x_largest, g_largest]
-        owners = iter(_parts(partials[-1].memory + 1, len(self.constants)))
+                    yield launch, [spectrum, *factors, partials[number], x_largest, g_largest]
+        owners = iter(_parts(partials[-1].memory + 2, len(self.constants)))
         for partial, most in zip(partials, self.constants[::2], strict=True):
             yield self._reduce(most.shape[1]), [partial, next(owners), next(owners), result]
 
@@ -418,7 +409,7 @@ class WeightGradientRun:
         result = _empty(self.shape, torch.float32, device)
         partials = [_empty(self.partial, torch.float32, device) for _ in self.tiling.layouts]
         given = (x, x_largest, g, g_largest, *affine)
-        self.steps(*given, memory, packed, result, *partials, *self.constants)
+        self.steps(*given, memory, packed, result, *partials, self.numbers, *self.constants)
         return result
 
 

@@ -21,9 +21,6 @@ _BEGINNINGS = 4
 FIELDS = 4
 """Fields of one tile: with four features each they fill the shortest product, 16."""
 
-RUN = 8
-"""Output fields that are packed at a time: with two columns each they fill a product's 16 rows."""
-
 HEADROOM = 7
 """The largest number of an image is scaled to at least 2^7 and less than 2^8. Derivatives may be
 2^7.9 times as large and stay below float16's largest number, 2^16. All but the smallest 2^-21 of
@@ -111,15 +108,49 @@ class Scheme:
             for period in (1, 2, 4)
         ]
         orders.append(sorted(found, key=lambda t: -rows[t.irrep]))
-        possible = [order for order in orders if self._chunk_of(order) is not None]
-        best: list[Target] = min(possible, key=lambda order: sum(self._lengths(order)))
+        possible = [order for order in orders if self._counts(order) is not None]
+        best = min(possible, key=lambda order: sum(self._lengths(order)))
         if power_of_two(len(best)) >= _MANY:
-            evened = _evened(self.plan, best, self._per_chunk(best))
-            if self._chunk_of(evened) is not None:
-                lengths = [self._lengths(order) for order in (best, evened)]
-                if all(m(lengths[1]) <= m(lengths[0]) for m in (max, sum)):
-                    best = evened
+            best = min(best, self._evened(best), key=lambda order: sum(self._lengths(order)))
         return tuple(best)
+
+    def _evened(self, targets: Sequence[Target]) -> list[Target]:
+        """Targets in an order in which few find more than eight features in one chunk of slots.
+
+        Blocks are swapped as long as that helps, from several starts. Long chunks come first.
+        """
+        blocks = [list(rows) for _, rows in itertools.groupby(targets, lambda t: t.irrep)]
+
+        def listed(order: Sequence[int]) -> list[Target]:
+            return [target for number in order for target in blocks[number]]
+
+        def cost(order: Sequence[int]) -> tuple[int, ...]:
+            """Features beyond eight in a chunk, and how unevenly they come."""
+            found = self._counts(listed(order))
+            if found is None:
+                return (1, 0, 0)
+            return 0, int(np.maximum(found - 8, 0).sum()), int((found**2).sum())
+
+        make = np.random.default_rng(0)
+        best = order = sorted(range(len(blocks)), key=lambda number: -len(blocks[number]))
+        for _ in range(_BEGINNINGS):
+            now, before = cost(order), None
+            while now != before:
+                before = now
+                for one, two in itertools.combinations(range(len(order)), 2):
+                    other = list(order)
+                    other[one], other[two] = other[two], other[one]
+                    if (found := cost(other)) < now:
+                        order, now = other, found
+            best = min(best, order, key=cost)
+            order = make.permutation(len(order)).tolist()
+        if cost(best)[0]:
+            return list(targets)
+        evened = listed(best)
+        each, lengths = self._per_chunk(evened), self._lengths(evened)
+        full = sorted(range(len(evened) // each), key=lambda n: -lengths[n])
+        rest = evened[len(full) * each :]  # which do not fill their chunk: they stay behind
+        return [target for n in full for target in evened[n * each : (n + 1) * each]] + rest
 
     def _per_chunk(self, targets: Sequence[Target]) -> int:
         """How many targets have their slots in one chunk."""
@@ -151,7 +182,7 @@ class Scheme:
     @property
     def chunks(self) -> int:
         """How many times `width` slots the spectrum takes."""
-        return 2 * self.batch // self.width
+        return -(-2 * len(self.targets) // self.width)
 
     def _chunk_of(self, targets: Sequence[Target]) -> np.ndarray | None:
         """The slot chunk that each feature reads; nothing if one reads two."""
@@ -162,15 +193,24 @@ class Scheme:
             return None
         return np.where(used[:, 0], chunk[:, 0], chunk[:, 1])
 
+    def _counts(self, targets: Sequence[Target]) -> np.ndarray | None:
+        """How many features each target finds in each slot chunk; nothing if one reads two."""
+        chunk_of = self._chunk_of(targets)
+        if chunk_of is None:
+            return None
+        chunks = chunk_of.max() + 1
+        return np.array([np.bincount(chunk_of[t.features], minlength=chunks) for t in targets])
+
     def _lengths(self, targets: Sequence[Target]) -> list[int]:
         """The padded number of features of a target for each slot chunk."""
-        chunk_of = self._chunk_of(targets)
-        assert chunk_of is not None
-        lengths = []
-        for chunk in range(chunk_of.max() + 1):
-            most = max(int((chunk_of[t.features] == chunk).sum()) for t in targets)
-            lengths.append(most + -most % 4)
-        return lengths
+        counts = self._counts(targets)
+        assert counts is not None
+        return [int(most + -most % 4) for most in counts.max(axis=0)]
+
+    @property
+    def length(self) -> int:
+        """Features of a target in each slot chunk, with padding."""
+        return max(self._lengths(self.targets))
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -211,11 +251,11 @@ class Scheme:
 
     @cached_property
     def lists(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """For each slot chunk and target the features, −1 for padding: equal lengths in a chunk."""
-        chunk_of = self._chunk_of(self.targets)
+        """For each slot chunk and target the features, −1 for padding: all lists are as long."""
+        chunk_of, length = self._chunk_of(self.targets), self.length
         assert chunk_of is not None
         found = []
-        for chunk, length in enumerate(self._lengths(self.targets)):
+        for chunk in range(self.chunks):
             rows = []
             for target in self.targets:
                 names = self._paired([f for f in target.features if chunk_of[f] == chunk])
@@ -277,7 +317,7 @@ class Scheme:
     @property
     def inner(self) -> int:
         """Features of a target over all chunks, padding counted."""
-        return sum(len(rows[0]) for rows in self.lists)
+        return self.chunks * self.length
 
     @cached_property
     def unpadded(self) -> np.ndarray:
@@ -292,24 +332,34 @@ class Scheme:
         return int(self.unpadded.max()) + 1
 
     @property
-    def pieces(self) -> tuple[tuple[int, int, int, int], ...]:
-        """The products: slot chunk, first feature there, how many, and how many came before."""
-        found, start = [], 0
-        for chunk, rows in enumerate(self.lists):
-            for first, size in _powers(len(rows[0])):
-                found.append((chunk, first, size, start + first))
-            start += len(rows[0])
+    def pieces(self) -> tuple[int, ...]:
+        """How many features each product of a slot chunk takes: powers of two, at most 32."""
+        found: list[int] = []
+        while left := self.length - sum(found):
+            found.append(min(32, 1 << (left.bit_length() - 1)))
         return tuple(found)
 
-    def pieces_of(self, chunk: int) -> list[tuple[int, int, int]]:
-        """The products of a slot chunk: number, how many features, and how many came before."""
-        found = enumerate(self.pieces)
-        return [(number, size, start) for number, (of, _, size, start) in found if of == chunk]
+    def filled(self, chunk: int, pieces: Sequence[int]) -> list[int]:
+        """Which products of a slot chunk have features: others are padding for every target."""
+        found, first = [], 0
+        for number, size in enumerate(pieces):
+            if any(f >= 0 for names in self.lists[chunk] for f in names[first : first + size]):
+                found.append(number)
+            first += size
+        return found
+
+    @cached_property
+    def used_pieces(self) -> tuple[int, ...]:
+        """`pieces` without those at the end that no chunk fills."""
+        last = max(self.filled(chunk, self.pieces)[-1] for chunk in range(self.chunks))
+        return self.pieces[: last + 1]
 
     @cached_property
     def piece_of(self) -> np.ndarray:
-        """For each inner number where its piece begins and how long it is, ``[inner, 2]``."""
-        rows = [[start, size] for _, _, size, start in self.pieces for _ in range(size)]
+        """For each feature of a chunk where its piece begins and how long it is."""
+        rows: list[tuple[int, int]] = []
+        for size in self.pieces:
+            rows += [(len(rows), size)] * size
         return np.array(rows, dtype=np.int32)
 
     @cached_property
@@ -441,10 +491,10 @@ class Half(Scheme):
     def _chunk_of(self, targets: Sequence[Target]) -> np.ndarray | None:
         return self.whole._chunk_of(self.whole.targets)
 
-    def _lengths(self, targets: Sequence[Target]) -> list[int]:
-        """As many in every chunk, and in both halves: their launches are cut alike."""
-        found = self.whole._lengths(self.whole.targets)
-        return [max(found)] * len(found)
+    @property
+    def length(self) -> int:
+        """As many as in the other half: their launches are cut alike."""
+        return self.whole.length
 
 
 @lru_cache(maxsize=512)
@@ -467,69 +517,7 @@ def halves(layout: Scheme) -> tuple[Half, Half] | None:
     return one, Half(plan, layout.vector, layout, groups[1], one)
 
 
-def _evened(plan: SpectralPlan, targets: Sequence[Target], per_chunk: int) -> list[Target]:
-    """Targets in an order in which few find more than eight features in one chunk of slots.
-
-    Blocks are swapped as long as that helps, from several starts. Long chunks come first.
-    """
-    blocks: dict[int, list[Target]] = {}
-    for target in targets:
-        blocks.setdefault(target.irrep, []).append(target)
-    listed = list(blocks.values())
-    block_of = np.zeros(plan.analysis.shape[0], dtype=np.int64)
-    for number, block in enumerate(listed):
-        block_of[[slot for target in block for slot in target.slots if slot >= 0]] = number
-    term = np.where(plan.feature_factors[:, 0] != 0, 0, 1)
-    source = block_of[plan.feature_slots[np.arange(len(term)), term]]
-    reads = np.zeros((len(targets), len(listed)), dtype=np.int64)  # features of each block
-    for row, target in zip(reads, itertools.chain(*listed), strict=True):
-        np.add.at(row, source[target.features], 1)
-    sizes = np.array([len(block) for block in listed])
-
-    def chunks(order: np.ndarray) -> np.ndarray:
-        """The features that each target finds in each chunk."""
-        chunk = (np.cumsum(sizes[order]) - 1) // per_chunk
-        found = np.zeros((len(targets), chunk[-1] + 1), dtype=np.int64)
-        np.add.at(found.T, chunk, reads[:, order].T)
-        return found
-
-    def cost(order: np.ndarray) -> tuple[int, ...]:
-        """Blocks torn apart; features beyond eight in a chunk; and how unevenly they come."""
-        ends = np.cumsum(sizes[order])
-        torn = ((ends - sizes[order]) // per_chunk != (ends - 1) // per_chunk).sum()
-        found = chunks(order)
-        return int(torn), int(np.maximum(found - 8, 0).sum()), int((found**2).sum())
-
-    make = np.random.default_rng(0)
-    best = order = np.argsort(-sizes, kind="stable")
-    for _ in range(_BEGINNINGS):
-        now, before = cost(order), None
-        while now != before:
-            before = now
-            for one, two in itertools.combinations(range(len(order)), 2):
-                other = order.copy()
-                other[[one, two]] = other[[two, one]]
-                if (found := cost(other)) < now:
-                    order, now = other, found
-        best = min(best, order, key=cost)
-        order = make.permutation(len(order))
-    evened = [target for number in best for target in listed[number]]
-    most = chunks(best).max(axis=0)
-    full = sorted(range(len(evened) // per_chunk), key=lambda n: -most[n])
-    rest = evened[len(full) * per_chunk :]  # which do not fill their chunk: they stay behind
-    return [t for n in full for t in evened[n * per_chunk : (n + 1) * per_chunk]] + rest
-
-
 @lru_cache(maxsize=512)
 def scheme(plan: SpectralPlan, vector: int) -> Scheme:
     """The scheme of a plan whose kernels read ``vector`` slots at a time."""
     return Scheme(plan, vector)
-
-
-def _powers(length: int) -> Iterator[tuple[int, int]]:
-    """Pieces of a length that are powers of two, at most 32: where each begins and its size."""
-    first = 0
-    while first < length:
-        size = min(32, 1 << ((length - first).bit_length() - 1))
-        yield first, size
-        first += size
