@@ -525,7 +525,6 @@ TILES = {
     "more pixels": {
         "pixels": 64,
         "warps": 8,
-        "gradient_warps": 8,
         "warp_specialised": 0,
     },
     "few fields": {"pixels": 128, "accumulators": 8, "gradient_fields": 2, "warp_specialised": 0},

@@ -89,7 +89,6 @@ class Tiles(NamedTuple):
     accumulators: int = _ACCUMULATORS
     gradient_fields: int = 2
     """Input fields of one program there, at most `FIELDS`."""
-    gradient_warps: int = 4
     splits: int = 0
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU."""
     warp_specialised: int = -1
@@ -135,15 +134,11 @@ def overridden() -> Tiles | None:
 def chosen_tiles(layout: Scheme) -> Tiles:
     """The tiles that were measured to be fastest.
 
-    Programs are small, so that several share a processor, unless there are many targets. Where
-    slots come in several chunks the weight gradient holds one at a time, of more fields.
+    Programs are small, so that several share a processor, unless there are many targets.
     """
     if _override:
         return _override[-1]
-    found = Tiles()
-    if layout.batch >= 16:
-        found = found._replace(pixels=64, warps=8)
-    return found if layout.chunks == 1 else found._replace(gradient_fields=4, gradient_warps=8)
+    return Tiles(pixels=64, warps=8) if layout.batch >= 16 else Tiles()
 
 
 def concurrent_programs(device: torch.device, warps: int = 8) -> int:
@@ -264,8 +259,8 @@ def weight_gradient_tiling(
     found = _specialised(layout, out_fields, chosen, stages) if warp_specialised else None
     if found is not None:
         return Tiling(*found[:2], *shape(found[0][0]), 8, found[2])
-    cut = _cut(out_fields, layout, _ACCUMULATORS, _GRADIENT_FIELDS)
-    return Tiling((layout,), cut, ROWS, chosen.gradient_fields, chosen.gradient_warps)
+    cut = _cut(out_fields, layout, _ACCUMULATORS // 2, _GRADIENT_FIELDS)
+    return Tiling((layout,), cut, ROWS, chosen.gradient_fields, 4)
 
 
 def _specialised(
