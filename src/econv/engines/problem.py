@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -84,18 +85,18 @@ class Part(NamedTuple):
 class Convolution:
     """What a layer's convolution is, whatever it reads. Equal ones are one object.
 
-    Made by `convolution`; ``in_fields`` and ``out_fields`` count all groups together.
+    Made by `convolution`; fields are counted in all groups together.
     """
 
     basis: FilterBasis
     parts: tuple[Part, ...]
     target: str
     out_fields: int
-    groups: int
-    stride: int
-    padding: int
-    padding_mode: str
-    dilation: int
+    groups: int = 1
+    stride: int = 1
+    padding: int = 0
+    padding_mode: str = "zeros"
+    dilation: int = 1
     name: str = field(init=False)
     """A text that stands for the convolution in a traced graph of this process."""
 
@@ -103,9 +104,6 @@ class Convolution:
         for kind in (*(part.kind for part in self.parts), self.target):
             if kind not in KINDS:
                 raise ValueError(f"unknown kind of field {kind!r}: expected one of {KINDS}")
-        object.__setattr__(self, "name", self._name())
-
-    def _name(self) -> str:
         basis = self.basis
         words = {
             "group": basis.group.name,
@@ -121,9 +119,7 @@ class Convolution:
             "padding": [self.padding, self.padding_mode],
             "dilation": self.dilation,
         }
-        name = json.dumps(words)
-        _NAMED.setdefault(name, self)
-        return name
+        object.__setattr__(self, "name", json.dumps(words))
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
@@ -143,9 +139,10 @@ class Convolution:
         return Geometry.of(self.basis.size, height, width, self.stride, zeros, self.dilation)
 
     @cached_property
-    def filter_elements(self) -> int:
-        """How many elements of filters one pixel of one input channel meets."""
-        return self.out_fields * self.width(self.target) // self.groups * self.basis.size**2
+    def channels(self) -> tuple[int, int]:
+        """Of the input and of the output."""
+        read = sum(part.fields * self.width(part.kind) for part in self.parts)
+        return read, self.out_fields * self.width(self.target)
 
     def __str__(self) -> str:
         into = " + ".join(f"{fields} {kind}" for kind, fields in self.parts)
@@ -160,27 +157,15 @@ class Convolution:
 _NAMED: dict[str, Convolution] = {}
 
 
-@cache
-def convolution(
-    basis: FilterBasis,
-    parts: tuple[Part, ...],
-    target: str,
-    out_fields: int,
-    groups: int = 1,
-    stride: int = 1,
-    padding: int = 0,
-    padding_mode: str = "zeros",
-    dilation: int = 1,
-) -> Convolution:
+def convolution(*properties: Any, **others: Any) -> Convolution:
     """The convolution with these properties, one object for all that ask for it.
 
     >>> from econv import filter_basis
     >>> print(convolution(filter_basis("p8"), (Part("regular", 4),), "regular", 6))
     p8, 4 regular → 6 regular, 5×5
     """
-    return Convolution(
-        basis, parts, target, out_fields, groups, stride, padding, padding_mode, dilation
-    )
+    made = Convolution(*properties, **others)
+    return _NAMED.setdefault(made.name, made)
 
 
 def convolution_named(name: str) -> Convolution:
@@ -207,8 +192,9 @@ class Problem(NamedTuple):
     """``"eager"``; ``"traced"`` into a graph that may hold operators of ours; ``"transformed"`` by
     `torch.func` or forward-mode differentiation; ``"watched"`` by what must see torch's own
     operations, such as an exporter or a tensor subclass."""
-    named: bool = False
-    """Whether an engine was asked for by name: then what fails is an error."""
+    engine: str = "auto"
+    """Its name, where one was asked for."""
+    weight_dtype: torch.dtype = torch.float32
 
     @staticmethod
     def of(
@@ -216,31 +202,30 @@ class Problem(NamedTuple):
         x: Tensor,
         weight: Tensor,
         context: str | None = None,
-        named: bool = False,
+        engine: str = "auto",
     ) -> Problem:
         """The problem that a call poses; symbolic sizes count as what they were seen as."""
         batch, _, height, width = (_hint(n) for n in x.shape)
         needed = torch.is_grad_enabled()
-        return Problem(
-            convolution,
-            batch,
-            height,
-            width,
-            result_dtype(x),
-            x.device,
-            memory_format(x) is torch.channels_last,
-            needed and x.requires_grad,
-            needed and weight.requires_grad,
-            context or _context(x, weight),
-            named,
-        )
+        gradients = (needed and x.requires_grad, needed and weight.requires_grad)
+        if context is None:
+            context = "transformed" if transformed() else "eager"
+            context = "watched" if watched(x) or watched(weight) else context
+        images = (batch, height, width, result_dtype(x), x.device)
+        last = memory_format(x) is torch.channels_last
+        return Problem(convolution, *images, last, *gradients, context, engine, weight.dtype)
+
+    @property
+    def named(self) -> bool:
+        """Whether an engine was asked for by name: then what fails is an error."""
+        return self.engine != "auto"
 
     @property
     def multiplications(self) -> int:
         """Those of the dense engine, forwards."""
-        channels = sum(p.fields * self.convolution.width(p.kind) for p in self.convolution.parts)
-        pixels = self.height * self.width // self.convolution.stride**2
-        return self.batch * pixels * channels * self.convolution.filter_elements
+        conv = self.convolution
+        elements = math.prod(conv.channels) // conv.groups * conv.basis.size**2
+        return self.batch * (self.height * self.width // conv.stride**2) * elements
 
     @property
     def geometry(self) -> Geometry:
@@ -361,12 +346,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
-
-
-def _context(x: Tensor, weight: Tensor) -> str:
-    if watched(x) or watched(weight):
-        return "watched"
-    return "transformed" if transformed() else "eager"
 
 
 def _hint(size: Any) -> int:
