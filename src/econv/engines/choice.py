@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from econv.engines import dense
-from econv.engines.problem import Problem, Weight, without_autocast
-from econv.engines.registry import ENGINES, Engine, check_name, first_able
+from econv.engines.problem import Engine, Problem, Weight, without_autocast
+from econv.engines.registry import ENGINES, check_name, first_able
 from econv.engines.spectral.operator import lost
 from econv.files import atomic, cache_folder, processor_name
 
@@ -129,9 +129,9 @@ def choose(problem: Problem) -> Engine:
 
 
 _MOST_MEMORIES = 4096
-_memory: dict[tuple[Any, ...], Engine] = {}  # of calls; all that follows can be found out again
-_decided: dict[str, str] = {}  # by measuring, here or before; what runs as `kept` tells
-_times: dict[Path, dict[str, dict[str, Times]]] = {}  # files, as they were read and added to
+_memory: dict[tuple[Any, ...], Engine] = {}  # of calls, for as long as nothing changes
+_decided: dict[str, str] = {}  # by measuring, here or where it was `kept`
+_times: dict[Path, dict[str, dict[str, Times]]] = {}  # by file: read, and measured since
 _failed: set[tuple[str, str]] = set()  # engines, and the names of convolutions
 _lock = threading.RLock()
 
@@ -265,8 +265,10 @@ def measured(problem: Problem, may_run: bool = True) -> dict[str, Times]:
     if path not in _times:
         _times[path] = _read(path)
     found = _times[path].get(text, {})
-    if {one.name for one in candidates(problem)} <= found.keys() or not may_run:
+    if {one.name for one in candidates(problem)} <= found.keys():
         return found
+    if not may_run:
+        return {}
     found = _times[path][text] = _measure(problem)
     if found and all(math.isfinite(times.call) for times in found.values()):
         with contextlib.suppress(OSError):

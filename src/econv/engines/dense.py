@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from econv.engines.problem import (
     Convolution,
+    Engine,
     Problem,
     Prologue,
     Weight,
@@ -29,16 +30,10 @@ from econv.engines.problem import (
 __all__ = ["Dense", "convolve", "filter_offsets", "filters", "tables"]
 
 
-class Dense:
+class Dense(Engine):
     """`conv2d` with an expanded filter bank: it runs everything."""
 
     name = "dense"
-    compiled = False
-    fuses = False
-
-    def why_not(self, problem: Problem) -> str | None:
-        """Nothing stands against it."""
-        return None
 
     def run(
         self,

@@ -8,6 +8,7 @@ chosen while the graph is traced, by sizes as they were seen first, so that no s
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from econv.engines import choice
 from econv.engines.problem import (
     Convolution,
+    Engine,
     Problem,
     Prologue,
     Weight,
@@ -23,7 +25,7 @@ from econv.engines.problem import (
     transformed,
     without_autocast,
 )
-from econv.engines.registry import ENGINES, Engine
+from econv.engines.registry import ENGINES
 from econv.engines.spectral.operator import EngineError
 
 __all__ = ["convolve", "explain", "fuses"]
@@ -92,14 +94,9 @@ _LIBRARY.define(
 
 
 def _traced(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    affine: Tensor | None,
-    tables: list[Tensor],
-    convolution: str,
-    engine: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, affine: Tensor | None, *others: Any
 ) -> Tensor:
+    tables, convolution, engine = others
     # Functions that torch.func transforms hold no operators of ours.
     name = "dense" if transformed() else engine.partition(":")[0]
     problem = Problem.of(convolution_named(convolution), x, weight, "traced", name)

@@ -12,7 +12,7 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from econv.plan import SpectralPlan, spectral_plan
 
 __all__ = [
     "Convolution",
+    "Engine",
     "Geometry",
     "Part",
     "Problem",
@@ -35,7 +36,6 @@ __all__ = [
     "exporting",
     "memory_format",
     "replicate",
-    "result_dtype",
     "transformed",
     "watched",
     "without_autocast",
@@ -122,8 +122,8 @@ class Convolution:
         object.__setattr__(self, "name", json.dumps(words))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = (getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
-        return convolution, tuple(fields)
+        given = tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
+        return convolution, given
 
     def plan(self, part: Part) -> SpectralPlan:
         """The spectral factorisation of the layer on one part of its input."""
@@ -211,7 +211,7 @@ class Problem(NamedTuple):
         if context is None:
             context = "transformed" if transformed() else "eager"
             context = "watched" if watched(x) or watched(weight) else context
-        images = (batch, height, width, result_dtype(x), x.device)
+        images = (batch, height, width, _result_dtype(x), x.device)
         last = memory_format(x) is torch.channels_last
         return Problem(convolution, *images, last, *gradients, context, engine, weight.dtype)
 
@@ -250,18 +250,15 @@ class Weight(NamedTuple):
 
     def parts(self, convolution: Convolution) -> list[Tensor]:
         """For each part of the input ``[out fields, in fields / groups, coordinates]``."""
-        weight = self.learned
-        if convolution.target == "vector":  # [2 * vectors, in fields, k, s]
-            return [weight.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)]
+        weight = self.learned.flatten(2)
+        if convolution.target == "vector":  # [2 * vectors, in fields, coordinates / 2]
+            weight = weight.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
         if convolution.parts[0].kind == "regular":
-            return [weight.flatten(2)]
-        found, first = [], 0
-        for kind, fields in convolution.parts:
-            each = convolution.width(kind)
-            here = weight.narrow(1, first, fields * each // convolution.groups)
-            found.append(here.unflatten(1, (-1, each)).flatten(2) if each > 1 else here)
-            first += fields * each
-        return found
+            return [weight]
+        widths = [convolution.width(kind) for kind, _ in convolution.parts]
+        sizes = [fields * convolution.width(kind) for kind, fields in convolution.parts]
+        own = weight.split([size // convolution.groups for size in sizes], 1)
+        return [w.unflatten(1, (-1, n)).flatten(2) for w, n in zip(own, widths, strict=True)]
 
 
 class Prologue(NamedTuple):
@@ -276,6 +273,31 @@ class Prologue(NamedTuple):
         rows = self.affine[:, :, None].expand(-1, -1, each).reshape(3, 1, -1, 1, 1)
         centre, scale, shift = rows.unbind()
         return torch.relu((x.to(self.affine.dtype) - centre) * scale + shift).to(x.dtype)
+
+
+class Engine(Protocol):
+    """A way to run a convolution."""
+
+    name: str
+    compiled: bool = False
+    """Whether it runs kernels of ours, which ``"auto"`` measures against the dense engine."""
+    fuses: bool = False
+    """Whether it runs a prologue where it reads the input, which is then never written."""
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Why it cannot run a problem, as a sentence; nothing where it can."""
+        return None
+
+    def run(
+        self,
+        problem: Problem,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None = None,
+        prologue: Prologue | None = None,
+    ) -> Tensor:
+        """The convolution of ``x``, as the prologue makes it; ``bias`` is that of channels."""
+        raise NotImplementedError
 
 
 def bordered(convolution: Convolution, x: Tensor) -> tuple[Tensor, int]:
@@ -316,7 +338,7 @@ def memory_format(x: Tensor) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-def result_dtype(x: Tensor) -> torch.dtype:
+def _result_dtype(x: Tensor) -> torch.dtype:
     """The dtype that a convolution of ``x`` gives: under autocast, autocast's."""
     kind = x.device.type
     if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
