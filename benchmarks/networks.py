@@ -181,9 +181,9 @@ def chosen(model: nn.Module, x: Tensor) -> dict[str, int]:
     def look(module: Any, inputs: tuple[Any, ...]) -> None:
         read = module.read(inputs[0])
         context = "traced" if x.is_cuda else "eager"
-        problem = Problem.of(module.convolution, read, module.weight, context)
         name = choice.resolve(module.engine)
-        found[choice.choose(problem, name, module.weight).name] += 1
+        problem = Problem.of(module.convolution, read, module.weight, context, name)
+        found[choice.choose(problem).name] += 1
 
     hooks = [module.register_forward_pre_hook(look) for module in convolutions(model)]
     try:

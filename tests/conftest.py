@@ -46,11 +46,10 @@ def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "measured"
     monkeypatch.delenv("ECONV_MEASURE")
     monkeypatch.setenv("ECONV_CACHE", str(folder))
-    for known in ("_memory", "_decided", "_failed"):
+    for known in ("_memory", "_decided", "_times"):
         monkeypatch.setattr(choice, known, {})
-    monkeypatch.setattr(choice, "_measured_here", set())
+    monkeypatch.setattr(choice, "_failed", set())
     monkeypatch.setattr(choice, "_silent", [])
-    monkeypatch.setattr(choice._Disk, "_all", {})
     return folder / "choices"
 
 

@@ -44,9 +44,9 @@ def called(layer, x=None):
 
 def forget(patch):
     """As another process would begin: with what is on disk."""
-    for known in ("_memory", "_decided", "_failed"):
+    for known in ("_memory", "_decided", "_times"):
         patch.setattr(choice, known, {})
-    patch.setattr(choice._Disk, "_all", {})
+    patch.setattr(choice, "_failed", set())
 
 
 def refuse(*given):
@@ -266,7 +266,7 @@ def test_rounding_to_tf32_is_another_problem(monkeypatch):
         assert choice._tf32(on_gpu) == allowed
         assert not choice._tf32(given)
         assert not choice._tf32(half)
-        texts.append([choice._text(p, torch.float32) for p in (on_gpu, given, half)])
+        texts.append([choice._text(p) for p in (on_gpu, given, half)])
     first, second = texts
     assert [a == b for a, b in zip(first, second, strict=True)] == [False, True, True]
 
@@ -328,7 +328,7 @@ def test_nothing_is_measured_for_tracers_and_transformations(measuring, monkeypa
     monkeypatch.setattr(choice, "_measure", refuse)
     layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
     problem = Problem.of(layer.convolution, x, layer.weight, context)
-    choice.choose(problem, "auto", layer.weight)
+    choice.choose(problem)
 
 
 def test_measuring_leaves_random_numbers_as_they_are(measuring, monkeypatch):
@@ -389,7 +389,7 @@ def test_a_checkpointed_first_call_is_measured(measuring, monkeypatch, caplog):
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert measuring.exists()
     assert x.grad.isfinite().all()
-    assert choice._failed == {}
+    assert choice._failed == set()
     assert caplog.text == ""
 
 
@@ -417,9 +417,8 @@ def test_on_another_gpu_than_the_current_one_that_one_is_timed(measuring, monkey
     layer, second = GroupConv2d(2, 2, "p4"), torch.device("cuda", 1)
     problem = Problem.of(layer.convolution, torch.randn(2, 8, 8, 8), layer.weight)
     problem = problem._replace(device=second)
-    choice._measure(problem, torch.float32)
-    choice._measured_here.clear()
-    choice._warm(problem, torch.float32, fake)
+    choice._measure(problem)
+    choice._warm(problem, fake)
     assert seen == [[second]] * 3
     assert around == []
 
@@ -464,7 +463,7 @@ def test_in_graphs_the_devices_time_counts(measuring, monkeypatch):
         (eager._replace(context="traced"), "spectral/native"),
         (eager, "dense"),
     ):
-        assert choice.choose(problem, "auto", layer.weight).name == name
+        assert choice.choose(problem).name == name
 
 
 def test_while_a_graph_is_captured_nothing_is_measured(measuring, monkeypatch):
@@ -526,8 +525,8 @@ def test_a_kernel_that_fails_is_told_from_a_wrong_call(monkeypatch, caplog):
     def fail(*given):
         raise RuntimeError("the native kernel failed: 7")
 
-    for known in ("_memory", "_failed"):
-        monkeypatch.setattr(choice, known, {})
+    monkeypatch.setattr(choice, "_memory", {})
+    monkeypatch.setattr(choice, "_failed", set())
     monkeypatch.setattr(native, "run", fail)
     layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
     wanted = what_dense_gives(layer, x)
@@ -551,7 +550,7 @@ def test_what_the_dense_engine_raises_says_nothing_of_it(measuring, monkeypatch,
     layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
     assert called(layer, x) == called(layer, x) == fake.name
     assert dense.calls == 1
-    assert choice._failed == {}
+    assert choice._failed == set()
     assert engines.kept() == {}
     assert not measuring.exists()
     assert caplog.text == ""
@@ -584,8 +583,8 @@ def test_an_engine_without_memory_has_lost(measuring, monkeypatch, caplog, error
 
 
 def test_an_error_of_memory_is_not_hidden(monkeypatch):
-    for known in ("_memory", "_failed"):
-        monkeypatch.setattr(choice, known, {})
+    monkeypatch.setattr(choice, "_memory", {})
+    monkeypatch.setattr(choice, "_failed", set())
     installed(monkeypatch, error=torch.OutOfMemoryError("full"))
     layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
     with pytest.raises(torch.OutOfMemoryError):
@@ -911,7 +910,6 @@ def ranked(monkeypatch, rank, store=None):
     """As one of two processes that train together; where they leave word."""
     store = store or torch.distributed.HashStore()
     monkeypatch.setattr(choice, "_store", lambda: store)
-    monkeypatch.setattr(choice, "_together", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     return store
 
@@ -1000,7 +998,7 @@ def test_a_device_that_nobody_knows_runs_by_rule(measuring, monkeypatch):
     monkeypatch.setattr(choice, "_measure", refuse)
     layer = GroupConv2d(2, 2, "p4")
     problem = Problem.of(layer.convolution, torch.randn(2, 8, 8, 8), layer.weight)
-    found = choice.choose(problem._replace(device=torch.device("xpu")), "auto", layer.weight)
+    found = choice.choose(problem._replace(device=torch.device("xpu")))
     assert found in (dense, fake)
 
 

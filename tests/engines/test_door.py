@@ -494,7 +494,7 @@ def test_kernels_that_fail_only_now_are_replaced_and_reported_once(
     layer, x = GroupConv2d(2, 2, "p4", dtype=DOUBLE), torch.randn(2, 8, 9, 9, dtype=DOUBLE)
     monkeypatch.setattr(operator, "_LOST", {})
     monkeypatch.setattr(choice, "_memory", {})
-    monkeypatch.setattr(choice, "_failed", {})
+    monkeypatch.setattr(choice, "_failed", set())
     monkeypatch.setattr(engines.ENGINES["spectral/native"], way, broken, raising=False)
     with econv.engine("dense"):
         wanted = torch.autograd.grad(layer(x).sum(), layer.weight)[0]

@@ -326,9 +326,8 @@ def test_a_resumed_run_keeps_what_was_chosen(
             start(tmp_path)
     told = json.loads((tmp_path / "out" / "tiny" / "0" / "checkpoint.json").read_text())["told"]
     assert set(told["choices"].values()) == {"spectral/native"}
-    for known in ("_memory", "_decided"):  # as in another process, without the disk's
+    for known in ("_memory", "_decided", "_times"):  # as in another process, without the disk's
         monkeypatch.setattr(choice, known, {})
-    monkeypatch.setattr(choice._Disk, "_all", {})
     for file in measuring.iterdir():
         file.unlink()
     installed(monkeypatch, 1.0, 2.0)  # where the other engine would win

@@ -10,6 +10,7 @@ from econv.engines.choice import engine, keep, kept, noted
 from econv.engines.door import convolve, explain, fuses
 from econv.engines.problem import (
     Convolution,
+    Engine,
     Part,
     Problem,
     Prologue,
@@ -18,7 +19,7 @@ from econv.engines.problem import (
     memory_format,
     without_autocast,
 )
-from econv.engines.registry import ENGINES, Engine, check_name
+from econv.engines.registry import ENGINES, check_name
 
 __all__ = [
     "ENGINES",

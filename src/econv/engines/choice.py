@@ -19,34 +19,26 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from econv.engines import dense
-from econv.engines.problem import Problem, Weight, without_autocast
-from econv.engines.registry import ENGINES, Engine, check_name, first_able
+from econv.engines.problem import Engine, Problem, Weight, without_autocast
+from econv.engines.registry import ENGINES, check_name, first_able
 from econv.engines.spectral.operator import lost
 from econv.files import atomic, cache_folder, processor_name
 
-__all__ = [
-    "Times",
-    "choose",
-    "engine",
-    "keep",
-    "kept",
-    "may_measure",
-    "measured",
-    "note",
-    "noted",
-    "resolve",
-]
+__all__ = ["Times", "choose", "engine", "keep", "kept", "measured", "noted", "resolve"]
 
 _log = logging.getLogger("econv.engines")
+_T = TypeVar("_T")
 
 _TINY = {"cpu": 20_000_000, "cuda": 2_000_000_000}
 """Multiplications of the dense engine below which measuring takes longer than it can save."""
@@ -100,36 +92,35 @@ def engine(name: str = "auto", measure: bool = True) -> Iterator[list[str]]:
     >>> ran
     ['dense']
     """
-    block = (check_name(name), measure)
-    _blocks.append(block)
-    try:
-        with noted() as ran:
-            yield ran
-    finally:
-        _blocks[:] = [one for one in _blocks if one is not block]
+    with during(_blocks, (check_name(name), measure)), noted() as ran:
+        yield ran
+
+
+def noted() -> AbstractContextManager[list[str]]:
+    """Watch what :func:`engine` tells of; the choice is that of the blocks around."""
+    return during(_lists, [])
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[list[str]]:
-    """Watch what :func:`engine` tells of; the choice is that of the blocks around."""
-    ran: list[str] = []
-    _lists.append(ran)
+def during(those: list[_T], one: _T) -> Iterator[_T]:
+    """Add one to a list for as long as a block lasts; those of threads end in any order."""
+    those.append(one)
     try:
-        yield ran
+        yield one
     finally:
-        _lists[:] = [found for found in _lists if found is not ran]
+        those[:] = [other for other in those if other is not one]
 
 
-def choose(problem: Problem, name: str, learned: Tensor) -> Engine:
-    """The engine for a problem; ``name`` as `resolve` gives it."""
-    if name != "auto":
-        return first_able(name, problem)
+def choose(problem: Problem) -> Engine:
+    """The engine for a problem: of the name that was asked for, or by what ``"auto"`` knows."""
+    if problem.named:
+        return first_able(problem.engine, problem)
     device_only = problem.context == "traced" or _capturing(problem.device)
-    circumstances = (may_measure(), _tf32(problem), _together(), lost())
-    key = (problem, learned.dtype, device_only, circumstances)
+    circumstances = (may_measure(), _tf32(problem), _store() is not None, lost())
+    key = (problem, device_only, circumstances)
     found = _memory.get(key)
     if found is None:
-        found = _decide(problem, device_only, learned.dtype)
+        found = _decide(problem, device_only)
         if len(_memory) >= _MOST_MEMORIES:
             _memory.clear()
         if not (device_only and problem.context == "eager"):  # a captured step: measured later
@@ -138,51 +129,47 @@ def choose(problem: Problem, name: str, learned: Tensor) -> Engine:
 
 
 _MOST_MEMORIES = 4096
-_memory: dict[tuple[Any, ...], Engine] = {}
-_decided: dict[str, str] = {}
-_failed: dict[tuple[str, str], str] = {}
+_memory: dict[tuple[Any, ...], Engine] = {}  # of calls, for as long as nothing changes
+_decided: dict[str, str] = {}  # by measuring, here or where it was `kept`
+_times: dict[Path, dict[str, dict[str, Times]]] = {}  # by file: read, and measured since
+_failed: set[tuple[str, str]] = set()  # engines, and the names of convolutions
 _lock = threading.RLock()
 
 
 def candidates(problem: Problem) -> list[Engine]:
     """What ``"auto"`` chooses from: the dense engine, and the first compiled one that can run."""
-    found = [ENGINES["dense"]]
-    for other in ENGINES.values():
-        failed = (other.name, problem.convolution.name) in _failed
-        if other.compiled and not failed and other.why_not(problem) is None:
-            return [*found, other]
-    return found
+    for one in ENGINES.values():
+        failed = (one.name, problem.convolution.name) in _failed
+        if one.compiled and not failed and one.why_not(problem) is None:
+            return [ENGINES["dense"], one]
+    return [ENGINES["dense"]]
 
 
-def _decide(problem: Problem, device_only: bool, dtype: torch.dtype) -> Engine:
+def _decide(problem: Problem, device_only: bool) -> Engine:
     able = {one.name: one for one in candidates(problem)}
-    plain = problem.context in ("eager", "traced") and may_measure()
-    if not plain or problem.multiplications < _TINY.get(problem.device.type, math.inf):
-        return rule(problem, list(able.values()), device_only)
-    text, capturing, store = _text(problem, dtype), _capturing(problem.device), _store()
-    keys = (f"call: {text}", f"device: {text}")
+    by_rule = rule(problem, list(able.values()), device_only)
+    small = problem.multiplications < _TINY.get(problem.device.type, math.inf)
+    if small or problem.context not in ("eager", "traced") or not may_measure():
+        return by_rule
+    text, store, quiet = _text(problem), _store(), _capturing(problem.device)
+    keys = [f"{kind}: {text}" for kind in Times._fields]
     with _lock:
         if store is None or torch.distributed.get_rank() == 0:
-            names = _settled(problem, dtype, keys, device_only, able)
-            if store is not None and not capturing:
+            names = _settled(problem, keys, device_only, able)
+            if store is not None and not quiet:
                 store.set(f"econv {text}", json.dumps(names))
         else:
-            if len(able) > 1 and not capturing:
+            if len(able) > 1 and not quiet:
                 _hear(store, text)
             names = _decided
         call, in_graphs = (able.get(names.get(key, "")) for key in keys)
-        if not (device_only or capturing) and in_graphs not in (None, call):
-            _warm(problem, dtype, in_graphs)
-    found = in_graphs if device_only else call
-    return found or rule(problem, list(able.values()), device_only)
+        if not device_only and in_graphs not in (None, call):
+            _warm(problem, in_graphs)
+    return (in_graphs if device_only else call) or by_rule
 
 
 def _settled(
-    problem: Problem,
-    dtype: torch.dtype,
-    keys: tuple[str, str],
-    device_only: bool,
-    able: dict[str, Engine],
+    problem: Problem, keys: list[str], device_only: bool, able: dict[str, Engine]
 ) -> dict[str, str]:
     """What runs, as a call and in graphs, as far as it is known; one of them is written down."""
     if len(able) == 1:
@@ -194,7 +181,7 @@ def _settled(
         largest = _decided[max(alike, key=lambda one: (_pixels(one), one))]
         _decided[key] = largest if largest in able else "dense"
         new = False
-    times = measured(problem, dtype, may_run=new and not _capturing(problem.device)) or {}
+    times = measured(problem, may_run=new and not _capturing(problem.device))
     usable = {n: pair for n, pair in times.items() if n in able and math.isfinite(pair.call)}
     best = [min(usable, key=lambda n: usable[n][kind], default="") for kind in (0, 1)]
     if new and usable:
@@ -224,7 +211,8 @@ def failed(problem: Problem, one: Engine, error: Exception) -> None:
     """Never choose an engine for a convolution again, and say so once."""
     key = (one.name, problem.convolution.name)
     if key not in _failed:
-        _failed[key] = reason = f"{type(error).__name__}: {str(error).strip()[:500]}"
+        _failed.add(key)
+        reason = f"{type(error).__name__}: {str(error).strip()[:500]}"
         _log.warning("%s failed on %s and is not chosen again: %s", one.name, problem, reason)
     _memory.clear()
 
@@ -266,30 +254,50 @@ def _capturing(device: torch.device) -> bool:
 # Measuring
 
 
-def measured(problem: Problem, dtype: torch.dtype, may_run: bool = True) -> dict[str, Times] | None:
-    """The times of the candidates: remembered, or measured now."""
-    memory, text = _Disk.of(problem.device), _text(problem, dtype)
-    found = memory.times.get(text)
-    if found is not None and {one.name for one in candidates(problem)} <= found.keys():
+def measured(problem: Problem, may_run: bool = True) -> dict[str, Times]:
+    """The times of the candidates: remembered, or measured now; nothing where that may not be.
+
+    What was measured on one kind of device is in a file that any process may replace. One that
+    cannot be read, or was damaged, is as good as none; one that cannot be written is not. Two
+    processes may write at once: the last one's is kept whole.
+    """
+    path, text = cache_folder() / "choices" / _file(problem.device), _text(problem)
+    if path not in _times:
+        _times[path] = _read(path)
+    found = _times[path].get(text, {})
+    if {one.name for one in candidates(problem)} <= found.keys():
         return found
     if not may_run:
-        return None
-    found = _measure(problem, dtype)
+        return {}
+    found = _times[path][text] = _measure(problem)
     if found and all(math.isfinite(times.call) for times in found.values()):
-        memory.add(text, found)
-    else:
-        memory.times[text] = found
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _times[path] = {**_read(path), **_times[path]}
+            with atomic(path) as temporary:
+                temporary.write_text(json.dumps(_times[path]), encoding="utf-8")
     return found
 
 
-def _measure(problem: Problem, dtype: torch.dtype) -> dict[str, Times]:
+def _read(path: Path) -> dict[str, dict[str, Times]]:
+    found: dict[str, dict[str, Times]] = {}
+    try:
+        for text, times in json.loads(path.read_text(encoding="utf-8")).items():
+            each = {name: Times(*map(float, pair)) for name, pair in times.items()}
+            if all(0 < seconds < math.inf for pair in each.values() for seconds in pair):
+                found[text] = each
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+    return found
+
+
+def _measure(problem: Problem) -> dict[str, Times]:
     """Time the candidates, one after the other; nothing if the dense engine raises an error."""
     found: dict[str, Times] = {}
-    _measured_here.add(_text(problem, dtype))
     with _undisturbed(problem.device):
         for one in candidates(problem):
             try:
-                found[one.name] = _time(_pass(one, problem, dtype), problem.device)
+                found[one.name] = _time(_pass(one, problem), problem.device)
             except (torch.OutOfMemoryError, MemoryError):
                 found[one.name] = Times(math.inf, math.inf)
             except Exception as error:
@@ -302,17 +310,12 @@ def _measure(problem: Problem, dtype: torch.dtype) -> dict[str, Times]:
     return found
 
 
-def _warm(problem: Problem, dtype: torch.dtype, one: Engine) -> None:
-    """Run once what a CUDA graph that is captured later would take, so that it is compiled then.
-
-    What was not measured in this process has compiled nothing here.
-    """
-    text = _text(problem, dtype)
-    if problem.device.type == "cuda" and text not in _measured_here:
-        _measured_here.add(text)
+def _warm(problem: Problem, one: Engine) -> None:
+    """Run once what a CUDA graph that is captured later would take, so that it is compiled then."""
+    if problem.device.type == "cuda":
         # What fails here is told where it is run.
         with _undisturbed(problem.device), contextlib.suppress(Exception):
-            _pass(one, problem, dtype)()
+            _pass(one, problem)()
 
 
 @contextlib.contextmanager
@@ -327,44 +330,34 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-_measured_here: set[str] = set()
-
-
-def _pass(one: Engine, problem: Problem, dtype: torch.dtype) -> Callable[[], None]:
+def _pass(one: Engine, problem: Problem) -> Callable[[], None]:
     """A forward pass, and a backward pass where gradients follow, on numbers of its own."""
     problem = problem._replace(context="eager")
-    conv, device = problem.convolution, problem.device
-    generator = torch.Generator(device).manual_seed(0)
+    conv, device, batch = problem.convolution, problem.device, problem.batch
     layout = torch.channels_last if problem.channels_last else torch.contiguous_format
-    channels = sum(part.fields * conv.width(part.kind) for part in conv.parts)
+    generator = torch.Generator(device).manual_seed(0)
 
-    def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
+    def drawn(*shape: int, **options: Any) -> Tensor:
+        return torch.empty(shape, device=device, **options).normal_(generator=generator)
 
-    images = drawn((problem.batch, channels, problem.height, problem.width), problem.dtype)
-    x = images.contiguous(memory_format=layout).requires_grad_(problem.to_input)
-    tables = [
-        torch.tensor(array, device=device, dtype=dtype if array.dtype.kind == "f" else None)
-        for array in dense.tables(conv).values()
-    ]
-    shape: tuple[int, ...] = (
-        conv.out_fields * (2 if conv.target == "vector" else 1),
-        channels // conv.groups,
-    )
+    images: Any = {"dtype": problem.dtype, "memory_format": layout}
+    into, out = conv.channels
+    learned_maps = (conv.out_fields * (1 + (conv.target == "vector")), into // conv.groups)
+    x = drawn(batch, into, problem.height, problem.width, **images)
+    probe = drawn(batch, out, *problem.geometry[-2:], **images)
+    learned = drawn(*learned_maps, len(conv.basis.operators), dtype=problem.weight_dtype)
     if conv.parts[0].kind == "regular":
-        shape = (shape[0], conv.parts[0].fields // conv.groups, conv.basis.group.order)
-    learned = drawn((*shape, len(conv.basis.operators)), dtype).requires_grad_(problem.to_weight)
-    weight = Weight(learned, tuple(tables))
-    wanted = [t for t in (x, learned) if t.requires_grad]
-    gradient: list[Tensor] = []
+        learned = learned.unflatten(1, (-1, conv.basis.group.order))
+    tables = [torch.tensor(array, device=device) for array in dense.tables(conv).values()]
+    weight = Weight(learned, tuple(t.to(learned) if t.is_floating_point() else t for t in tables))
+    needed = ((x, problem.to_input), (learned, problem.to_weight))
+    wanted = [tensor.requires_grad_() for tensor, need in needed if need]
 
     def run() -> None:
         with torch.set_grad_enabled(bool(wanted)):
             y = one.run(problem, x, weight)
             if wanted:
-                if not gradient:
-                    gradient.append(torch.empty_like(y).normal_(generator=generator))
-                torch.autograd.grad(y, wanted, gradient[0])
+                torch.autograd.grad(y, wanted, probe)
 
     return run
 
@@ -405,11 +398,12 @@ def _time(run: Callable[[], None], device: torch.device) -> Times:
 # Remembering
 
 
-def _text(problem: Problem, dtype: torch.dtype) -> str:
-    """A problem and the weights' dtype as a key that holds in every process; the size is last."""
+def _text(problem: Problem) -> str:
+    """A problem as a key that holds in every process; the size is last."""
     passes = f"{int(problem.to_input)}{int(problem.to_weight)}"
     layout = "last" if problem.channels_last else "first"
-    words = f"{problem.convolution.name} {problem.dtype} {dtype} {layout} {passes}"
+    dtypes = f"{problem.dtype} {problem.weight_dtype}"
+    words = f"{problem.convolution.name} {dtypes} {layout} {passes}"
     if problem.device.type == "cpu":
         words += f", {torch.get_num_threads()} threads"
     sizes = f"{problem.batch}×{problem.height}×{problem.width}"
@@ -424,64 +418,18 @@ def _tf32(problem: Problem) -> bool:
     """Whether a GPU may round products of float32."""
     if problem.device.type != "cuda" or problem.dtype != torch.float32:
         return False
-    try:
-        return torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # asked for in torch's newer words
-        return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-
-
-class _Disk:
-    """What was measured on one kind of device, in a file that any process may replace.
-
-    A file that cannot be read, or was damaged, is as good as none; one that cannot be written is
-    not. Two processes may write at once: the last one's is kept whole.
-    """
-
-    _all: ClassVar[dict[Path, _Disk]] = {}
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.times = self._read()
-
-    @classmethod
-    def of(cls, device: torch.device) -> _Disk:
-        cuda = device.type == "cuda"
-        name = torch.cuda.get_device_name(device) if cuda else processor_name()
-        name = re.sub(r"[^\w.]+", "-", f"{name}-{_versions()}")
-        path = cache_folder() / "choices" / f"{name}.json"
-        if path not in cls._all:
-            cls._all[path] = cls(path)
-        return cls._all[path]
-
-    def _read(self) -> dict[str, dict[str, Times]]:
-        found: dict[str, dict[str, Times]] = {}
-        try:
-            for text, times in json.loads(self.path.read_text(encoding="utf-8")).items():
-                each = {name: Times(*map(float, pair)) for name, pair in times.items()}
-                if all(0 < seconds < math.inf for pair in each.values() for seconds in pair):
-                    found[text] = each
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-            return {}
-        return found
-
-    def add(self, text: str, times: dict[str, Times]) -> None:
-        self.times[text] = times
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.times = {**self._read(), **self.times}
-            with atomic(self.path) as temporary:
-                temporary.write_text(json.dumps(self.times), encoding="utf-8")
+    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _versions() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = [str(torch.__version__)]
+def _file(device: torch.device) -> str:
+    """A name for a kind of device, and the versions of what runs there."""
+    words = [torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()]
+    words.append(str(torch.__version__))
     for name in ("triton", "econv"):
-        with contextlib.suppress(PackageNotFoundError):
-            found.append(version(name))
-    return "-".join(found)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            words.append(metadata.version(name))
+    return re.sub(r"[^\w.]+", "-", "-".join(words)) + ".json"
 
 
 # Several processes
@@ -490,13 +438,10 @@ _WAIT = 60  # seconds for the first process to decide
 _silent: list[str] = []  # what it was waited for in vain
 
 
-def _together() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _store() -> Any:
     """Where processes that train together leave word for each other."""
-    if not _together() or torch.distributed.get_world_size() == 1:
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not together or torch.distributed.get_world_size() == 1:
         return None
     return torch.distributed.distributed_c10d._get_default_store()
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from econv.engines.problem import (
     Convolution,
+    Engine,
     Problem,
     Prologue,
     Weight,
@@ -29,16 +30,10 @@ from econv.engines.problem import (
 __all__ = ["Dense", "convolve", "filter_offsets", "filters", "tables"]
 
 
-class Dense:
+class Dense(Engine):
     """`conv2d` with an expanded filter bank: it runs everything."""
 
     name = "dense"
-    compiled = False
-    fuses = False
-
-    def why_not(self, problem: Problem) -> str | None:
-        """Nothing stands against it."""
-        return None
 
     def run(
         self,
@@ -141,9 +136,8 @@ def _on_blocks_of_pixels(
 
 def _permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """The second axis in another order."""
-    if torch.compiler.is_dynamo_compiling() or exporting() or torch._C._is_tracing():
-        return x.index_select(1, order)  # they know no functions of ours
-    if transformed():
+    traced = torch.compiler.is_dynamo_compiling() or exporting() or torch._C._is_tracing()
+    if traced or transformed():  # they know no functions of ours
         return x.index_select(1, order)
     found: Tensor = _Permute.apply(x, order, back)
     return found
@@ -155,25 +149,15 @@ class _Permute(torch.autograd.Function):
     torch's own would add up what no two indices share, many times slower.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(order, back)
         return x.index_select(1, order)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         order, back = ctx.saved_tensors
-        return _Permute.apply(gradients[0], back, order), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return _Permute.apply(tangent, *ctx.saved_tensors)
+        return _permuted(gradients[0], back, order), None, None
 
 
 def _expand(weight: Tensor, synthesis: Tensor) -> Tensor:

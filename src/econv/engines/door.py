@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from econv.engines import choice
 from econv.engines.problem import (
     Convolution,
+    Engine,
     Problem,
     Prologue,
     Weight,
@@ -24,7 +25,7 @@ from econv.engines.problem import (
     transformed,
     without_autocast,
 )
-from econv.engines.registry import ENGINES, Engine
+from econv.engines.registry import ENGINES
 from econv.engines.spectral.operator import EngineError
 
 __all__ = ["convolve", "explain", "fuses"]
@@ -45,53 +46,44 @@ def convolve(
 
     ``bias`` is that of channels, ``[out channels]``.
     """
-    name = choice.resolve(engine)
-    if torch.compiler.is_compiling():
-        if exporting():
-            plain = "dense" if name in ("auto", "dense") else "spectral/torch"
-            return _run(convolution, x, weight, bias, plain, prologue, "watched")
+    name, context = choice.resolve(engine), None
+    if exporting():
+        name, context = "dense" if name in ("auto", "dense") else "spectral/torch", "watched"
+    elif torch.compiler.is_compiling():
         affine = None if prologue is None else prologue.affine
         operands = (x, weight.learned, bias, affine, list(weight.tables))
         told = choice.traced_name(name)
         found: Tensor = torch.ops.econv.convolution(*operands, convolution.name, told)
         return found
-    return _run(convolution, x, weight, bias, name, prologue, None)
+    problem = Problem.of(convolution, x, weight.learned, context, name)
+    return _run(problem, x, weight, bias, prologue)
 
 
 def _run(
-    convolution: Convolution,
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None,
-    name: str,
-    prologue: Prologue | None,
-    context: str | None,
+    problem: Problem, x: Tensor, weight: Weight, bias: Tensor | None, prologue: Prologue | None
 ) -> Tensor:
-    problem = Problem.of(convolution, x, weight.learned, context, name != "auto")
     for met in _met:
-        met.setdefault(problem, (name, weight.learned))
-    chosen = ENGINES["dense"] if _met else choice.choose(problem, name, weight.learned)
-    with without_autocast(x.device):
-        while True:
-            try:
-                found = chosen.run(problem, x, weight, bias, prologue)
-                break
-            except EngineError as error:
-                if name != "auto":
-                    raise
-                choice.failed(problem, chosen, error)
-                chosen = choice.choose(problem, name, weight.learned)
-    if context is None:
+        met[problem] = None
+    chosen = ENGINES["dense"] if _met else choice.choose(problem)
+    try:
+        with without_autocast(x.device):
+            found = chosen.run(problem, x, weight, bias, prologue)
+    except EngineError as error:
+        if problem.named:
+            raise
+        choice.failed(problem, chosen, error)
+        return _run(problem, x, weight, bias, prologue)
+    if problem.context != "traced" and not exporting():
         choice.note(chosen.name + FUSED * (chosen.fuses and prologue is not None))
     return found
 
 
 def fuses(convolution: Convolution, x: Tensor, weight: Tensor, engine: str = "auto") -> bool:
     """Whether the engine of a call would apply a prologue where it reads ``x``."""
-    problem = Problem.of(convolution, x, weight)
+    problem = Problem.of(convolution, x, weight, None, choice.resolve(engine))
     if problem.context != "eager" or problem.dtype != x.dtype or convolution.groups > 1:
         return False
-    return choice.choose(problem, choice.resolve(engine), weight).fuses
+    return choice.choose(problem).fuses
 
 
 _LIBRARY = torch.library.Library("econv", "FRAGMENT")
@@ -102,37 +94,18 @@ _LIBRARY.define(
 
 
 def _traced(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    affine: Tensor | None,
-    tables: list[Tensor],
-    convolution: str,
-    engine: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, affine: Tensor | None, *others: Any
 ) -> Tensor:
+    tables, convolution, engine = others
+    # Functions that torch.func transforms hold no operators of ours.
+    name = "dense" if transformed() else engine.partition(":")[0]
+    problem = Problem.of(convolution_named(convolution), x, weight, "traced", name)
     prologue = None if affine is None else Prologue(affine)
-    known, given = convolution_named(convolution), Weight(weight, tuple(tables))
-    if transformed():  # by torch.func, which knows no operators of ours
-        return _run(known, x, given, bias, "dense", prologue, "watched")
-    return _run(known, x, given, bias, engine.partition(":")[0], prologue, "traced")
+    return _run(problem, x, Weight(weight, tuple(tables)), bias, prologue)
 
 
-def _mapped(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-    """One call for each member of a mapped dimension; the tables are never mapped."""
-    found = [
-        torch.ops.econv.convolution(
-            *(
-                value.select(dim, i) if isinstance(dim, int) else value
-                for value, dim in zip(inputs, in_dims, strict=True)
-            )
-        )
-        for i in range(info.batch_size)
-    ]
-    return torch.stack(found), 0
-
-
-_LIBRARY.impl("convolution", _traced, "CompositeImplicitAutograd")
-torch.library.register_vmap("econv::convolution", _mapped, lib=_LIBRARY)
+for _key in ("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition"):
+    _LIBRARY.impl("convolution", _traced, _key)
 
 
 def explain(layer: nn.Module, x: Tensor) -> None:
@@ -147,38 +120,34 @@ def explain(layer: nn.Module, x: Tensor) -> None:
     p8, 1 regular → 1 regular, 5×5, batch 1, 9×9, float32, with gradients
     ...
     """
-    problems: dict[Problem, tuple[str, Tensor]] = {}
     modes = [(module, module.training) for module in layer.modules()]
-    _met.append(problems)
-    try:
-        layer.eval()(x)  # nothing is counted, and nothing drawn
-    finally:
-        _met.remove(problems)
-        for module, training in modes:
-            module.training = training
+    with choice.during(_met, {}) as problems:
+        try:
+            layer.eval()(x)  # nothing is counted, and nothing drawn
+        finally:
+            for module, training in modes:
+                module.training = training
     if not problems:
         raise ValueError(f"expected a layer or a network of econv; got {type(layer).__name__}")
-    for problem, (name, learned) in problems.items():
-        print("\n".join(_table(problem, name, learned)))
+    for problem in problems:
+        _tell(problem)
 
 
-_met: list[dict[Problem, tuple[str, Tensor]]] = []
+_met: list[dict[Problem, None]] = []
 """Of each explanation under way the problems that were met; they run with the dense engine."""
 
 
-def _table(problem: Problem, name: str, learned: Tensor) -> list[str]:
+def _tell(problem: Problem) -> None:
     reasons = {one.name: one.why_not(problem) for one in ENGINES.values()}
     chosen: Engine | None = None
     with contextlib.suppress(ValueError):  # one that was asked for and cannot run: it says so
-        chosen = choice.choose(problem, name, learned)
-    times = choice.measured(problem, learned.dtype, choice.may_measure()) or {}
-    lines = [str(problem)]
-    for one, reason in reasons.items():
-        took = times.get(one)
+        chosen = choice.choose(problem)
+    times = choice.measured(problem, choice.may_measure())
+    print(problem)
+    for name, reason in reasons.items():
         says = "can run" if reason is None else f"cannot run: {reason}"
-        if took is not None:
+        if took := times.get(name):
             says = f"{1e3 * took.call:.3g} ms"
             if took.device != took.call:
                 says += f", {1e3 * took.device:.3g} ms of it on the device"
-        lines.append(f"{'*' if ENGINES[one] is chosen else ' '} {one:<16} {says}")
-    return lines
+        print(f"{'*' if ENGINES[name] is chosen else ' '} {name:<16} {says}")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from econv.plan import SpectralPlan, spectral_plan
 
 __all__ = [
     "Convolution",
+    "Engine",
     "Geometry",
     "Part",
     "Problem",
@@ -34,7 +36,6 @@ __all__ = [
     "exporting",
     "memory_format",
     "replicate",
-    "result_dtype",
     "transformed",
     "watched",
     "without_autocast",
@@ -84,18 +85,18 @@ class Part(NamedTuple):
 class Convolution:
     """What a layer's convolution is, whatever it reads. Equal ones are one object.
 
-    Made by `convolution`; ``in_fields`` and ``out_fields`` count all groups together.
+    Made by `convolution`; fields are counted in all groups together.
     """
 
     basis: FilterBasis
     parts: tuple[Part, ...]
     target: str
     out_fields: int
-    groups: int
-    stride: int
-    padding: int
-    padding_mode: str
-    dilation: int
+    groups: int = 1
+    stride: int = 1
+    padding: int = 0
+    padding_mode: str = "zeros"
+    dilation: int = 1
     name: str = field(init=False)
     """A text that stands for the convolution in a traced graph of this process."""
 
@@ -103,9 +104,6 @@ class Convolution:
         for kind in (*(part.kind for part in self.parts), self.target):
             if kind not in KINDS:
                 raise ValueError(f"unknown kind of field {kind!r}: expected one of {KINDS}")
-        object.__setattr__(self, "name", self._name())
-
-    def _name(self) -> str:
         basis = self.basis
         words = {
             "group": basis.group.name,
@@ -121,13 +119,11 @@ class Convolution:
             "padding": [self.padding, self.padding_mode],
             "dilation": self.dilation,
         }
-        name = json.dumps(words)
-        _NAMED.setdefault(name, self)
-        return name
+        object.__setattr__(self, "name", json.dumps(words))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = (getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
-        return convolution, tuple(fields)
+        given = tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
+        return convolution, given
 
     def plan(self, part: Part) -> SpectralPlan:
         """The spectral factorisation of the layer on one part of its input."""
@@ -143,9 +139,10 @@ class Convolution:
         return Geometry.of(self.basis.size, height, width, self.stride, zeros, self.dilation)
 
     @cached_property
-    def filter_elements(self) -> int:
-        """How many elements of filters one pixel of one input channel meets."""
-        return self.out_fields * self.width(self.target) // self.groups * self.basis.size**2
+    def channels(self) -> tuple[int, int]:
+        """Of the input and of the output."""
+        read = sum(part.fields * self.width(part.kind) for part in self.parts)
+        return read, self.out_fields * self.width(self.target)
 
     def __str__(self) -> str:
         into = " + ".join(f"{fields} {kind}" for kind, fields in self.parts)
@@ -160,27 +157,15 @@ class Convolution:
 _NAMED: dict[str, Convolution] = {}
 
 
-@cache
-def convolution(
-    basis: FilterBasis,
-    parts: tuple[Part, ...],
-    target: str,
-    out_fields: int,
-    groups: int = 1,
-    stride: int = 1,
-    padding: int = 0,
-    padding_mode: str = "zeros",
-    dilation: int = 1,
-) -> Convolution:
+def convolution(*properties: Any, **others: Any) -> Convolution:
     """The convolution with these properties, one object for all that ask for it.
 
     >>> from econv import filter_basis
     >>> print(convolution(filter_basis("p8"), (Part("regular", 4),), "regular", 6))
     p8, 4 regular → 6 regular, 5×5
     """
-    return Convolution(
-        basis, parts, target, out_fields, groups, stride, padding, padding_mode, dilation
-    )
+    made = Convolution(*properties, **others)
+    return _NAMED.setdefault(made.name, made)
 
 
 def convolution_named(name: str) -> Convolution:
@@ -207,8 +192,9 @@ class Problem(NamedTuple):
     """``"eager"``; ``"traced"`` into a graph that may hold operators of ours; ``"transformed"`` by
     `torch.func` or forward-mode differentiation; ``"watched"`` by what must see torch's own
     operations, such as an exporter or a tensor subclass."""
-    named: bool = False
-    """Whether an engine was asked for by name: then what fails is an error."""
+    engine: str = "auto"
+    """Its name, where one was asked for."""
+    weight_dtype: torch.dtype = torch.float32
 
     @staticmethod
     def of(
@@ -216,31 +202,30 @@ class Problem(NamedTuple):
         x: Tensor,
         weight: Tensor,
         context: str | None = None,
-        named: bool = False,
+        engine: str = "auto",
     ) -> Problem:
         """The problem that a call poses; symbolic sizes count as what they were seen as."""
         batch, _, height, width = (_hint(n) for n in x.shape)
         needed = torch.is_grad_enabled()
-        return Problem(
-            convolution,
-            batch,
-            height,
-            width,
-            result_dtype(x),
-            x.device,
-            memory_format(x) is torch.channels_last,
-            needed and x.requires_grad,
-            needed and weight.requires_grad,
-            context or _context(x, weight),
-            named,
-        )
+        gradients = (needed and x.requires_grad, needed and weight.requires_grad)
+        if context is None:
+            context = "transformed" if transformed() else "eager"
+            context = "watched" if watched(x) or watched(weight) else context
+        images = (batch, height, width, _result_dtype(x), x.device)
+        last = memory_format(x) is torch.channels_last
+        return Problem(convolution, *images, last, *gradients, context, engine, weight.dtype)
+
+    @property
+    def named(self) -> bool:
+        """Whether an engine was asked for by name: then what fails is an error."""
+        return self.engine != "auto"
 
     @property
     def multiplications(self) -> int:
         """Those of the dense engine, forwards."""
-        channels = sum(p.fields * self.convolution.width(p.kind) for p in self.convolution.parts)
-        pixels = self.height * self.width // self.convolution.stride**2
-        return self.batch * pixels * channels * self.convolution.filter_elements
+        conv = self.convolution
+        elements = math.prod(conv.channels) // conv.groups * conv.basis.size**2
+        return self.batch * (self.height * self.width // conv.stride**2) * elements
 
     @property
     def geometry(self) -> Geometry:
@@ -265,18 +250,15 @@ class Weight(NamedTuple):
 
     def parts(self, convolution: Convolution) -> list[Tensor]:
         """For each part of the input ``[out fields, in fields / groups, coordinates]``."""
-        weight = self.learned
-        if convolution.target == "vector":  # [2 * vectors, in fields, k, s]
-            return [weight.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)]
+        weight = self.learned.flatten(2)
+        if convolution.target == "vector":  # [2 * vectors, in fields, coordinates / 2]
+            weight = weight.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
         if convolution.parts[0].kind == "regular":
-            return [weight.flatten(2)]
-        found, first = [], 0
-        for kind, fields in convolution.parts:
-            each = convolution.width(kind)
-            here = weight.narrow(1, first, fields * each // convolution.groups)
-            found.append(here.unflatten(1, (-1, each)).flatten(2) if each > 1 else here)
-            first += fields * each
-        return found
+            return [weight]
+        widths = [convolution.width(kind) for kind, _ in convolution.parts]
+        sizes = [fields * convolution.width(kind) for kind, fields in convolution.parts]
+        own = weight.split([size // convolution.groups for size in sizes], 1)
+        return [w.unflatten(1, (-1, n)).flatten(2) for w, n in zip(own, widths, strict=True)]
 
 
 class Prologue(NamedTuple):
@@ -291,6 +273,31 @@ class Prologue(NamedTuple):
         rows = self.affine[:, :, None].expand(-1, -1, each).reshape(3, 1, -1, 1, 1)
         centre, scale, shift = rows.unbind()
         return torch.relu((x.to(self.affine.dtype) - centre) * scale + shift).to(x.dtype)
+
+
+class Engine(Protocol):
+    """A way to run a convolution."""
+
+    name: str
+    compiled: bool = False
+    """Whether it runs kernels of ours, which ``"auto"`` measures against the dense engine."""
+    fuses: bool = False
+    """Whether it runs a prologue where it reads the input, which is then never written."""
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Why it cannot run a problem, as a sentence; nothing where it can."""
+        return None
+
+    def run(
+        self,
+        problem: Problem,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None = None,
+        prologue: Prologue | None = None,
+    ) -> Tensor:
+        """The convolution of ``x``, as the prologue makes it; ``bias`` is that of channels."""
+        raise NotImplementedError
 
 
 def bordered(convolution: Convolution, x: Tensor) -> tuple[Tensor, int]:
@@ -331,7 +338,7 @@ def memory_format(x: Tensor) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-def result_dtype(x: Tensor) -> torch.dtype:
+def _result_dtype(x: Tensor) -> torch.dtype:
     """The dtype that a convolution of ``x`` gives: under autocast, autocast's."""
     kind = x.device.type
     if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
@@ -361,12 +368,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
-
-
-def _context(x: Tensor, weight: Tensor) -> str:
-    if watched(x) or watched(weight):
-        return "watched"
-    return "transformed" if transformed() else "eager"
 
 
 def _hint(size: Any) -> int:

@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
-
 from econv.engines.dense import Dense
-from econv.engines.problem import Problem, Prologue, Weight
+from econv.engines.problem import Engine, Problem
 from econv.engines.spectral.native import Native
 from econv.engines.spectral.torch import Torch
 from econv.engines.spectral.triton.engine import Hopper, Triton
 
-__all__ = ["ENGINES", "Engine", "check_name", "first_able"]
-
-
-class Engine(Protocol):
-    """A way to run a convolution."""
-
-    name: str
-    compiled: bool
-    """Whether it runs kernels of ours, which ``"auto"`` measures against the dense engine."""
-    fuses: bool
-    """Whether it runs a prologue where it reads the input, which is then never written."""
-
-    def why_not(self, problem: Problem) -> str | None:
-        """Why it cannot run a problem, as a sentence; nothing where it can."""
-
-    def run(
-        self,
-        problem: Problem,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None = None,
-        prologue: Prologue | None = None,
-    ) -> Tensor:
-        """The convolution of ``x``, as the prologue makes it; ``bias`` is that of channels."""
-
+__all__ = ["ENGINES", "check_name", "first_able"]
 
 # Of those whose names begin alike, the first that can run stands for all.
 ENGINES: dict[str, Engine] = {

@@ -324,9 +324,8 @@ def measured_as(monkeypatch, layer, x, dense, kernels):
     """Times of calls and of the device, in place of measured ones; the kernels that they are of."""
     monkeypatch.delenv("ECONV_MEASURE", raising=False)
     monkeypatch.setitem(choice._TINY, "cuda", 0)
-    for known in ("_memory", "_decided"):
+    for known in ("_memory", "_decided", "_times"):
         monkeypatch.setattr(choice, known, {})
-    monkeypatch.setattr(choice._Disk, "_all", {})
     name = runs(layer, x)
     found = {"dense": Times(*dense), name: Times(*kernels)}
     monkeypatch.setattr(choice, "_measure", lambda *given: found)
