@@ -466,6 +466,16 @@ def test_in_graphs_the_devices_time_counts(measuring, monkeypatch):
         assert choice.choose(problem).name == name
 
 
+@pytest.mark.parametrize(("device", "name"), [(3.9, "dense"), (3.7, "spectral/native")])
+def test_in_graphs_more_launches_have_to_gain_a_little(measuring, monkeypatch, device, name):
+    installed(monkeypatch)
+    measured_as(monkeypatch, dense=(4.0, 4.0), spectral_native=(3.9, device))
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    eager = Problem.of(layer.convolution, x, layer.weight)
+    assert choice.choose(eager).name == "spectral/native"
+    assert choice.choose(eager._replace(context="traced")).name == name
+
+
 def test_while_a_graph_is_captured_nothing_is_measured(measuring, monkeypatch):
     installed(monkeypatch)
     capturing = [True]

@@ -43,6 +43,10 @@ _T = TypeVar("_T")
 _TINY = {"cpu": 20_000_000, "cuda": 2_000_000_000}
 """Multiplications of the dense engine below which measuring takes longer than it can save."""
 
+_FACTORS = ((1.0, 1.0), (1.0, 1.05))
+"""What times count, of a call and of the device: of the dense engine, and of others. In a graph
+they launch more, and have to gain a little for it."""
+
 _MOST_SIZES = 16  # of one convolution that are measured; later ones run as the largest did
 
 
@@ -183,7 +187,10 @@ def _settled(
         new = False
     times = measured(problem, may_run=new and not _capturing(problem.device))
     usable = {n: pair for n, pair in times.items() if n in able and math.isfinite(pair.call)}
-    best = [min(usable, key=lambda n: usable[n][kind], default="") for kind in (0, 1)]
+    best = [
+        min(usable, key=lambda n: usable[n][kind] * _FACTORS[kind][n != "dense"], default="")
+        for kind in (0, 1)
+    ]
     if new and usable:
         _decided[key] = best[device_only]
         others = ", ".join(f"{n} {1e3 * t[device_only]:.3g} ms" for n, t in usable.items())
