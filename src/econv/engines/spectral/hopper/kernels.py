@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +40,17 @@ from econv.engines.spectral.hopper.schedule import (
     used_pieces,
 )
 from econv.engines.spectral.hopper.source import convolution_source, weight_gradient_source
-from econv.engines.spectral.triton.kernels import exponent, read_source, two_to
+from econv.engines.spectral.triton.kernels import INTERPRETED, exponent, read_source, two_to
 from econv.engines.spectral.triton.scheme import FIELDS, Scheme
+
+
+def supported(device: torch.device) -> bool:
+    """Whether a device runs these kernels: a Hopper GPU, and a Triton with all of Gluon."""
+    if INTERPRETED or not AVAILABLE:
+        return False
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "meta"  # which stands for an H200
 
 
 @lru_cache(maxsize=256)
@@ -75,15 +83,6 @@ def _read(source: str, layout: Scheme) -> dict[str, Any]:
     return read_source(source, layout, names)
 
 
-class _Address(NamedTuple):
-    """As much of a tensor as descriptors are encoded from."""
-
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 class Copies:
     """How a kernel copies the rows of matrices of halves, one of which follows the other.
 
@@ -93,32 +92,23 @@ class Copies:
     def __init__(
         self, layout: Scheme, parts: tuple[int, ...], rows: int, inners: Sequence[int]
     ) -> None:
-        ends = list(itertools.accumulate(rows * inner for inner in inners))
-        self.matrices = []
-        for inner, end in zip(inners, ends, strict=True):
+        self.lengths = [rows * inner for inner in inners]
+        self.descriptors = []
+        for inner in inners:
             matrix = torch.empty(rows, inner, dtype=torch.float16, device="meta")
             shared = gl.NVMMASharedLayout(min(128, 2 * inner), 16, rank=2)
             blocks = ([rows_of_a_copy(layout, part), inner] for part in parts)
             each = [TensorDescriptor.from_tensor(matrix, block, shared) for block in blocks]
-            self.matrices.append((end - rows * inner, end, each))
+            self.descriptors.append(each)
 
     def __call__(self, memory: Tensor) -> list[Any]:
         """As descriptors of matrices that lie in some memory."""
-        flat = memory.view(-1)
-        return self._moved(lambda first, end: flat[first:end])
-
-    def at(self, address: int) -> list[Any]:
-        """As descriptors of matrices from an address on."""
-        return self._moved(lambda first, end: _Address(address + 2 * first))
-
-    def _moved(self, base: Callable[[int, int], Any]) -> list[Any]:
         found = []
-        for first, end, each in self.matrices:
-            there = base(first, end)
+        flat = memory.view(-1)[: sum(self.lengths)].split(self.lengths)
+        for matrix, each in zip(flat, self.descriptors, strict=True):
             for descriptor in each:
-                moved = copy.copy(descriptor)
-                moved.base = there
-                found.append(moved)
+                found.append(copy.copy(descriptor))
+                found[-1].base = matrix
         return found
 
 

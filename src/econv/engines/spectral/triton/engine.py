@@ -208,7 +208,7 @@ def _not_installed(device: torch.device) -> str | None:
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    from econv.engines.spectral.hopper.launches import supported
+    from econv.engines.spectral.hopper.kernels import supported
 
     return bool(supported(device))
 
@@ -245,16 +245,12 @@ def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
 
     With ``affine``, of ``x`` when it is activated.
     """
-    launches = _launches()
-    overall, like = launches.OVERALL, Like.of(x)
     if not x.numel():
         return
-    if affine is None:
-        steps = launches.largest_steps(like)
-    else:
-        steps = launches.largest_activated_steps(like, affine.shape[1])
-    if steps is not None:
-        steps(x, *_given(affine), found)
+    overall, fields = _launches().OVERALL, 0 if affine is None else affine.shape[1]
+    launch = _launches().largest_launch(Like.of(x), fields)
+    if launch is not None:
+        launch(x, *_given(affine), found.view(torch.int32))
     else:
         x = x if affine is None else Prologue(affine).apply(x.float())
         rest = tuple(range(1, x.dim()))
@@ -265,13 +261,9 @@ def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
 
 def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients to ``x`` and ``affine`` from that to max(0, (x − centre)·scale + shift)."""
-    run = _launches().backward_run(Like.of(x), affine.shape[1])
-    if run is not None:
-        layout = memory_format(x)
-        pair: tuple[Tensor, Tensor] = run.activation(
-            g.contiguous(memory_format=layout), x, affine.contiguous()
-        )
-        return pair
+    found: tuple[Tensor, Tensor] | None = _launches().activation_backward(g, x, affine)
+    if found is not None:
+        return found
     with torch.enable_grad():
         ours, numbers = x.detach().float().requires_grad_(), affine.detach().requires_grad_()
         made = Prologue(numbers).apply(ours)

@@ -14,23 +14,21 @@ A spectrum that needs more than that uses the part of the output that is not yet
 images is about as large as all that come after it.
 
 Time. What depends on shapes alone is worked out once (`ConvolutionRun`, `WeightGradientRun`), down
-to the compiled kernel of each launch and the addresses of its operands (`Steps`).
+to the compiled kernel of each launch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Geometry
-from econv.engines.spectral.hopper import launches as hopper
-from econv.engines.spectral.hopper.kernels import row_copies, weight_copies
+from econv.engines.problem import Geometry, memory_format
+from econv.engines.spectral.hopper import kernels as hopper
 from econv.engines.spectral.hopper.schedule import ROWS, gains
 from econv.engines.spectral.tiling import (
     INTERNAL,
@@ -48,12 +46,10 @@ from econv.engines.spectral.tiling import (
 )
 from econv.engines.spectral.triton import kernels
 from econv.engines.spectral.triton.kernels import OVERALL
+from econv.engines.spectral.triton.launch import Job, Launch, launch_all
 from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, RUN, Scheme, power_of_two, scheme
 from econv.engines.spectral.triton.source import FIRST
-from econv.engines.spectral.triton.steps import Launch, Operand, Steps
-from econv.plan import SpectralPlan, plan_named
-
-_Step = tuple[Launch, list[Operand]]
+from econv.plan import plan_named
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -83,10 +79,6 @@ def _constants(layout: Scheme, device: torch.device, warp_specialised: bool) -> 
         return [torch.tensor(array, device=device) for array in arrays]
 
 
-def _scheme(plan: SpectralPlan, dtype: torch.dtype) -> Scheme:
-    return scheme(plan, 16 // INTERNAL[dtype].itemsize)
-
-
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that some kernel fills: every element, or nobody reads it."""
     return torch.empty(shape, dtype=dtype, device=device)
@@ -111,6 +103,7 @@ class _Analysis:
         self,
         analyse: tuple[Any, Any],
         x: Like,
+        images: int,
         layout: Scheme,
         geometry: Geometry,
         each: int,
@@ -121,52 +114,21 @@ class _Analysis:
 
         ``fields`` are contiguous.
         """
-        batch, channels, height, width = x.shape
+        channels, height, width = x.shape[1:]
         count = channels // layout.plan.analysis.shape[1]
-        self.grid = Grid.of(x.shape, geometry, layout.plan.basis.size)
-        chunks = units(count, FIELDS) * (FIELDS // fields)
-        self.shape = (chunks, layout.chunks, self.grid.size, fields, layout.width)
-        self.numbers = math.prod(self.shape)
-        block = 64 * FIELDS // fields
-        numbers = (batch, count, height, width, geometry.up, geometry.before, *self.grid, each)
-        grid = (units(self.grid.size, block), chunks)
-        launch = (analyse[activated], grid, (*numbers, *x.strides))
-        self.run = Launch(*launch, BP=block, num_warps=4)
-
-    def within(self, memory: int, offset: int, internal: torch.dtype) -> Operand:
-        """The spectrum, from some number on in some memory."""
-
-        def shown(tensor: Tensor) -> Tensor:
-            flat = tensor.as_strided((tensor.numel(),), (1,)).view(internal)
-            return flat[offset : offset + self.numbers].view(self.shape)
-
-        return Operand(memory, offset * internal.itemsize, shown)
-
-    def positions(self, pixels: int, geometry: Geometry) -> tuple[int, ...]:
+        grid = Grid.of((images, *x.shape[1:]), geometry, layout.plan.basis.size)
+        self.chunks = units(count, FIELDS) * (FIELDS // fields)
+        self.numbers = self.chunks * layout.chunks * grid.size * fields * layout.width
+        pixels = (images * geometry.height * geometry.width, geometry.height, geometry.width)
+        steps = (grid.pitch, grid.pitch * grid.lines, grid.size)
+        self.positions = (*pixels, geometry.down, geometry.dilation, *steps)
         """Where output pixels lie in the grid: what kernels that read a spectrum take first."""
-        shape = (pixels, geometry.height, geometry.width)
-        steps = (self.grid.pitch, self.grid.pitch * self.grid.lines, self.grid.size)
-        return (*shape, geometry.down, geometry.dilation, *steps)
-
-
-def _in_words(spectrum: Operand) -> Operand:
-    """A spectrum as warp-specialised kernels read it: two float16 at a time."""
-    return spectrum._replace(shown=lambda memory: spectrum.shown(memory).view(torch.int32))
-
-
-def _images(memory: int, x: Like, first: int, images: int) -> Operand:
-    """Some of the images ``x``."""
-    byte = first * x.strides[0] * x.dtype.itemsize
-    return Operand(memory, byte, lambda memory: memory[first : first + images])
-
-
-def _scales(memory: int, first: int) -> Operand:
-    """The largest numbers of images, from one of them on."""
-    return Operand(memory, 4 * (OVERALL + first), lambda memory: memory[OVERALL + first :])
-
-
-def _parts(first: int, count: int) -> list[Operand]:
-    return [Operand(memory) for memory in range(first, first + count)]
+        block = 64 * FIELDS // fields
+        numbers = (images, count, height, width, geometry.up, geometry.before, *grid, each)
+        programs = (units(grid.size, block), self.chunks)
+        self.launch = Launch(
+            analyse[activated], programs, (*numbers, *x.strides), BP=block, num_warps=4
+        )
 
 
 class _Group(NamedTuple):
@@ -174,11 +136,14 @@ class _Group(NamedTuple):
 
     first: int
     images: int
-    offset: int
-    """Where in the output the spectrum lies; −1: in memory of its own."""
     analysis: _Analysis
-    forward: list[Launch]
-    """Several, where each makes a part of the layer."""
+    launches: list[list[Launch]]
+    """What reads their spectrum, for each layout; of a weight gradient, after what packs."""
+    offset: int = 0
+    """Where in the output the spectrum lies; −1: in memory of its own."""
+
+    def of(self, images: Tensor) -> Tensor:
+        return images[self.first : self.first + self.images]
 
 
 class ConvolutionRun:
@@ -198,107 +163,103 @@ class ConvolutionRun:
         warp_specialised: bool = True,
     ) -> None:
         """``warp_specialised``: whether those kernels are used, where they fit and gain."""
-        layout = _scheme(plan_named(plan), x.dtype)
+        self.internal = INTERNAL[x.dtype]
+        layout = scheme(plan_named(plan), 16 // self.internal.itemsize)
         channels = layout.plan.synthesis.shape[0]
-        self.x, self.internal = x, INTERNAL[x.dtype]
         self.shape = (x.shape[0], out_fields * channels, geometry.height, geometry.width)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.groups: list[_Group] = []
-        if not math.prod(self.shape):
+        total = math.prod(self.shape)
+        if not total:
             return
         chosen = chosen or chosen_tiles(layout)
         allowed = channels_last and _may_specialise(x, chosen, warp_specialised)
         self.tiling = tiling = convolution_tiling(layout, out_fields, chosen, allowed)
-        self.arranged = (
-            rounded_up(x.shape[1] // channels, FIELDS),
-            tiling.layouts[0].batch * tiling.layouts[0].inner,
-            tiling.cut.padded,
-            2,
+        self.word = torch.int32 if tiling.warp_specialised else self.internal  # two at a time
+        cut, fields = tiling.cut, (out_fields, x.shape[1] // channels)
+        features = tiling.layouts[0].batch * tiling.layouts[0].inner
+        self.arranged = (rounded_up(fields[1], FIELDS), features, cut.padded, 2)
+        self.arrange = [self._arrange(one, fields, adjoint, x.device) for one in tiling.layouts]
+        """How weights come into the order in which each launch reads them."""
+        made = kernels.convolution_kernels(
+            layout, cut.parts, cut.copies, _f16x2(self.internal), channels_last
         )
-        cut = (tiling.cut.parts, tiling.cut.copies)
-        made = kernels.convolution_kernels(layout, *cut, _f16x2(self.internal), channels_last)
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
-
-        @cache
-        def launches(images: int) -> tuple[_Analysis, list[Launch]]:
-            like = x._replace(shape=(images, *x.shape[1:]))
-            analysis = _Analysis(made.analyse, like, layout, geometry, 1, activated)
-            pixels = images * geometry.height * geometry.width
-            numbers = (*analysis.positions(pixels, geometry), analysis.shape[0])
-            if tiling.warp_specialised:
-                given = (numbers, out_fields, strides[3])
-                return analysis, hopper.convolution_launches(tiling, chosen, x.device, *given)
-            grid = (units(pixels, tiling.pixels), tiling.cut.programs)
-            numbers = (*numbers, tiling.cut.padded, out_fields, *strides)
-            options = {"num_warps": chosen.warps, "num_stages": 1}
-            constants = {"BP": tiling.pixels, "PRECISION": precision}
-            return analysis, [Launch(made.forward, grid, numbers, **constants, **options)]
-
-        total, first = math.prod(self.shape), 0
-        self.own = 0  # numbers of the memory that is no part of the output
+        self.own = first = 0  # numbers of the memory that is no part of the output
         for images in image_groups(x, layout, geometry, tiling, self.shape[1], adjoint, chosen):
-            analysis, forward = launches(images)
-            written = (first + images) * total // x.shape[0]
+            analysis = _Analysis(made.analyse, x, images, layout, geometry, 1, activated)
+            numbers: tuple[int, ...] = (*analysis.positions, analysis.chunks)
+            tiles, programs = units(numbers[0], tiling.pixels), cut.programs
+            options: dict[str, Any] = {"BP": tiling.pixels}
+            if tiling.warp_specialised:
+                grid = (min(tiles, tiling.running(x.device)), programs)
+                numbers = (*numbers, tiles, programs, out_fields, strides[3])
+                options |= _roles(chosen)
+                launches = [
+                    Launch(
+                        hopper.forward(one, cut.parts, chosen.partitions),
+                        grid,
+                        numbers,
+                        **options,
+                        STAGES=stages,
+                    )
+                    for one, stages in zip(tiling.layouts, tiling.stages, strict=True)
+                ]
+            else:
+                numbers = (*numbers, cut.padded, out_fields, *strides)
+                options |= {"PRECISION": precision, "num_warps": chosen.warps, "num_stages": 1}
+                launches = [Launch(made.forward, (tiles, programs), numbers, **options)]
             offset = (total - analysis.numbers) // 64 * 64
-            if offset < written:
+            if offset < (first + images) * total // x.shape[0]:  # already written
                 offset = -1
                 self.own = max(self.own, analysis.numbers)
-            self.groups.append(_Group(first, images, offset, analysis, forward))
+            by_layout = [[launch] for launch in launches]
+            self.groups.append(_Group(first, images, analysis, by_layout, offset))
             first += images
-        self.constants: list[Tensor] = []
-        y = Like(self.shape, strides, x.dtype, x.device)
-        self.steps = Steps(self._steps(y, adjoint, activated))
 
-    def _steps(self, y: Like, adjoint: bool, activated: bool) -> Iterator[_Step]:
-        """What is launched, on the memory that `__call__` names in this order."""
-        special, layouts = self.tiling.warp_specialised, self.tiling.layouts
-        x, x_largest, weights, w_largest, *affine, out, own = _parts(0, 6 + activated)
-        factors = _parts(own.memory + 1, len(layouts))
-        for number, layout in enumerate(layouts):
-            found = _constants(layout, self.x.device, special)
-            first = factors[-1].memory + 1 + len(self.constants)
-            self.constants += [*(found[2:4] if adjoint else found[:2]), found[4]]
-            into = factors[number]
-            yield self._arrange(layout, adjoint), [weights, *_parts(first, 3), w_largest, into]
-            if special:
-                copies = weight_copies(layout, self.tiling.cut.parts, self.arranged)
-                factors[number] = into._replace(copied=copies)
-        for group in self.groups:
-            memory, offset = (own, 0) if group.offset < 0 else (out, group.offset)
-            spectrum = group.analysis.within(memory.memory, offset, self.internal)
-            scales = _scales(x_largest.memory, group.first)
-            images = _images(x.memory, self.x, group.first, group.images)
-            yield group.analysis.run, [images, *affine, scales, spectrum]
-            last = [_images(out.memory, y, group.first, group.images), scales, w_largest]
-            spectrum = _in_words(spectrum) if special else spectrum
-            for launch, factor in zip(group.forward, factors, strict=True):
-                yield launch, [spectrum, factor, *last]
-
-    def _arrange(self, layout: Scheme, adjoint: bool) -> Launch:
-        """How weights come into the order in which a launch reads them."""
-        channels, weights = layout.plan.synthesis.shape[0], layout.plan.weights
-        cut, total = self.tiling.cut, math.prod(self.arranged)
-        in_fields, out_fields = self.x.shape[1] // channels, self.shape[1] // channels
-        strides = (weights, out_fields * weights) if adjoint else (in_fields * weights, weights)
+    def _arrange(
+        self, layout: Scheme, fields: tuple[int, int], adjoint: bool, device: torch.device
+    ) -> tuple[Launch, list[Tensor], hopper.Copies | None]:
+        """A launch, the constants that it reads, and how its result is copied, if it is."""
+        cut, special = self.tiling.cut, self.tiling.warp_specialised
+        total, weights = math.prod(self.arranged), layout.plan.weights
+        strides = (weights, fields[0] * weights) if adjoint else (fields[1] * weights, weights)
         sizes: tuple[int, ...] = (cut.padded, layout.batch, layout.inner, cut.copies)
-        kernel = kernels.arrange
-        if self.tiling.warp_specialised:
+        kernel, copies = kernels.arrange, None
+        if special:
             chunks = (layout.inner // layout.chunks, self.arranged[0] // FIELDS)
             kernel, sizes = kernels.arrange_rows, (cut.programs, *sizes[1:3], *chunks)
-        grid, last = (units(total, 1024),), (sum(cut.parts), cut.parts[0], total)
-        numbers = (out_fields, in_fields, *strides, *sizes, *last)
-        return Launch(kernel, grid, numbers, BF=FIELDS, BLOCK=1024, HEADROOM=HEADROOM, num_warps=8)
+            copies = hopper.weight_copies(layout, cut.parts, self.arranged)
+        numbers = (*fields, *strides, *sizes, sum(cut.parts), cut.parts[0], total)
+        options = {"BF": FIELDS, "BLOCK": 1024, "HEADROOM": HEADROOM, "num_warps": 8}
+        entries = _constants(layout, device, special)
+        constants = [*entries[2:4], entries[4]] if adjoint else [*entries[:2], entries[4]]
+        return Launch(kernel, (units(total, 1024),), numbers, **options), constants, copies
 
     def __call__(
         self, x: Tensor, x_largest: Tensor, weights: Tensor, w_largest: Tensor, *affine: Tensor
     ) -> Tensor:
         device = x.device
         y = torch.empty(self.shape, dtype=x.dtype, device=device, memory_format=self.format)
-        if self.groups:
-            own = _empty((self.own,), self.internal, device)
-            arranged = [_empty(self.arranged, self.internal, device) for _ in self.tiling.layouts]
-            memory = (x, x_largest, weights, w_largest, *affine, y, own, *arranged)
-            self.steps(*memory, *self.constants)
+        if not self.groups:
+            return y
+        jobs: list[Job] = []
+        factors = []
+        for launch, constants, copies in self.arrange:
+            arranged = _empty(self.arranged, self.internal, device)
+            jobs.append((launch, (weights, *constants, w_largest, arranged)))
+            factors.append(copies(arranged) if copies else [arranged])
+        own = _empty((self.own,), self.internal, device)
+        flat = y.as_strided((y.numel(),), (1,)).view(self.internal)
+        for group in self.groups:
+            scales = x_largest[OVERALL + group.first :]
+            memory = own if group.offset < 0 else flat[group.offset :]
+            spectrum = memory[: group.analysis.numbers]
+            jobs.append((group.analysis.launch, (group.of(x), *affine, scales, spectrum)))
+            spectrum = spectrum.view(self.word)
+            for (launch,), factor in zip(group.launches, factors, strict=True):
+                jobs.append((launch, (spectrum, *factor, group.of(y), scales, w_largest)))
+        launch_all(jobs)
         return y
 
 
@@ -317,37 +278,21 @@ class WeightGradientRun:
         warp_specialised: bool = True,
     ) -> None:
         """As `ConvolutionRun`."""
-        self.layout = layout = _scheme(plan_named(plan), x.dtype)
+        self.internal = INTERNAL[x.dtype]
+        layout = scheme(plan_named(plan), 16 // self.internal.itemsize)
         channels = layout.plan.analysis.shape[1]
         in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
-        self.shape, self.internal = (out_fields, in_fields, layout.plan.weights), INTERNAL[x.dtype]
-        self.groups: list[tuple[int, int]] = []
-        """The first image of a group, and how many there are."""
+        self.shape = (out_fields, in_fields, layout.plan.weights)
+        self.groups: list[_Group] = []
         if not math.prod(x.shape) * math.prod(g.shape):
             return
         chosen = chosen or chosen_tiles(layout)
         allowed = _may_specialise(x, chosen, warp_specialised)
         self.tiling = tiling = weight_gradient_tiling(layout, out_fields, chosen, allowed)
-        given = (x, layout, geometry, tiling, g.shape[1], chosen)
-        self.splits, most = weight_gradient_memory(*given)
-        in_padded = rounded_up(in_fields, FIELDS)
-        self.partial = (self.splits, in_padded, tiling.features, tiling.cut.padded, 2)
-        self.groups = [(n, min(most, x.shape[0] - n)) for n in range(0, x.shape[0], most)]
-        tiles = units(self.groups[0][1] * geometry.height * geometry.width, tiling.pixels)
-        self.packed = (tiles, tiling.packed * tiling.pixels)
-        found = [_constants(one, x.device, tiling.warp_specialised) for one in tiling.layouts]
-        self.constants = [tensor for one in found for tensor in one[5:]]
-        self.spectrum = 0  # numbers of a group
-        self.steps = Steps(self._steps(x, g, geometry, chosen, precision, activated))
-
-    def _steps(
-        self, x: Like, g: Like, geometry: Geometry, chosen: Tiles, precision: str, activated: bool
-    ) -> Iterator[_Step]:
-        """What is launched, on the memory that `__call__` names in this order."""
-        tiling, cut, pixels = self.tiling, self.tiling.cut, geometry.height * geometry.width
-        ours, x_largest, theirs, g_largest, *affine = _parts(0, 4 + activated)
-        memory, packed, result = _parts(4 + activated, 3)
-        partials = _parts(result.memory + 1, len(tiling.layouts))
+        self.word = torch.int32 if tiling.warp_specialised else self.internal
+        cut, in_padded = tiling.cut, rounded_up(in_fields, FIELDS)
+        splits, most = weight_gradient_memory(x, layout, geometry, tiling, g.shape[1], chosen)
+        self.partial = (splits, in_padded, tiling.features, cut.padded, 2)
         tile: dict[str, int] = {}
         if tiling.warp_specialised:
             block, contiguous = FIELDS, tiling.fields
@@ -357,42 +302,55 @@ class WeightGradientRun:
         else:
             tile["TILE"], block, contiguous = tiling.pixels, RUN, FIELDS
             shape = (cut.parts, cut.copies, tiling.pixels)
-            made = [kernels.weight_gradient_kernels(self.layout, *shape, _f16x2(self.internal))]
+            made = [kernels.weight_gradient_kernels(layout, *shape, _f16x2(self.internal))]
         run = min(ROWS, tiling.pixels)
-        for again, (first, images) in enumerate(self.groups):
-            like = x._replace(shape=(images, *x.shape[1:]))
+        grid = (in_padded // tiling.fields, cut.programs, splits)
+        for again, first in enumerate(range(0, x.shape[0], most)):
+            images = min(most, x.shape[0] - first)
             analysis = _Analysis(
-                made[0].analyse, like, self.layout, geometry, 0, activated, contiguous
+                made[0].analyse, x, images, layout, geometry, 0, activated, contiguous
             )
-            self.spectrum = self.spectrum or analysis.numbers  # the first group is the largest
-            spectrum = analysis.within(memory.memory, 0, self.internal)
-            ones = _images(ours.memory, x, first, images)
-            yield analysis.run, [ones, *affine, x_largest, spectrum]
-            spectrum = _in_words(spectrum) if tiling.warp_specialised else spectrum
-            numbers = analysis.positions(images * pixels, geometry)
-            tiles = units(images * pixels, tiling.pixels)
-            for number, layout in enumerate(tiling.layouts):
-                grid = (tiles * (tiling.pixels // run), cut.padded // block)
-                given = (images * pixels, self.shape[0], *numbers[1:3], cut.programs, *g.strides)
-                pack = Launch(made[number].pack, grid, given, **tile, BP=run, num_warps=4)
-                yield pack, [_images(theirs.memory, g, first, images), g_largest, packed]
-                factor = packed
-                if tiling.warp_specialised:
-                    factor = packed._replace(copied=row_copies(layout, cut.parts, self.packed))
-                    launches = hopper.weight_gradient_launches(
-                        tiling, number, chosen, numbers, self.partial, again
-                    )
-                else:
-                    grid3 = (self.partial[1] // tiling.fields, cut.programs, self.splits)
-                    given = (*numbers, tiles, self.partial[1], cut.padded, again)
-                    constants: dict[str, Any] = {"BF": tiling.fields, "PRECISION": precision}
-                    kernel, warps = made[number].weight_gradient, tiling.warps
-                    launches = [Launch(kernel, grid3, given, **constants, num_warps=warps)]
-                for launch in launches:
-                    yield launch, [spectrum, factor, partials[number], x_largest, g_largest]
-        owners = iter(_parts(partials[-1].memory + 1, len(self.constants)))
-        for partial, most in zip(partials, self.constants[::2], strict=True):
-            yield self._reduce(most.shape[1]), [partial, next(owners), next(owners), result]
+            pixels, *_ = positions = analysis.positions
+            tiles = units(pixels, tiling.pixels)
+            if not first:  # the largest group
+                self.spectrum, self.packed = (
+                    analysis.numbers,
+                    (tiles, tiling.packed * tiling.pixels),
+                )
+            rows = (tiles * (tiling.pixels // run), cut.padded // block)
+            numbers = (pixels, out_fields, *positions[1:3], cut.programs, *g.strides)
+            packs = [Launch(one.pack, rows, numbers, **tile, BP=run, num_warps=4) for one in made]
+            last = (in_padded, cut.padded, again)
+            if tiling.warp_specialised:
+                numbers = (*positions, tiles, cut.programs, *last)
+                options = {"BP": tiling.pixels, **_roles(chosen), "STAGES": 2}
+                launches = [
+                    [
+                        Launch(
+                            hopper.weight_gradient(one, cut.parts, chunk, chosen.partitions),
+                            grid,
+                            numbers,
+                            **options,
+                            READY=ready,
+                            COUNT=tiling.features,
+                        )
+                        for chunk in range(one.chunks)
+                    ]
+                    for one, ready in zip(tiling.layouts, tiling.stages, strict=True)
+                ]
+            else:
+                numbers = (*positions, tiles, *last)
+                constants: dict[str, Any] = {"BF": tiling.fields, "PRECISION": precision}
+                kernel, warps = made[0].weight_gradient, tiling.warps
+                launches = [[Launch(kernel, grid, numbers, **constants, num_warps=warps)]]
+            by_layout = [[pack, *more] for pack, more in zip(packs, launches, strict=True)]
+            self.groups.append(_Group(first, images, analysis, by_layout))
+        self.copies = [
+            hopper.row_copies(one, cut.parts, self.packed) if tiling.warp_specialised else None
+            for one in tiling.layouts
+        ]
+        found = [_constants(one, x.device, tiling.warp_specialised)[5:] for one in tiling.layouts]
+        self.reduce = [(self._reduce(owners.shape[1]), (owners, signs)) for owners, signs in found]
 
     def _reduce(self, most: int) -> Launch:
         """How the sums of programs are added up, for weights with at most so many features."""
@@ -412,13 +370,24 @@ class WeightGradientRun:
         device = x.device
         if not self.groups:
             return torch.zeros(self.shape, dtype=torch.float32, device=device)
-        # Images add up: they are scaled alike, by the largest number of all.
         memory = _empty((self.spectrum,), self.internal, device)
         packed = _empty(self.packed, self.internal, device)
         result = _empty(self.shape, torch.float32, device)
-        partials = [_empty(self.partial, torch.float32, device) for _ in self.tiling.layouts]
-        given = (x, x_largest, g, g_largest, *affine)
-        self.steps(*given, memory, packed, result, *partials, *self.constants)
+        partials = [_empty(self.partial, torch.float32, device) for _ in self.reduce]
+        factors = [copies(packed) if copies else [packed] for copies in self.copies]
+        # Images add up: they are scaled alike, by the largest number of all.
+        largest = (x_largest, g_largest)
+        jobs: list[Job] = []
+        for group in self.groups:
+            spectrum = memory[: group.analysis.numbers]
+            jobs.append((group.analysis.launch, (group.of(x), *affine, x_largest, spectrum)))
+            spectrum = spectrum.view(self.word)
+            for (pack, *more), factor, sums in zip(group.launches, factors, partials, strict=True):
+                jobs.append((pack, (group.of(g), g_largest, packed)))
+                jobs += [(launch, (spectrum, *factor, sums, *largest)) for launch in more]
+        for (launch, owners), sums in zip(self.reduce, partials, strict=True):
+            jobs.append((launch, (sums, *owners, result)))
+        launch_all(jobs)
         return result
 
 
@@ -426,12 +395,20 @@ convolution_run = lru_cache(maxsize=1024)(ConvolutionRun)
 weight_gradient_run = lru_cache(maxsize=1024)(WeightGradientRun)
 
 
+def _roles(chosen: Tiles) -> dict[str, int]:
+    """Of the warps of a warp-specialised program: four multiply."""
+    # With more registers of a producer thread, consumers would wait for every product.
+    return {"PRODUCERS": chosen.producers, "REGISTERS": 128, "num_warps": 4}
+
+
 @lru_cache(maxsize=1024)
-def largest_steps(x: Like) -> Steps | None:
+def largest_launch(x: Like, fields: int = 0) -> Launch | None:
     """How the largest numbers are found; nothing where images do not lie in one piece.
 
-    The steps take the images, and zeros in float32.
+    It takes the images, and zeros as int32; between them the numbers that activate so many fields.
     """
+    if fields:
+        return _by_rows(kernels.largest_activated, x, fields, OVERALL=OVERALL)
     images, *lengths = x.shape
     numbers, piece = math.prod(lengths), 1
     for stride, length in sorted(zip(x.strides[1:], lengths, strict=True)):
@@ -443,20 +420,11 @@ def largest_steps(x: Like) -> Steps | None:
     blocks = 16 if images * numbers >= 16 * block * 8 * concurrent_programs(x.device) else 4
     grid = (images, units(numbers, block * blocks))  # the second has a limit of 65,535
     constants = {"BLOCK": block, "BLOCKS": blocks, "OVERALL": OVERALL}
-    launch = Launch(kernels.largest, grid, (numbers, x.strides[0]), **constants, num_warps=4)
-    return Steps([(launch, [Operand(0), _as_bits(1)])])
+    return Launch(kernels.largest, grid, (numbers, x.strides[0]), **constants, num_warps=4)
 
 
-def _as_bits(memory: int) -> Operand:
-    """Numbers that are compared by their bits."""
-    return Operand(memory, 0, lambda memory: memory.view(torch.int32))
-
-
-_Rows = tuple[tuple[int, int, int], tuple[int, ...], dict[str, Any]]
-
-
-def _rows(x: Like, fields: int) -> _Rows | None:
-    """Grid, numbers and constants of kernels that go through images field by field.
+def _by_rows(kernel: Any, x: Like, fields: int, *numbers: int, **constants: Any) -> Launch | None:
+    """A kernel that goes through images field by field.
 
     Nothing where images lie in neither of torch's two layouts.
     """
@@ -476,98 +444,78 @@ def _rows(x: Like, fields: int) -> _Rows | None:
         programs = units(rows, at_once * blocks)
         grid = (images * programs, units(fields, several), units(inner, inners))
         sizes = {"INNER": inner, "BR": at_once, "BF": several, "BI": inners, "BLOCKS": blocks}
-        numbers = (rows, fields, programs, x.strides[0])
-        return grid, numbers, {**sizes, "FIRST": FIRST}
+        numbers = (rows, fields, programs, x.strides[0], *numbers)
+        return Launch(kernel, grid, numbers, **sizes, FIRST=FIRST, **constants, num_warps=4)
     return None
 
 
-def _by_rows(kernel: Any, rows: _Rows, *numbers: int, **constants: Any) -> Launch:
-    grid, first, sizes = rows
-    return Launch(kernel, grid, (*first, *numbers), **sizes, **constants, num_warps=4)
-
-
 @lru_cache(maxsize=1024)
-def largest_activated_steps(x: Like, fields: int) -> Steps | None:
-    """`largest_steps` of an input that is activated, by numbers that come second."""
-    rows = _rows(x, fields)
-    if rows is None:
+def backward_launches(x: Like, fields: int) -> tuple[Launch, Launch, Launch] | None:
+    """What follows the gradient to an activated input: through ReLU, sums, and statistics.
+
+    Nothing where images do not lie one after the other in one of torch's two layouts.
+    """
+    each, images = math.prod(x.shape[1:]), x.shape[0]
+    if not each * images or (images > 1 and x.strides[0] != each):
         return None
-    launch = _by_rows(kernels.largest_activated, rows, OVERALL=OVERALL)
-    return Steps([(launch, [Operand(0), Operand(1), _as_bits(2)])])
-
-
-class BackwardRun:
-    """What follows the gradient to an activated input, where that lies in one piece."""
-
-    def __init__(self, x: Like, rows: _Rows, fields: int) -> None:
-        self.x, self.numbers, self.fields = x, math.prod(x.shape), fields
-        programs = rows[0][0] * rows[0][2]
-        self.sums = (programs, 2, fields)
-        g, ours, affine, to_x, sums, found = _parts(0, 6)
-        grid, block = (units(fields, FIELDS),), min(512, power_of_two(programs))
-        add_up = Launch(
-            kernels.to_affine, grid, (programs, fields), BF=FIELDS, BLOCK=block, num_warps=4
-        )
-        differentiate = _by_rows(kernels.activation_backward, rows)
-        self._activation = Steps(
-            [(differentiate, [g, ours, affine, to_x, sums]), (add_up, [sums, affine, found])]
-        )
-        through = _by_rows(kernels.statistics_backward, rows, self.numbers // fields)
-        self._statistics = Steps([(through, _parts(0, 5))])
-
-    def _like_x(self) -> Tensor:
-        flat = _empty((self.numbers,), self.x.dtype, self.x.device)
-        return flat.as_strided(self.x.shape, self.x.strides)
-
-    def activation(self, g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients to x, which all images lie as, and to ``affine``."""
-        to_x = self._like_x()
-        sums = _empty(self.sums, torch.float32, x.device)
-        found = _empty((3, self.fields), torch.float32, x.device)
-        self._activation(g, x, affine, to_x, sums, found)
-        return to_x, found
-
-    def statistics(self, g: Tensor, x: Tensor, affine: Tensor, to_affine: Tensor) -> Tensor:
-        """The gradient g to x with what comes through its statistics, `field_statistics`."""
-        out = self._like_x()
-        self._statistics(g, x, affine, to_affine, out)
-        return out
-
-
-@lru_cache(maxsize=1024)
-def backward_run(x: Like, fields: int) -> BackwardRun | None:
-    """Nothing where images do not lie one after the other in one of torch's two layouts."""
-    rows = _rows(x, fields)
-    empty = not math.prod(x.shape)
-    if rows is None or empty or (x.shape[0] > 1 and x.strides[0] != math.prod(x.shape[1:])):
+    activation = _by_rows(kernels.activation_backward, x, fields)
+    statistics = _by_rows(kernels.statistics_backward, x, fields, images * each // fields)
+    if activation is None or statistics is None:
         return None
-    return BackwardRun(x, rows, fields)
+    programs = math.prod(activation.grid[::2])
+    grid, block = (units(fields, FIELDS),), min(512, power_of_two(programs))
+    options = {"BF": FIELDS, "BLOCK": block, "num_warps": 4}
+    return activation, Launch(kernels.to_affine, grid, (programs, fields), **options), statistics
+
+
+def _like(x: Tensor) -> Tensor:
+    return _empty((x.numel(),), x.dtype, x.device).as_strided(x.shape, x.stride())
+
+
+def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The gradients to x and to ``affine``; nothing where `backward_launches` has none."""
+    fields = affine.shape[1]
+    launches = backward_launches(Like.of(x), fields)
+    if launches is None:
+        return None
+    g, affine = g.contiguous(memory_format=memory_format(x)), affine.contiguous()
+    activation, add_up, _ = launches
+    to_x, found = _like(x), _empty((3, fields), torch.float32, x.device)
+    sums = _empty((math.prod(activation.grid[::2]), 2, fields), torch.float32, x.device)
+    launch_all([(activation, (g, x, affine, to_x, sums)), (add_up, (sums, affine, found))])
+    return to_x, found
+
+
+def statistics_backward(g: Tensor, x: Tensor, affine: Tensor, to_affine: Tensor) -> Tensor:
+    """The gradient g to x with what comes through its statistics, `field_statistics`."""
+    launches = backward_launches(Like.of(x), affine.shape[1])
+    assert launches is not None
+    out = _like(x)
+    launches[2](
+        g.contiguous(memory_format=memory_format(x)), x, affine, to_affine.contiguous(), out
+    )
+    return out
 
 
 @lru_cache(maxsize=1024)
-def statistics_steps(
-    x: Like,
-    fields: int,
-    weight: torch.dtype | None,
-    bias: torch.dtype | None,
-    running: tuple[torch.dtype, torch.dtype] | None,
-    share: float | torch.dtype,
-    eps: float,
-) -> Steps:
-    """How the numbers of a norm are found; ``share`` is a dtype where it lies in memory.
+def statistics_launch(
+    x: Like, fields: int, dtypes: tuple[torch.dtype | None, ...], share: float, eps: float
+) -> Launch:
+    """How the numbers of a norm are found.
 
-    ``running`` are the dtypes of the running mean and variance: other ones are another kernel.
-
-    The steps take means and inverse deviations of channels, weight, bias, running mean and
-    variance, share, and the result; any tensor stands for those that are not there.
+    It takes means and inverse deviations of channels, weight, bias, running mean and variance, the
+    share of this batch in these, and the result. ``dtypes`` are those of weight to share, or none:
+    then any tensor stands for what is not there, and ``share`` for a share that is no tensor.
     """
     order, count = x.shape[1] // fields, math.prod(x.shape) // fields
-    momentum = None if isinstance(share, torch.dtype) else share
-    there = {"WEIGHT": weight, "BIAS": bias, "RUNNING": running}
-    constants = {name: dtype is not None for name, dtype in there.items()}
-    sizes = {"SHARE": momentum is None, "BF": FIELDS, "BE": power_of_two(order)}
-    grid, numbers = (units(fields, FIELDS),), (fields, order, momentum or 0.0, count / (count - 1))
-    launch = Launch(
-        kernels.field_statistics, grid, (*numbers, eps), **constants, **sizes, num_warps=1
+    names = {"WEIGHT": 0, "BIAS": 1, "RUNNING": 2, "SHARE": 4}
+    constants = {name: dtypes[number] is not None for name, number in names.items()}
+    return Launch(
+        kernels.field_statistics,
+        (units(fields, FIELDS),),
+        (fields, order, share, count / (count - 1), eps),
+        **constants,
+        BF=FIELDS,
+        BE=power_of_two(order),
+        num_warps=1,
     )
-    return Steps([(launch, _parts(0, 8))])

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from econv.engines.problem import memory_format
 from econv.engines.spectral.tiling import Like
+from econv.engines.spectral.triton import launches
 from econv.engines.spectral.triton.engine import on_device
-from econv.engines.spectral.triton.launches import backward_run, statistics_steps
 
 __all__ = ["field_statistics", "statistics_backward"]
 
@@ -26,17 +25,15 @@ def field_statistics(
     ``x`` lies in one of torch's two layouts. ``running`` are mean, variance and the share of this
     batch in them (a number, or in memory): they are brought up to date. Without gradients.
     """
+    mean, variance, share = (None, None, 0.0) if running is None else running
+    number, in_memory = (0.0, share) if isinstance(share, Tensor) else (share, None)
+    there = (weight, bias, mean, variance, in_memory)
+    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in there)
     with on_device(x):
         means, deviations = torch.batch_norm_stats(x, eps)
         found = torch.empty((4, fields), dtype=torch.float32, device=x.device)
-        mean, variance, share = (None, None, 0.0) if running is None else running
-        several = (weight, bias, mean)
-        dtypes = [None if tensor is None else tensor.dtype for tensor in several[:2]]
-        kept_as = None if mean is None or variance is None else (mean.dtype, variance.dtype)
-        part = share.dtype if isinstance(share, Tensor) else share
-        steps = statistics_steps(Like.of(x), fields, *dtypes, kept_as, part, eps)
-        given = (t if isinstance(t, Tensor) else means for t in (*several, variance, share))
-        steps(means, deviations, *given, found)
+        launch = launches.statistics_launch(Like.of(x), fields, dtypes, number, eps)
+        launch(means, deviations, *(means if t is None else t for t in there), found)
     for kept in (mean, variance):
         if kept is not None and not kept.is_inference():
             torch.autograd.graph.increment_version(kept)  # what a kernel writes, autograd misses
@@ -45,8 +42,5 @@ def field_statistics(
 
 def statistics_backward(x: Tensor, g: Tensor, numbers: Tensor, to_affine: Tensor) -> Tensor:
     """The gradient to ``x``: its own part g, and what comes through `field_statistics`."""
-    run = backward_run(Like.of(x), numbers.shape[1])
-    assert run is not None
     with on_device(x):
-        g = g.contiguous(memory_format=memory_format(x))
-        return run.statistics(g, x, numbers, to_affine.contiguous())
+        return launches.statistics_backward(g, x, numbers, to_affine)
