@@ -36,8 +36,7 @@ from econv.engines.problem import Geometry
 from econv.engines.spectral.operator import Task
 from econv.engines.spectral.tiling import Like
 from econv.engines.spectral.triton import launch as triton_launch
-from econv.engines.spectral.triton import norms
-from econv.engines.spectral.triton.launches import statistics_launch
+from econv.engines.spectral.triton.launches import statistics_backward, statistics_launch
 from econv.plan import spectral_plan
 
 
@@ -141,7 +140,7 @@ def training_step(
         found = one.backward(task, gradient, x, weight, affine, known, (True, True))
         if activated:
             numbers = torch.empty(4, layer.fields, device="meta")
-            norms.statistics_backward(x, found[0], numbers, found[2])
+            statistics_backward(x, found[0], numbers, found[2])
     return launches
 
 

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -33,15 +32,10 @@ try:
 except (ImportError, AttributeError):
     AVAILABLE = False
 
-from econv.engines.spectral.hopper.schedule import (
-    ROWS,
-    pieces_of_a_chunk,
-    rows_of_a_copy,
-    used_pieces,
-)
+from econv.engines.spectral.hopper.schedule import rows_of_a_copy
 from econv.engines.spectral.hopper.source import convolution_source, weight_gradient_source
 from econv.engines.spectral.triton.kernels import INTERPRETED, exponent, read_source, two_to
-from econv.engines.spectral.triton.scheme import FIELDS, Scheme
+from econv.engines.spectral.triton.scheme import Scheme
 
 
 def supported(device: torch.device) -> bool:
@@ -60,11 +54,11 @@ def forward(layout: Scheme, parts: tuple[int, ...], partitions: int) -> Any:
 
 
 @lru_cache(maxsize=256)
-def weight_gradient(layout: Scheme, parts: tuple[int, ...], chunk: int, partitions: int) -> Any:
-    """The kernel of the gradient to the weights of one chunk of slots."""
-    return _read(weight_gradient_source(layout, parts, chunk, partitions), layout)[
-        "weight_gradient"
-    ]
+def weight_gradients(layout: Scheme, parts: tuple[int, ...], partitions: int) -> list[Any]:
+    """The kernels of the gradient to the weights, one for each chunk of slots."""
+    chunks = range(layout.chunks)
+    sources = [weight_gradient_source(layout, parts, chunk, partitions) for chunk in chunks]
+    return [_read(source, layout)["weight_gradient"] for source in sources]
 
 
 def _read(source: str, layout: Scheme) -> dict[str, Any]:
@@ -92,34 +86,21 @@ class Copies:
     def __init__(
         self, layout: Scheme, parts: tuple[int, ...], rows: int, inners: Sequence[int]
     ) -> None:
-        self.lengths = [rows * inner for inner in inners]
         self.descriptors = []
+        first = 0
         for inner in inners:
             matrix = torch.empty(rows, inner, dtype=torch.float16, device="meta")
             shared = gl.NVMMASharedLayout(min(128, 2 * inner), 16, rank=2)
-            blocks = ([rows_of_a_copy(layout, part), inner] for part in parts)
-            each = [TensorDescriptor.from_tensor(matrix, block, shared) for block in blocks]
-            self.descriptors.append(each)
+            place = slice(first, first := first + rows * inner)
+            for part in parts:
+                block = [rows_of_a_copy(layout, part), inner]
+                descriptor = TensorDescriptor.from_tensor(matrix, block, shared)
+                self.descriptors.append((place, descriptor))
 
     def __call__(self, memory: Tensor) -> list[Any]:
         """As descriptors of matrices that lie in some memory."""
-        found = []
-        flat = memory.view(-1)[: sum(self.lengths)].split(self.lengths)
-        for matrix, each in zip(flat, self.descriptors, strict=True):
-            for descriptor in each:
-                found.append(copy.copy(descriptor))
-                found[-1].base = matrix
+        flat, found = memory.view(-1), []
+        for place, descriptor in self.descriptors:
+            found.append(copy.copy(descriptor))
+            found[-1].base = flat[place]
         return found
-
-
-def weight_copies(layout: Scheme, parts: tuple[int, ...], arranged: tuple[int, ...]) -> Copies:
-    """Of weights that were arranged in rows, piece by piece."""
-    pieces = pieces_of_a_chunk(layout)
-    assert pieces is not None
-    rows = math.prod(arranged) // (FIELDS * sum(pieces))
-    return Copies(layout, parts, rows, [FIELDS * size for size in used_pieces(layout)])
-
-
-def row_copies(layout: Scheme, parts: tuple[int, ...], packed: tuple[int, ...]) -> Copies:
-    """Of a gradient that was packed in rows of pixels."""
-    return Copies(layout, parts, math.prod(packed) // ROWS, [ROWS])

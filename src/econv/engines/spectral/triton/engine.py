@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -220,14 +219,8 @@ def _launches() -> Any:
     return launches
 
 
-_NOTHING = nullcontext()
-
-
-def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device: it has to be that of the tensors."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(x.device)
+on_device = torch.cuda.device_of
+"""Kernels are launched on the current device: it has to be that of the tensors."""
 
 
 def _given(affine: Tensor | None) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], **options: Any
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], /, **options: Any
     ) -> None:
         self.kernel, self.grid, self.options = kernel, (*grid, 1, 1)[:3], options
         self.numbers = numbers

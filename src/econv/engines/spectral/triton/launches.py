@@ -20,7 +20,7 @@ to the compiled kernel of each launch.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from econv.engines.problem import Geometry, memory_format
 from econv.engines.spectral.hopper import kernels as hopper
-from econv.engines.spectral.hopper.schedule import ROWS, gains
+from econv.engines.spectral.hopper.schedule import ROWS, gains, used_pieces
 from econv.engines.spectral.tiling import (
     INTERNAL,
     Grid,
@@ -181,40 +181,36 @@ class ConvolutionRun:
         self.arranged = (rounded_up(fields[1], FIELDS), features, cut.padded, 2)
         self.arrange = [self._arrange(one, fields, adjoint, x.device) for one in tiling.layouts]
         """How weights come into the order in which each launch reads them."""
-        made = kernels.convolution_kernels(
-            layout, cut.parts, cut.copies, _f16x2(self.internal), channels_last
-        )
+        f16x2 = _f16x2(self.internal)
+        made = kernels.convolution_kernels(layout, cut.parts, cut.copies, f16x2, channels_last)
+        if tiling.warp_specialised:
+            several = [hopper.forward(one, cut.parts, chosen.partitions) for one in tiling.layouts]
+            forward = [
+                partial(Launch, kernel, BP=tiling.pixels, **_roles(chosen), STAGES=stages)
+                for kernel, stages in zip(several, tiling.stages, strict=True)
+            ]
+        else:
+            options: dict[str, Any] = {"BP": tiling.pixels, "PRECISION": precision}
+            options |= {"num_warps": chosen.warps, "num_stages": 1}
+            forward = [partial(Launch, made.forward, **options)]
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
         self.own = first = 0  # numbers of the memory that is no part of the output
-        for images in image_groups(x, layout, geometry, tiling, self.shape[1], adjoint, chosen):
+        for images in image_groups(x, geometry, tiling, self.shape[1], adjoint):
             analysis = _Analysis(made.analyse, x, images, layout, geometry, 1, activated)
             numbers: tuple[int, ...] = (*analysis.positions, analysis.chunks)
-            tiles, programs = units(numbers[0], tiling.pixels), cut.programs
-            options: dict[str, Any] = {"BP": tiling.pixels}
+            tiles = units(numbers[0], tiling.pixels)
+            grid = (tiles, cut.programs)
             if tiling.warp_specialised:
-                grid = (min(tiles, tiling.running(x.device)), programs)
-                numbers = (*numbers, tiles, programs, out_fields, strides[3])
-                options |= _roles(chosen)
-                launches = [
-                    Launch(
-                        hopper.forward(one, cut.parts, chosen.partitions),
-                        grid,
-                        numbers,
-                        **options,
-                        STAGES=stages,
-                    )
-                    for one, stages in zip(tiling.layouts, tiling.stages, strict=True)
-                ]
+                numbers = (*numbers, *grid, out_fields, strides[3])
+                grid = (min(tiles, tiling.running(x.device)), cut.programs)
             else:
                 numbers = (*numbers, cut.padded, out_fields, *strides)
-                options |= {"PRECISION": precision, "num_warps": chosen.warps, "num_stages": 1}
-                launches = [Launch(made.forward, (tiles, programs), numbers, **options)]
+            launches = [[launch(grid, numbers)] for launch in forward]
             offset = (total - analysis.numbers) // 64 * 64
             if offset < (first + images) * total // x.shape[0]:  # already written
                 offset = -1
                 self.own = max(self.own, analysis.numbers)
-            by_layout = [[launch] for launch in launches]
-            self.groups.append(_Group(first, images, analysis, by_layout, offset))
+            self.groups.append(_Group(first, images, analysis, launches, offset))
             first += images
 
     def _arrange(
@@ -229,7 +225,8 @@ class ConvolutionRun:
         if special:
             chunks = (layout.inner // layout.chunks, self.arranged[0] // FIELDS)
             kernel, sizes = kernels.arrange_rows, (cut.programs, *sizes[1:3], *chunks)
-            copies = hopper.weight_copies(layout, cut.parts, self.arranged)
+            inners = [FIELDS * size for size in used_pieces(layout)]
+            copies = hopper.Copies(layout, cut.parts, total // (FIELDS * chunks[0]), inners)
         numbers = (*fields, *strides, *sizes, sum(cut.parts), cut.parts[0], total)
         options = {"BF": FIELDS, "BLOCK": 1024, "HEADROOM": HEADROOM, "num_warps": 8}
         entries = _constants(layout, device, special)
@@ -291,62 +288,56 @@ class WeightGradientRun:
         self.tiling = tiling = weight_gradient_tiling(layout, out_fields, chosen, allowed)
         self.word = torch.int32 if tiling.warp_specialised else self.internal
         cut, in_padded = tiling.cut, rounded_up(in_fields, FIELDS)
-        splits, most = weight_gradient_memory(x, layout, geometry, tiling, g.shape[1], chosen)
+        splits, most = weight_gradient_memory(x, geometry, tiling, g.shape[1])
         self.partial = (splits, in_padded, tiling.features, cut.padded, 2)
-        tile: dict[str, int] = {}
         if tiling.warp_specialised:
-            block, contiguous = FIELDS, tiling.fields
+            block, contiguous, tile = FIELDS, tiling.fields, {}
             made = [
                 kernels.packed_row_kernels(one, cut.parts, contiguous) for one in tiling.layouts
             ]
+            options = {"BP": tiling.pixels, **_roles(chosen), "STAGES": 2}
+            gradients = [
+                [
+                    partial(Launch, kernel, **options, READY=ready, COUNT=tiling.features)
+                    for kernel in hopper.weight_gradients(one, cut.parts, chosen.partitions)
+                ]
+                for one, ready in zip(tiling.layouts, tiling.stages, strict=True)
+            ]
         else:
-            tile["TILE"], block, contiguous = tiling.pixels, RUN, FIELDS
+            block, contiguous, tile = RUN, FIELDS, {"TILE": tiling.pixels}
             shape = (cut.parts, cut.copies, tiling.pixels)
             made = [kernels.weight_gradient_kernels(layout, *shape, _f16x2(self.internal))]
+            constants: dict[str, Any] = {
+                "BF": tiling.fields,
+                "PRECISION": precision,
+                "num_warps": tiling.warps,
+            }
+            gradients = [[partial(Launch, made[0].weight_gradient, **constants)]]
         run = min(ROWS, tiling.pixels)
         grid = (in_padded // tiling.fields, cut.programs, splits)
         for again, first in enumerate(range(0, x.shape[0], most)):
             images = min(most, x.shape[0] - first)
-            analysis = _Analysis(
-                made[0].analyse, x, images, layout, geometry, 0, activated, contiguous
-            )
-            pixels, *_ = positions = analysis.positions
+            given = (x, images, layout, geometry, 0, activated, contiguous)
+            analysis = _Analysis(made[0].analyse, *given)
+            pixels, height, width, *_ = analysis.positions
             tiles = units(pixels, tiling.pixels)
             if not first:  # the largest group
-                self.spectrum, self.packed = (
-                    analysis.numbers,
-                    (tiles, tiling.packed * tiling.pixels),
-                )
+                self.spectrum = analysis.numbers
+                self.packed = (tiles, tiling.packed * tiling.pixels)
             rows = (tiles * (tiling.pixels // run), cut.padded // block)
-            numbers = (pixels, out_fields, *positions[1:3], cut.programs, *g.strides)
+            numbers = (pixels, out_fields, height, width, cut.programs, *g.strides)
             packs = [Launch(one.pack, rows, numbers, **tile, BP=run, num_warps=4) for one in made]
-            last = (in_padded, cut.padded, again)
-            if tiling.warp_specialised:
-                numbers = (*positions, tiles, cut.programs, *last)
-                options = {"BP": tiling.pixels, **_roles(chosen), "STAGES": 2}
-                launches = [
-                    [
-                        Launch(
-                            hopper.weight_gradient(one, cut.parts, chunk, chosen.partitions),
-                            grid,
-                            numbers,
-                            **options,
-                            READY=ready,
-                            COUNT=tiling.features,
-                        )
-                        for chunk in range(one.chunks)
-                    ]
-                    for one, ready in zip(tiling.layouts, tiling.stages, strict=True)
-                ]
-            else:
-                numbers = (*positions, tiles, *last)
-                constants: dict[str, Any] = {"BF": tiling.fields, "PRECISION": precision}
-                kernel, warps = made[0].weight_gradient, tiling.warps
-                launches = [[Launch(kernel, grid, numbers, **constants, num_warps=warps)]]
-            by_layout = [[pack, *more] for pack, more in zip(packs, launches, strict=True)]
-            self.groups.append(_Group(first, images, analysis, by_layout))
+            known = (tiles, cut.programs) if tiling.warp_specialised else (tiles,)
+            numbers = (*analysis.positions, *known, in_padded, cut.padded, again)
+            launches = [
+                [pack, *(launch(grid, numbers) for launch in several)]
+                for pack, several in zip(packs, gradients, strict=True)
+            ]
+            self.groups.append(_Group(first, images, analysis, launches))
         self.copies = [
-            hopper.row_copies(one, cut.parts, self.packed) if tiling.warp_specialised else None
+            hopper.Copies(one, cut.parts, math.prod(self.packed) // ROWS, [ROWS])
+            if tiling.warp_specialised
+            else None
             for one in tiling.layouts
         ]
         found = [_constants(one, x.device, tiling.warp_specialised)[5:] for one in tiling.layouts]
@@ -395,7 +386,7 @@ convolution_run = lru_cache(maxsize=1024)(ConvolutionRun)
 weight_gradient_run = lru_cache(maxsize=1024)(WeightGradientRun)
 
 
-def _roles(chosen: Tiles) -> dict[str, int]:
+def _roles(chosen: Tiles) -> dict[str, Any]:
     """Of the warps of a warp-specialised program: four multiply."""
     # With more registers of a producer thread, consumers would wait for every product.
     return {"PRODUCERS": chosen.producers, "REGISTERS": 128, "num_warps": 4}
@@ -486,14 +477,13 @@ def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, T
     return to_x, found
 
 
-def statistics_backward(g: Tensor, x: Tensor, affine: Tensor, to_affine: Tensor) -> Tensor:
-    """The gradient g to x with what comes through its statistics, `field_statistics`."""
-    launches = backward_launches(Like.of(x), affine.shape[1])
+def statistics_backward(x: Tensor, g: Tensor, numbers: Tensor, to_affine: Tensor) -> Tensor:
+    """The gradient to ``x``: its own part g, and what comes through `field_statistics`."""
+    launches = backward_launches(Like.of(x), numbers.shape[1])
     assert launches is not None
-    out = _like(x)
-    launches[2](
-        g.contiguous(memory_format=memory_format(x)), x, affine, to_affine.contiguous(), out
-    )
+    with torch.cuda.device_of(x):
+        out, g = _like(x), g.contiguous(memory_format=memory_format(x))
+        launches[2](g, x, numbers, to_affine.contiguous(), out)
     return out
 
 
@@ -501,21 +491,42 @@ def statistics_backward(g: Tensor, x: Tensor, affine: Tensor, to_affine: Tensor)
 def statistics_launch(
     x: Like, fields: int, dtypes: tuple[torch.dtype | None, ...], share: float, eps: float
 ) -> Launch:
-    """How the numbers of a norm are found.
+    """What finds the numbers of a norm from means and inverse deviations of channels.
 
-    It takes means and inverse deviations of channels, weight, bias, running mean and variance, the
-    share of this batch in these, and the result. ``dtypes`` are those of weight to share, or none:
-    then any tensor stands for what is not there, and ``share`` for a share that is no tensor.
+    Then it takes weight, bias, running mean and variance, and the share of this batch in these, of
+    such ``dtypes``: where there is none any tensor stands for it, and ``share`` for the last.
     """
     order, count = x.shape[1] // fields, math.prod(x.shape) // fields
-    names = {"WEIGHT": 0, "BIAS": 1, "RUNNING": 2, "SHARE": 4}
-    constants = {name: dtypes[number] is not None for name, number in names.items()}
-    return Launch(
-        kernels.field_statistics,
-        (units(fields, FIELDS),),
-        (fields, order, share, count / (count - 1), eps),
-        **constants,
-        BF=FIELDS,
-        BE=power_of_two(order),
-        num_warps=1,
-    )
+    weight, bias, running, _, in_memory = (dtype is not None for dtype in dtypes)
+    there = {"WEIGHT": weight, "BIAS": bias, "RUNNING": running, "SHARE": in_memory}
+    options = {**there, "BF": FIELDS, "BE": power_of_two(order), "num_warps": 1}
+    numbers = (fields, order, share, count / (count - 1), eps)
+    return Launch(kernels.field_statistics, (units(fields, FIELDS),), numbers, **options)
+
+
+def field_statistics(
+    x: Tensor,
+    fields: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: tuple[Tensor, Tensor, float | Tensor] | None,
+    eps: float,
+) -> Tensor:
+    """Centre, scale and shift of each field of ``x``, and as a fourth row inverse deviations.
+
+    ``x`` lies in one of torch's two layouts. ``running`` are mean, variance and the share of this
+    batch in them (a number, or in memory): they are brought up to date. Without gradients.
+    """
+    mean, variance, share = (None, None, 0.0) if running is None else running
+    number, in_memory = (0.0, share) if isinstance(share, Tensor) else (share, None)
+    there = (weight, bias, mean, variance, in_memory)
+    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in there)
+    launch = statistics_launch(Like.of(x), fields, dtypes, number, eps)
+    with torch.cuda.device_of(x):
+        means, deviations = torch.batch_norm_stats(x, eps)
+        found = torch.empty((4, fields), dtype=torch.float32, device=x.device)
+        launch(means, deviations, *(means if t is None else t for t in there), found)
+    for kept in (mean, variance):
+        if kept is not None and not kept.is_inference():
+            torch.autograd.graph.increment_version(kept)  # what a kernel writes, autograd misses
+    return found
