@@ -33,6 +33,8 @@ INTERNAL = {
 """What the kernels compute in, for inputs of these dtypes."""
 
 _ACCUMULATORS = 384  # output channels (slots times fields) of one program, at most
+_COUNTED = 2**31 - 1  # numbers of a spectrum, at most: kernels count them in 32 bits
+_LEAST = 9 << 19  # bytes that a library of convolutions takes for small layers
 _PROCESSORS = 132  # of an H200, for tensors that are on no GPU
 
 # Warp-specialised kernels:
@@ -40,7 +42,6 @@ _CONSUMER_ACCUMULATORS = 320  # 160 registers of each consumer thread
 _SHARED = 225 << 10  # bytes of shared memory for the stages of a program
 _TARGETS = (4, 8, 16)  # products of layers that were measured to gain
 _HALVED = 16  # targets from which on a layer is made by halves
-_LEAST = 9 << 19  # bytes that a library of convolutions takes for small layers
 
 
 def units(count: int, unit: int) -> int:
@@ -353,7 +354,7 @@ def image_groups(
     sizes: list[int] = []
     while (left := batch - sum(sizes)) > 0:  # from the last group on, which has the remainder
         over = 0 if sizes else batch % 4
-        room = min(max(free, sum(sizes) * written - each), _addressed_bytes(x))
+        room = min(max(free, sum(sizes) * written - each), _COUNTED * x.dtype.itemsize)
         sizes.append(min(_multiple(room // each - over, whole) + over, left))
     return sizes[::-1]
 
@@ -384,7 +385,7 @@ def weight_gradient_memory(
         several = range(1, min(most, running) + 1)
         splits = min(several, key=lambda n: (units(programs * n, running) / n, n))
     splits = min(chosen.splits or splits, units(batch * pixels, tiling.pixels))
-    free = min(chosen.bytes or free - sums * splits, _addressed_bytes(x))
+    free = min(chosen.bytes or free - sums * splits, _COUNTED * x.dtype.itemsize)
     each = _spectrum_bytes(x, layout, geometry) + tiling.packed * pixels * x.dtype.itemsize
     return splits, rounded_up(units(batch, units(batch, _multiple(free // each))), 4)
 
@@ -403,11 +404,6 @@ def _spare_bytes(x: Like, layout: Scheme, out_channels: int) -> int:
     fields = pairs // plan.analysis.shape[1] ** 2
     ours = plan.weights * 2 * 4 + 2 * layout.batch * layout.inner * x.dtype.itemsize
     return max(_LEAST, dense - fields * ours)
-
-
-def _addressed_bytes(x: Like) -> int:
-    """The most bytes that a spectrum may take: kernels count its numbers in 32 bits."""
-    return (2**31 - 1) * x.dtype.itemsize
 
 
 def _multiple(images: int, whole: int = 4) -> int:

@@ -132,7 +132,7 @@ class Triton(Spectral):
                 back = Task(task.plan, task.back(x))
                 to_x = self._launch(back, gradient, found, weights, w_largest, None, x)
                 if affine is not None:
-                    to_x, to_affine = activation_backward(to_x, x, affine)
+                    to_x, to_affine = launches.activation_backward(to_x, x, affine)
         return to_x, to_weight, to_affine
 
     def _launch(
@@ -250,15 +250,3 @@ def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
         each = torch.linalg.vector_norm(x, math.inf, dim=rest, dtype=torch.float32)
         found[overall:] = each
         found[:overall] = each.amax()
-
-
-def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients to ``x`` and ``affine`` from that to max(0, (x − centre)·scale + shift)."""
-    found: tuple[Tensor, Tensor] | None = _launches().activation_backward(g, x, affine)
-    if found is not None:
-        return found
-    with torch.enable_grad():
-        ours, numbers = x.detach().float().requires_grad_(), affine.detach().requires_grad_()
-        made = Prologue(numbers).apply(ours)
-        to_x, to_affine = torch.autograd.grad(made, (ours, numbers), g.float())
-    return to_x.to(x.dtype), to_affine

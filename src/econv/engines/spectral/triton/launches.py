@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Geometry, memory_format
+from econv.engines.problem import Geometry, Prologue, memory_format
 from econv.engines.spectral.hopper import kernels as hopper
 from econv.engines.spectral.hopper.schedule import ROWS, gains, used_pieces
 from econv.engines.spectral.tiling import (
@@ -90,10 +90,9 @@ def _f16x2(dtype: torch.dtype) -> bool:
 
 def _may_specialise(x: Like, chosen: Tiles, allowed: bool) -> bool:
     """Whether warp-specialised kernels may run on these images."""
-    if not allowed or INTERNAL[x.dtype] != torch.float16:
-        return False
     forced = chosen.warp_specialised
-    return hopper.supported(x.device) if forced < 0 else bool(forced)
+    can = hopper.supported(x.device) if forced < 0 else bool(forced)
+    return can and allowed and INTERNAL[x.dtype] == torch.float16
 
 
 class _Analysis:
@@ -114,8 +113,7 @@ class _Analysis:
 
         ``fields`` are contiguous.
         """
-        channels, height, width = x.shape[1:]
-        count = channels // layout.plan.analysis.shape[1]
+        count = x.shape[1] // layout.plan.analysis.shape[1]
         grid = Grid.of((images, *x.shape[1:]), geometry, layout.plan.basis.size)
         self.chunks = units(count, FIELDS) * (FIELDS // fields)
         self.numbers = self.chunks * layout.chunks * grid.size * fields * layout.width
@@ -124,11 +122,10 @@ class _Analysis:
         self.positions = (*pixels, geometry.down, geometry.dilation, *steps)
         """Where output pixels lie in the grid: what kernels that read a spectrum take first."""
         block = 64 * FIELDS // fields
-        numbers = (images, count, height, width, geometry.up, geometry.before, *grid, each)
+        shape, padding = (images, count, *x.shape[2:]), (geometry.up, geometry.before)
+        numbers = (*shape, *padding, *grid, each, *x.strides)
         programs = (units(grid.size, block), self.chunks)
-        self.launch = Launch(
-            analyse[activated], programs, (*numbers, *x.strides), BP=block, num_warps=4
-        )
+        self.launch = Launch(analyse[activated], programs, numbers, BP=block, num_warps=4)
 
 
 class _Group(NamedTuple):
@@ -290,11 +287,16 @@ class WeightGradientRun:
         cut, in_padded = tiling.cut, rounded_up(in_fields, FIELDS)
         splits, most = weight_gradient_memory(x, geometry, tiling, g.shape[1])
         self.partial = (splits, in_padded, tiling.features, cut.padded, 2)
+        pixels = min(most, x.shape[0]) * geometry.height * geometry.width
+        self.packed = (units(pixels, tiling.pixels), tiling.packed * tiling.pixels)
+        self.copies: list[hopper.Copies | None] = [None]
         if tiling.warp_specialised:
             block, contiguous, tile = FIELDS, tiling.fields, {}
             made = [
                 kernels.packed_row_kernels(one, cut.parts, contiguous) for one in tiling.layouts
             ]
+            length = math.prod(self.packed) // ROWS
+            self.copies = [hopper.Copies(one, cut.parts, length, [ROWS]) for one in tiling.layouts]
             options = {"BP": tiling.pixels, **_roles(chosen), "STAGES": 2}
             gradients = [
                 [
@@ -321,9 +323,6 @@ class WeightGradientRun:
             analysis = _Analysis(made[0].analyse, *given)
             pixels, height, width, *_ = analysis.positions
             tiles = units(pixels, tiling.pixels)
-            if not first:  # the largest group
-                self.spectrum = analysis.numbers
-                self.packed = (tiles, tiling.packed * tiling.pixels)
             rows = (tiles * (tiling.pixels // run), cut.padded // block)
             numbers = (pixels, out_fields, height, width, cut.programs, *g.strides)
             packs = [Launch(one.pack, rows, numbers, **tile, BP=run, num_warps=4) for one in made]
@@ -334,12 +333,7 @@ class WeightGradientRun:
                 for pack, several in zip(packs, gradients, strict=True)
             ]
             self.groups.append(_Group(first, images, analysis, launches))
-        self.copies = [
-            hopper.Copies(one, cut.parts, math.prod(self.packed) // ROWS, [ROWS])
-            if tiling.warp_specialised
-            else None
-            for one in tiling.layouts
-        ]
+        self.spectrum = self.groups[0].analysis.numbers  # no other group is larger
         found = [_constants(one, x.device, tiling.warp_specialised)[5:] for one in tiling.layouts]
         self.reduce = [(self._reduce(owners.shape[1]), (owners, signs)) for owners, signs in found]
 
@@ -463,12 +457,16 @@ def _like(x: Tensor) -> Tensor:
     return _empty((x.numel(),), x.dtype, x.device).as_strided(x.shape, x.stride())
 
 
-def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The gradients to x and to ``affine``; nothing where `backward_launches` has none."""
+def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients to ``x`` and ``affine`` from that to max(0, (x − centre)·scale + shift)."""
     fields = affine.shape[1]
     launches = backward_launches(Like.of(x), fields)
     if launches is None:
-        return None
+        with torch.enable_grad():
+            ours, numbers = x.detach().float().requires_grad_(), affine.detach().requires_grad_()
+            made = Prologue(numbers).apply(ours)
+            to_x, to_affine = torch.autograd.grad(made, (ours, numbers), g.float())
+        return to_x.to(x.dtype), to_affine
     g, affine = g.contiguous(memory_format=memory_format(x)), affine.contiguous()
     activation, add_up, _ = launches
     to_x, found = _like(x), _empty((3, fields), torch.float32, x.device)
