@@ -309,11 +309,8 @@ class WeightGradientRun:
             block, contiguous, tile = RUN, FIELDS, {"TILE": tiling.pixels}
             shape = (cut.parts, cut.copies, tiling.pixels)
             made = [kernels.weight_gradient_kernels(layout, *shape, _f16x2(self.internal))]
-            constants: dict[str, Any] = {
-                "BF": tiling.fields,
-                "PRECISION": precision,
-                "num_warps": tiling.warps,
-            }
+            constants: dict[str, Any] = {"BF": tiling.fields, "PRECISION": precision}
+            constants["num_warps"] = tiling.warps
             gradients = [[partial(Launch, made[0].weight_gradient, **constants)]]
         run = min(ROWS, tiling.pixels)
         grid = (in_padded // tiling.fields, cut.programs, splits)
