@@ -35,8 +35,8 @@ from econv.engines import ENGINES
 from econv.engines.problem import Geometry
 from econv.engines.spectral.operator import Task
 from econv.engines.spectral.tiling import Like
-from econv.engines.spectral.triton import norms, steps
-from econv.engines.spectral.triton.launches import statistics_steps
+from econv.engines.spectral.triton import launch as triton_launch
+from econv.engines.spectral.triton.launches import statistics_backward, statistics_launch
 from econv.plan import spectral_plan
 
 
@@ -100,7 +100,7 @@ def caught(one_by_one: bool = True) -> Iterator[list[Launch]]:
     Otherwise those of a layer are compiled together, as on a GPU.
     """
     launches: list[Launch] = []
-    run, together = triton.JITFunction.run, steps.compile_together
+    run, together = triton.JITFunction.run, triton_launch.compile_together
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         start = processor_seconds()
@@ -110,13 +110,13 @@ def caught(one_by_one: bool = True) -> Iterator[list[Launch]]:
 
     triton.JITFunction.run = compile_only
     if one_by_one:
-        steps.compile_together = lambda *_: None
+        triton_launch.compile_together = lambda *_: None
     triton.runtime.driver.set_active(_Device())
     try:
         yield launches
     finally:
         triton.JITFunction.run = run
-        steps.compile_together = together
+        triton_launch.compile_together = together
 
 
 def training_step(
@@ -140,18 +140,17 @@ def training_step(
         found = one.backward(task, gradient, x, weight, affine, known, (True, True))
         if activated:
             numbers = torch.empty(4, layer.fields, device="meta")
-            norms.statistics_backward(x, found[0], numbers, found[2])
+            statistics_backward(x, found[0], numbers, found[2])
     return launches
 
 
 def statistics(x: torch.Tensor, fields: int) -> None:
     """Launch what makes the numbers of a norm from the statistics of channels."""
-    float32 = torch.float32
-    kept = (float32, float32)
-    launch = statistics_steps(Like.of(x), fields, float32, float32, kept, 0.1, 1e-5)
+    dtypes = (*[torch.float32] * 4, None)
+    of_a_norm = statistics_launch(Like.of(x), fields, dtypes, 0.1, 1e-5)
     of_channels, of_fields = (torch.empty(n, device="meta") for n in (x.shape[1], fields))
     numbers = torch.empty(4, fields, device="meta")
-    launch(*[of_channels] * 2, *[of_fields] * 4, of_channels, numbers)
+    of_a_norm(*[of_channels] * 2, *[of_fields] * 4, of_channels, numbers)
 
 
 def waited(layer: Layer, engine: str) -> float:

@@ -18,8 +18,8 @@ from econv.engines.spectral.hopper import kernels as hopper_kernels
 from econv.engines.spectral.hopper import schedule
 from econv.engines.spectral.hopper.schedule import early_taps, fits, magnitudes
 from econv.engines.spectral.triton import kernels as triton_kernels
+from econv.engines.spectral.triton import launch as triton_launch
 from econv.engines.spectral.triton import launches as triton_launches
-from econv.engines.spectral.triton import steps as triton_steps
 from econv.engines.spectral.triton.scheme import halves, scheme
 from econv.plan import spectral_plan
 from gluon_interpreter import Deadlock, Gluon, OutOfBounds, Race
@@ -34,7 +34,6 @@ from triton_checks import (
     poisoned_without,
     pytestmark,
     results,
-    watched_steps,
     weight_gradient,
 )
 
@@ -44,7 +43,7 @@ __all__ = ["kernels_run", "pytestmark"]  # the former runs around every check, t
 def forget_all():
     forget()
     hopper_kernels.forward.cache_clear()
-    hopper_kernels.weight_gradient.cache_clear()
+    hopper_kernels.weight_gradients.cache_clear()
 
 
 def names(gluon):
@@ -221,13 +220,24 @@ def test_slots_wait_in_outputs_of_any_magnitude(interpret):
     assert error(filled, torch.full_like(filled, 60_000)) <= 5e-3
 
 
-@pytest.mark.parametrize("chosen", [{}, {"halves": 1}])
-def test_matrices_are_copied_from_where_steps_say(interpret, monkeypatch, chosen):
-    layer, x, probe = case("p8", (5, 6), (9, 6, 6), torch.bfloat16)
-    interpret()
-    begins = watched_steps(monkeypatch)
-    warp_specialised(layer, x, probe, bytes=1, **chosen)
-    assert len(set(begins)) > 4
+@pytest.mark.parametrize("sizes", [[16], [32, 64], [32, 32, 16]])
+def test_matrices_are_copied_from_where_they_lie(sizes):
+    """One after the other; descriptors that were made before stay where they are."""
+    layout, rows = scheme(SMALL, 8), 16
+    copies = hopper_kernels.Copies(layout, (8, 4), rows, sizes)
+    memories = [torch.zeros(rows, sum(sizes) + 1, dtype=torch.float16) for _ in range(2)]
+    for memory, found in [(memory, copies(memory)) for memory in memories]:
+        address, descriptors = memory.data_ptr(), iter(found)
+        for size in sizes:
+            for part in (8, 4):
+                one = next(descriptors)
+                assert one.base.data_ptr() == address
+                assert one.base.numel() == rows * size
+                assert list(one.shape) == [rows, size]
+                assert list(one.strides) == [size, 1]
+                assert one.block_shape == [schedule.rows_of_a_copy(layout, part), size]
+            address += 2 * rows * size
+        assert next(descriptors, None) is None
 
 
 def test_halves_in_groups_of_images_find_what_is_theirs(interpret, monkeypatch):
@@ -333,20 +343,24 @@ class Compiled:
 
 
 def test_kernels_are_compiled_together_and_each_once(monkeypatch):
-    monkeypatch.setattr(triton_steps.triton, "JITFunction", Compiled)
+    monkeypatch.setattr(triton_launch.triton, "JITFunction", Compiled)
     together = threading.Barrier(2, timeout=10)
     one, two = Compiled(together=together), Compiled(together=together)
-    launches = [triton_steps.Launch(k, (3,), (5, 7), BP=64, num_warps=4) for k in (one, one, two)]
-    jobs = [(launch, ("x", "y")) for launch in launches]
-    triton_steps.compile_together(torch.device("cpu"), iter(jobs))
-    wanted = (("x", "y", 5, 7), (3, 1, 1), {"BP": 64, "num_warps": 4})
+    x = torch.zeros(1)
+
+    def jobs(*kernels):
+        launches = [triton_launch.Launch(k, (3,), (5, 7), BP=64, num_warps=4) for k in kernels]
+        return [(launch, (x, "y")) for launch in launches]
+
+    first = jobs(one, one, two)
+    triton_launch.compile_together(first)
+    wanted = ((x, "y", 5, 7), (3, 1, 1), {"BP": 64, "num_warps": 4})
     assert one.calls == two.calls == [wanted]
-    launches[2].compiled = print  # then one is left, which the launch itself compiles
-    triton_steps.compile_together(torch.device("cpu"), jobs)
-    assert one.calls == [wanted]
-    launches[2] = triton_steps.Launch(Compiled(RuntimeError("no room"), together), (1,), ())
+    triton_launch.compile_together(first)
+    triton_launch.compile_together([*first, *jobs(two)])  # one is left, which its launch compiles
+    assert one.calls == two.calls == [wanted]
     with pytest.raises(RuntimeError, match="no room"):
-        triton_steps.compile_together(torch.device("cpu"), [(k, ()) for k in launches])
+        triton_launch.compile_together(jobs(one, Compiled(RuntimeError("no room"), together)))
 
 
 def test_images_of_any_magnitude_keep_their_digits(interpret):

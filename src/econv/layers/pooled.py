@@ -166,23 +166,23 @@ class _Affine(torch.autograd.Function):
         running: Running | None,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        from econv.engines.spectral.triton import norms
+        from econv.engines.spectral.triton import launches
 
-        numbers = norms.field_statistics(x, fields, weight, bias, running, eps)
+        numbers = launches.field_statistics(x, fields, weight, bias, running, eps)
         ctx.save_for_backward(x, weight, bias, numbers)
         ctx.fields, ctx.eps = fields, eps
         return x, numbers[:3]
 
     @staticmethod
     def backward(ctx: Any, to_x: Tensor, to_rows: Tensor) -> tuple[Tensor | None, ...]:
-        from econv.engines.spectral.triton import norms
+        from econv.engines.spectral.triton import launches
 
         x, weight, bias, numbers = ctx.saved_tensors
         if torch.is_grad_enabled():  # for derivatives of the second order and beyond
             return _again(ctx, x, weight, bias, to_x, to_rows)
         to_weight = None if weight is None else (to_rows[1] * numbers[3]).to(weight.dtype)
         to_bias = None if bias is None else to_rows[2].to(bias.dtype)
-        through = norms.statistics_backward(x, to_x, numbers, to_rows)
+        through = launches.statistics_backward(x, to_x, numbers, to_rows)
         return through, to_weight, to_bias, None, None, None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ INTERNAL = {
 
 _ACCUMULATORS = 384  # output channels (slots times fields) of one program, at most
 _GRADIENT_FIELDS = 8  # output fields: with two columns each they fill a product's 16 rows
+_COUNTED = 2**31 - 1  # numbers of a spectrum, at most: kernels count them in 32 bits
+_LEAST = 9 << 19  # bytes that a library of convolutions takes for small layers
 _PROCESSORS = 132  # of an H200, for tensors that are on no GPU
 
 # Warp-specialised kernels:
@@ -38,7 +41,6 @@ _CONSUMER_ACCUMULATORS = 320  # 160 registers of each consumer thread
 _SHARED = 225 << 10  # bytes of shared memory for the stages of a program
 _TARGETS = (4, 8, 16)  # products of layers that were measured to gain
 _HALVED = 16  # targets from which on a layer is made by halves
-_LEAST = 9 << 19  # bytes that a library of convolutions takes for small layers
 
 
 def units(count: int, unit: int) -> int:
@@ -72,8 +74,8 @@ class Like(NamedTuple):
         return Like(x.shape, x.stride(), x.dtype, x.device)
 
     @property
-    def image_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Tiles(NamedTuple):
@@ -106,23 +108,18 @@ class Tiles(NamedTuple):
 _override: list[Tiles] = []
 
 
-class tiles:  # noqa: N801  # a context manager, named as `econv.engine` is
+@contextmanager
+def tiles(**changes: int) -> Iterator[Tiles]:
     """Inside the block every launch is cut as given: for measurements and tests.
 
     >>> with tiles(pixels=128) as chosen:
     ...     chosen.pixels
     128
     """
-
-    def __init__(self, **changes: int) -> None:
-        self.changes = changes
-
-    def __enter__(self) -> Tiles:
-        found = (_override[-1] if _override else Tiles())._replace(**self.changes)
-        _override.append(found)
-        return found
-
-    def __exit__(self, *error: object) -> None:
+    _override.append((overridden() or Tiles())._replace(**changes))
+    try:
+        yield _override[-1]
+    finally:
         _override.pop()
 
 
@@ -136,8 +133,6 @@ def chosen_tiles(layout: Scheme) -> Tiles:
 
     Programs are small, so that several share a processor, unless there are many targets.
     """
-    if _override:
-        return _override[-1]
     return Tiles(pixels=64, warps=8) if layout.batch >= 16 else Tiles()
 
 
@@ -193,6 +188,8 @@ def cuts(fields: int, layout: Scheme) -> Iterator[Cut]:
 class Tiling(NamedTuple):
     """How a layer, its adjoint or its weight gradient is launched."""
 
+    layout: Scheme
+    chosen: Tiles
     layouts: tuple[Scheme, ...]
     """The layer, or its halves, launched one after the other."""
     cut: Cut
@@ -233,11 +230,10 @@ def convolution_tiling(
         rows = share.batch * (ROWS + 2 * sum(cut.parts))
         return _SHARED // (rows * FIELDS * sum(share.used_pieces) * 2)
 
-    found = _specialised(layout, out_fields, chosen, stages) if warp_specialised else None
-    if found is not None:
-        return Tiling(*found[:2], ROWS, FIELDS, 8, found[2])
     cut = _cut(out_fields, layout, chosen.accumulators, FIELDS)
-    return Tiling((layout,), cut, chosen.pixels, FIELDS, chosen.warps)
+    plain = Tiling(layout, chosen, (layout,), cut, chosen.pixels, FIELDS, chosen.warps)
+    shape = (ROWS, FIELDS)
+    return _specialised(plain, out_fields, lambda _: shape, stages) if warp_specialised else plain
 
 
 def weight_gradient_tiling(
@@ -256,27 +252,28 @@ def weight_gradient_tiling(
         left = _SHARED - 2 * share.batch * pixels * 2 * ROWS  # features have two stages
         return left // (share.batch * 2 * sum(cut.parts) * 2 * ROWS)
 
-    found = _specialised(layout, out_fields, chosen, stages) if warp_specialised else None
-    if found is not None:
-        return Tiling(*found[:2], *shape(found[0][0]), 8, found[2])
     cut = _cut(out_fields, layout, _ACCUMULATORS // 2, _GRADIENT_FIELDS)
-    return Tiling((layout,), cut, ROWS, chosen.gradient_fields, 4)
+    plain = Tiling(layout, chosen, (layout,), cut, ROWS, chosen.gradient_fields, 4)
+    return _specialised(plain, out_fields, shape, stages) if warp_specialised else plain
 
 
 def _specialised(
-    layout: Scheme, out_fields: int, chosen: Tiles, stages: Callable[[Scheme, Cut], int]
-) -> tuple[tuple[Scheme, ...], Cut, tuple[int, ...]] | None:
-    """Warp-specialised launches: layouts, a cut and how many stages; nothing where none fit.
+    plain: Tiling,
+    out_fields: int,
+    shape: Callable[[Scheme], tuple[int, int]],
+    stages: Callable[[Scheme, Cut], int],
+) -> Tiling:
+    """Warp-specialised launches of so many pixels and fields; plain ones where none fit.
 
     All targets are made at a time, unless there are so many that a program would hold few output
     fields. Then half of them are, which read half of the derivatives.
     """
+    layout, chosen = plain.layout, plain.chosen
     if chosen.warp_specialised < 0 and layout.batch not in _TARGETS:
-        return None
-    both = halves(layout) if chosen.halves else None
+        return plain
     ways: list[tuple[Scheme, ...]] = []
-    if both is not None and (chosen.halves > 0 or layout.batch >= _HALVED):
-        ways.append(both)
+    if chosen.halves > 0 or (chosen.halves and layout.batch >= _HALVED):
+        ways += [both] if (both := halves(layout)) else []
     if layout.batch < _HALVED or chosen.warp_specialised > 0:
         ways.append((layout,))
     for way in ways:
@@ -285,8 +282,9 @@ def _specialised(
         first = [next((c for c in cuts(out_fields, s) if stages(s, c) > 1), None) for s in way]
         cut = first[0]
         if cut is not None and first == [cut] * len(way):  # what both halves read is cut once
-            return way, cut, tuple(min(4, stages(share, cut)) for share in way)
-    return None
+            several = tuple(min(4, stages(share, cut)) for share in way)
+            return Tiling(layout, chosen, way, cut, *shape(way[0]), 8, several)
+    return plain
 
 
 @lru_cache(maxsize=1024)
@@ -329,13 +327,7 @@ class Grid(NamedTuple):
 
 
 def image_groups(
-    x: Like,
-    layout: Scheme,
-    geometry: Geometry,
-    tiling: Tiling,
-    out_channels: int,
-    adjoint: bool,
-    chosen: Tiles,
+    x: Like, geometry: Geometry, tiling: Tiling, out_channels: int, adjoint: bool
 ) -> list[int]:
     """How many images a convolution takes at a time: one number for each group.
 
@@ -343,43 +335,36 @@ def image_groups(
     write. Groups are in whole rounds of the programs that run at a time, where they are so large.
     """
     batch, pixels = x.shape[0], geometry.height * geometry.width
-    each = _spectrum_bytes(x, layout, geometry)
+    each = _spectrum_bytes(x, tiling.layout, geometry)
     written = out_channels * pixels * x.dtype.itemsize
-    free = _spare_bytes(x, layout, out_channels)
-    if not adjoint:
-        free += batch * x.image_bytes
-    free = chosen.bytes or free
+    free = _spare_bytes(x, tiling.layout, out_channels) + (0 if adjoint else x.bytes)
+    free = tiling.chosen.bytes or free
     whole = tiling.running(x.device) * tiling.pixels // pixels
     sizes: list[int] = []
     while (left := batch - sum(sizes)) > 0:  # from the last group on, which has the remainder
         over = 0 if sizes else batch % 4
-        room = min(max(free, sum(sizes) * written - each), addressed_bytes(x))
+        room = min(max(free, sum(sizes) * written - each), _COUNTED * x.dtype.itemsize)
         sizes.append(min(_multiple(room // each - over, whole) + over, left))
     return sizes[::-1]
 
 
 def weight_gradient_memory(
-    x: Like,
-    layout: Scheme,
-    geometry: Geometry,
-    tiling: Tiling,
-    out_channels: int,
-    chosen: Tiles,
+    x: Like, geometry: Geometry, tiling: Tiling, out_channels: int
 ) -> tuple[int, int]:
     """How many programs share the pixels of a gradient to the weights, and images at a time.
 
     Each of these programs has sums of its own, which take a quarter of the memory that is free;
     half of it, where warp-specialised programs would not fill the GPU.
     """
-    special = tiling.warp_specialised
+    layout, chosen, cut = tiling.layout, tiling.chosen, tiling.cut
     batch, pixels = x.shape[0], geometry.height * geometry.width
     in_padded = rounded_up(x.shape[1] // layout.plan.analysis.shape[1], FIELDS)
-    programs = in_padded // tiling.fields * tiling.cut.programs
-    sums = 4 * in_padded * tiling.features * tiling.cut.padded * 2 * len(tiling.layouts)
+    programs = in_padded // tiling.fields * cut.programs
+    sums = 4 * in_padded * tiling.features * cut.padded * 2 * len(tiling.layouts)
     running = concurrent_programs(x.device, tiling.warps)
-    free = batch * x.image_bytes + _spare_bytes(x, layout, out_channels)
+    free = x.bytes + _spare_bytes(x, layout, out_channels)
     most = max(1, free // 4 // sums)
-    if not special:
+    if not tiling.warp_specialised:
         # All programs run at the same time: a few more would take as long again.
         splits = max(1, min(running // programs, most))
     else:
@@ -389,7 +374,7 @@ def weight_gradient_memory(
         several = range(1, min(most, running) + 1)
         splits = min(several, key=lambda n: (units(programs * n, running) / n, n))
     splits = min(chosen.splits or splits, units(batch * pixels, tiling.pixels))
-    free = min(chosen.bytes or free - sums * splits, addressed_bytes(x))
+    free = min(chosen.bytes or free - sums * splits, _COUNTED * x.dtype.itemsize)
     each = _spectrum_bytes(x, layout, geometry) + tiling.packed * pixels * x.dtype.itemsize
     return splits, rounded_up(units(batch, units(batch, _multiple(free // each))), 4)
 
@@ -408,11 +393,6 @@ def _spare_bytes(x: Like, layout: Scheme, out_channels: int) -> int:
     fields = pairs // plan.analysis.shape[1] ** 2
     ours = plan.weights * 2 * 4 + 2 * layout.batch * layout.inner * x.dtype.itemsize
     return max(_LEAST, dense - fields * ours)
-
-
-def addressed_bytes(x: Like) -> int:
-    """The most bytes that a spectrum may take: kernels count its numbers in 32 bits."""
-    return (2**31 - 1) * x.dtype.itemsize
 
 
 def _multiple(images: int, whole: int = 4) -> int:

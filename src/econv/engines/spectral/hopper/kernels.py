@@ -7,11 +7,9 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +32,19 @@ try:
 except (ImportError, AttributeError):
     AVAILABLE = False
 
-from econv.engines.spectral.hopper.schedule import ROWS, rows_of_a_copy
+from econv.engines.spectral.hopper.schedule import rows_of_a_copy
 from econv.engines.spectral.hopper.source import convolution_source, weight_gradient_source
-from econv.engines.spectral.triton.kernels import exponent, read_source, two_to
-from econv.engines.spectral.triton.scheme import FIELDS, Scheme
+from econv.engines.spectral.triton.kernels import INTERPRETED, exponent, read_source, two_to
+from econv.engines.spectral.triton.scheme import Scheme
+
+
+def supported(device: torch.device) -> bool:
+    """Whether a device runs these kernels: a Hopper GPU, and a Triton with all of Gluon."""
+    if INTERPRETED or not AVAILABLE:
+        return False
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "meta"  # which stands for an H200
 
 
 @lru_cache(maxsize=256)
@@ -47,11 +54,11 @@ def forward(layout: Scheme, parts: tuple[int, ...], partitions: int) -> Any:
 
 
 @lru_cache(maxsize=256)
-def weight_gradient(layout: Scheme, parts: tuple[int, ...], chunk: int, partitions: int) -> Any:
-    """The kernel of the gradient to the weights of one chunk of slots."""
-    return _read(weight_gradient_source(layout, parts, chunk, partitions), layout)[
-        "weight_gradient"
-    ]
+def weight_gradients(layout: Scheme, parts: tuple[int, ...], partitions: int) -> list[Any]:
+    """The kernels of the gradient to the weights, one for each chunk of slots."""
+    chunks = range(layout.chunks)
+    sources = [weight_gradient_source(layout, parts, chunk, partitions) for chunk in chunks]
+    return [_read(source, layout)["weight_gradient"] for source in sources]
 
 
 def _read(source: str, layout: Scheme) -> dict[str, Any]:
@@ -70,15 +77,6 @@ def _read(source: str, layout: Scheme) -> dict[str, Any]:
     return read_source(source, layout, names)
 
 
-class _Address(NamedTuple):
-    """As much of a tensor as descriptors are encoded from."""
-
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 class Copies:
     """How a kernel copies the rows of matrices of halves, one of which follows the other.
 
@@ -88,41 +86,21 @@ class Copies:
     def __init__(
         self, layout: Scheme, parts: tuple[int, ...], rows: int, inners: Sequence[int]
     ) -> None:
-        ends = list(itertools.accumulate(rows * inner for inner in inners))
-        self.matrices = []
-        for inner, end in zip(inners, ends, strict=True):
+        self.descriptors = []
+        first = 0
+        for inner in inners:
             matrix = torch.empty(rows, inner, dtype=torch.float16, device="meta")
             shared = gl.NVMMASharedLayout(min(128, 2 * inner), 16, rank=2)
-            blocks = ([rows_of_a_copy(layout, part), inner] for part in parts)
-            each = [TensorDescriptor.from_tensor(matrix, block, shared) for block in blocks]
-            self.matrices.append((end - rows * inner, end, each))
+            place = slice(first, first := first + rows * inner)
+            for part in parts:
+                block = [rows_of_a_copy(layout, part), inner]
+                descriptor = TensorDescriptor.from_tensor(matrix, block, shared)
+                self.descriptors.append((place, descriptor))
 
     def __call__(self, memory: Tensor) -> list[Any]:
         """As descriptors of matrices that lie in some memory."""
-        flat = memory.view(-1)
-        return self._moved(lambda first, end: flat[first:end])
-
-    def at(self, address: int) -> list[Any]:
-        """As descriptors of matrices from an address on."""
-        return self._moved(lambda first, end: _Address(address + 2 * first))
-
-    def _moved(self, base: Callable[[int, int], Any]) -> list[Any]:
-        found = []
-        for first, end, each in self.matrices:
-            there = base(first, end)
-            for descriptor in each:
-                moved = copy.copy(descriptor)
-                moved.base = there
-                found.append(moved)
+        flat, found = memory.view(-1), []
+        for place, descriptor in self.descriptors:
+            found.append(copy.copy(descriptor))
+            found[-1].base = flat[place]
         return found
-
-
-def weight_copies(layout: Scheme, parts: tuple[int, ...], arranged: tuple[int, ...]) -> Copies:
-    """Of weights that were arranged in rows, piece by piece."""
-    rows = math.prod(arranged) // (FIELDS * layout.length)
-    return Copies(layout, parts, rows, [FIELDS * size for size in layout.used_pieces])
-
-
-def row_copies(layout: Scheme, parts: tuple[int, ...], packed: tuple[int, ...]) -> Copies:
-    """Of a gradient that was packed in rows of pixels."""
-    return Copies(layout, parts, math.prod(packed) // ROWS, [ROWS])

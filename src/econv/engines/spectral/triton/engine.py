@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -133,7 +132,7 @@ class Triton(Spectral):
                 back = Task(task.plan, task.back(x))
                 to_x = self._launch(back, gradient, found, weights, w_largest, None, x)
                 if affine is not None:
-                    to_x, to_affine = activation_backward(to_x, x, affine)
+                    to_x, to_affine = launches.activation_backward(to_x, x, affine)
         return to_x, to_weight, to_affine
 
     def _launch(
@@ -208,7 +207,7 @@ def _not_installed(device: torch.device) -> str | None:
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    from econv.engines.spectral.hopper.launches import supported
+    from econv.engines.spectral.hopper.kernels import supported
 
     return bool(supported(device))
 
@@ -220,14 +219,8 @@ def _launches() -> Any:
     return launches
 
 
-_NOTHING = nullcontext()
-
-
-def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device: it has to be that of the tensors."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(x.device)
+on_device = torch.cuda.device_of
+"""Kernels are launched on the current device: it has to be that of the tensors."""
 
 
 def _given(affine: Tensor | None) -> tuple[Tensor, ...]:
@@ -245,35 +238,15 @@ def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
 
     With ``affine``, of ``x`` when it is activated.
     """
-    launches = _launches()
-    overall, like = launches.OVERALL, Like.of(x)
     if not x.numel():
         return
-    if affine is None:
-        steps = launches.largest_steps(like)
-    else:
-        steps = launches.largest_activated_steps(like, affine.shape[1])
-    if steps is not None:
-        steps(x, *_given(affine), found)
+    overall, fields = _launches().OVERALL, 0 if affine is None else affine.shape[1]
+    launch = _launches().largest_launch(Like.of(x), fields)
+    if launch is not None:
+        launch(x, *_given(affine), found.view(torch.int32))
     else:
         x = x if affine is None else Prologue(affine).apply(x.float())
         rest = tuple(range(1, x.dim()))
         each = torch.linalg.vector_norm(x, math.inf, dim=rest, dtype=torch.float32)
         found[overall:] = each
         found[:overall] = each.amax()
-
-
-def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients to ``x`` and ``affine`` from that to max(0, (x − centre)·scale + shift)."""
-    run = _launches().backward_run(Like.of(x), affine.shape[1])
-    if run is not None:
-        layout = memory_format(x)
-        pair: tuple[Tensor, Tensor] = run.activation(
-            g.contiguous(memory_format=layout), x, affine.contiguous()
-        )
-        return pair
-    with torch.enable_grad():
-        ours, numbers = x.detach().float().requires_grad_(), affine.detach().requires_grad_()
-        made = Prologue(numbers).apply(ours)
-        to_x, to_affine = torch.autograd.grad(made, (ours, numbers), g.float())
-    return to_x.to(x.dtype), to_affine

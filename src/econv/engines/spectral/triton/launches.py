@@ -14,23 +14,21 @@ A spectrum that needs more than that uses the part of the output that is not yet
 images is about as large as all that come after it.
 
 Time. What depends on shapes alone is worked out once (`ConvolutionRun`, `WeightGradientRun`), down
-to the compiled kernel of each launch and the addresses of its operands (`Steps`).
+to the compiled kernel of each launch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Geometry
-from econv.engines.spectral.hopper import launches as hopper
-from econv.engines.spectral.hopper.kernels import row_copies, weight_copies
+from econv.engines.problem import Geometry, Prologue, memory_format
+from econv.engines.spectral.hopper import kernels as hopper
 from econv.engines.spectral.hopper.schedule import ROWS, gains
 from econv.engines.spectral.tiling import (
     INTERNAL,
@@ -48,12 +46,10 @@ from econv.engines.spectral.tiling import (
 )
 from econv.engines.spectral.triton import kernels
 from econv.engines.spectral.triton.kernels import OVERALL
+from econv.engines.spectral.triton.launch import Job, Launch, launch_all
 from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two, scheme
 from econv.engines.spectral.triton.source import FIRST
-from econv.engines.spectral.triton.steps import Launch, Operand, Steps
-from econv.plan import SpectralPlan, plan_named
-
-_Step = tuple[Launch, list[Operand]]
+from econv.plan import plan_named
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -83,10 +79,6 @@ def _constants(layout: Scheme, device: torch.device, warp_specialised: bool) -> 
         return [torch.tensor(array, device=device) for array in arrays]
 
 
-def _scheme(plan: SpectralPlan, dtype: torch.dtype) -> Scheme:
-    return scheme(plan, 16 // INTERNAL[dtype].itemsize)
-
-
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that some kernel fills: every element, or nobody reads it."""
     return torch.empty(shape, dtype=dtype, device=device)
@@ -98,10 +90,9 @@ def _f16x2(dtype: torch.dtype) -> bool:
 
 def _may_specialise(x: Like, chosen: Tiles, allowed: bool) -> bool:
     """Whether warp-specialised kernels may run on these images."""
-    if not allowed or INTERNAL[x.dtype] != torch.float16:
-        return False
     forced = chosen.warp_specialised
-    return hopper.supported(x.device) if forced < 0 else bool(forced)
+    can = hopper.supported(x.device) if forced < 0 else bool(forced)
+    return can and allowed and INTERNAL[x.dtype] == torch.float16
 
 
 class _Analysis:
@@ -111,6 +102,7 @@ class _Analysis:
         self,
         analyse: tuple[Any, Any],
         x: Like,
+        images: int,
         layout: Scheme,
         geometry: Geometry,
         each: int,
@@ -121,52 +113,19 @@ class _Analysis:
 
         ``fields`` are contiguous.
         """
-        batch, channels, height, width = x.shape
-        count = channels // layout.plan.analysis.shape[1]
-        self.grid = Grid.of(x.shape, geometry, layout.plan.basis.size)
-        chunks = units(count, FIELDS) * (FIELDS // fields)
-        self.shape = (chunks, layout.chunks, self.grid.size, fields, layout.width)
-        self.numbers = math.prod(self.shape)
-        block = 64 * FIELDS // fields
-        numbers = (batch, count, height, width, geometry.up, geometry.before, *self.grid, each)
-        grid = (units(self.grid.size, block), chunks)
-        launch = (analyse[activated], grid, (*numbers, *x.strides))
-        self.run = Launch(*launch, BP=block, num_warps=4)
-
-    def within(self, memory: int, offset: int, internal: torch.dtype) -> Operand:
-        """The spectrum, from some number on in some memory."""
-
-        def shown(tensor: Tensor) -> Tensor:
-            flat = tensor.as_strided((tensor.numel(),), (1,)).view(internal)
-            return flat[offset : offset + self.numbers].view(self.shape)
-
-        return Operand(memory, offset * internal.itemsize, shown)
-
-    def positions(self, pixels: int, geometry: Geometry) -> tuple[int, ...]:
+        count = x.shape[1] // layout.plan.analysis.shape[1]
+        grid = Grid.of((images, *x.shape[1:]), geometry, layout.plan.basis.size)
+        self.chunks = units(count, FIELDS) * (FIELDS // fields)
+        self.numbers = self.chunks * layout.chunks * grid.size * fields * layout.width
+        pixels = (images * geometry.height * geometry.width, geometry.height, geometry.width)
+        steps = (grid.pitch, grid.pitch * grid.lines, grid.size)
+        self.positions = (*pixels, geometry.down, geometry.dilation, *steps)
         """Where output pixels lie in the grid: what kernels that read a spectrum take first."""
-        shape = (pixels, geometry.height, geometry.width)
-        steps = (self.grid.pitch, self.grid.pitch * self.grid.lines, self.grid.size)
-        return (*shape, geometry.down, geometry.dilation, *steps)
-
-
-def _in_words(spectrum: Operand) -> Operand:
-    """A spectrum as warp-specialised kernels read it: two float16 at a time."""
-    return spectrum._replace(shown=lambda memory: spectrum.shown(memory).view(torch.int32))
-
-
-def _images(memory: int, x: Like, first: int, images: int) -> Operand:
-    """Some of the images ``x``."""
-    byte = first * x.strides[0] * x.dtype.itemsize
-    return Operand(memory, byte, lambda memory: memory[first : first + images])
-
-
-def _scales(memory: int, first: int) -> Operand:
-    """The largest numbers of images, from one of them on."""
-    return Operand(memory, 4 * (OVERALL + first), lambda memory: memory[OVERALL + first :])
-
-
-def _parts(first: int, count: int) -> list[Operand]:
-    return [Operand(memory) for memory in range(first, first + count)]
+        block = 64 * FIELDS // fields
+        shape, padding = (images, count, *x.shape[2:]), (geometry.up, geometry.before)
+        numbers = (*shape, *padding, *grid, each, *x.strides)
+        programs = (units(grid.size, block), self.chunks)
+        self.launch = Launch(analyse[activated], programs, numbers, BP=block, num_warps=4)
 
 
 class _Group(NamedTuple):
@@ -174,11 +133,14 @@ class _Group(NamedTuple):
 
     first: int
     images: int
-    offset: int
-    """Where in the output the spectrum lies; −1: in memory of its own."""
     analysis: _Analysis
-    forward: list[Launch]
-    """Several, where each makes a part of the layer."""
+    launches: list[list[Launch]]
+    """What reads their spectrum, for each layout; of a weight gradient, after what packs."""
+    offset: int = 0
+    """Where in the output the spectrum lies; −1: in memory of its own."""
+
+    def of(self, images: Tensor) -> Tensor:
+        return images[self.first : self.first + self.images]
 
 
 class ConvolutionRun:
@@ -198,103 +160,100 @@ class ConvolutionRun:
         warp_specialised: bool = True,
     ) -> None:
         """``warp_specialised``: whether those kernels are used, where they fit and gain."""
-        layout = _scheme(plan_named(plan), x.dtype)
+        self.internal = INTERNAL[x.dtype]
+        layout = scheme(plan_named(plan), 16 // self.internal.itemsize)
         channels = layout.plan.synthesis.shape[0]
-        self.x, self.internal = x, INTERNAL[x.dtype]
         self.shape = (x.shape[0], out_fields * channels, geometry.height, geometry.width)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.groups: list[_Group] = []
-        if not math.prod(self.shape):
+        total = math.prod(self.shape)
+        if not total:
             return
         chosen = chosen or chosen_tiles(layout)
         allowed = channels_last and _may_specialise(x, chosen, warp_specialised)
         self.tiling = tiling = convolution_tiling(layout, out_fields, chosen, allowed)
-        self.arranged = (
-            rounded_up(x.shape[1] // channels, FIELDS),
-            tiling.layouts[0].batch * tiling.layouts[0].inner,
-            tiling.cut.padded,
-            2,
-        )
-        made = kernels.convolution_kernels(layout, tiling.cut.parts, _f16x2(self.internal))
+        self.word = torch.int32 if tiling.warp_specialised else self.internal  # two at a time
+        cut, fields = tiling.cut, (out_fields, x.shape[1] // channels)
+        features = tiling.layouts[0].batch * tiling.layouts[0].inner
+        self.arranged = (rounded_up(fields[1], FIELDS), features, cut.padded, 2)
+        self.arrange = [self._arrange(one, fields, adjoint, x.device) for one in tiling.layouts]
+        """How weights come into the order in which each launch reads them."""
+        made = kernels.convolution_kernels(layout, cut.parts, _f16x2(self.internal))
+        if tiling.warp_specialised:
+            several = [hopper.forward(one, cut.parts, chosen.partitions) for one in tiling.layouts]
+            forward = [
+                partial(Launch, kernel, BP=tiling.pixels, **_roles(chosen), STAGES=stages)
+                for kernel, stages in zip(several, tiling.stages, strict=True)
+            ]
+        else:
+            options: dict[str, Any] = {"BP": tiling.pixels, "PRECISION": precision}
+            options |= {"num_warps": chosen.warps, "num_stages": 1}
+            forward = [partial(Launch, made.forward, **options)]
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
-
-        @cache
-        def launches(images: int) -> tuple[_Analysis, list[Launch]]:
-            like = x._replace(shape=(images, *x.shape[1:]))
-            analysis = _Analysis(made.analyse, like, layout, geometry, 1, activated)
-            pixels = images * geometry.height * geometry.width
-            numbers = (*analysis.positions(pixels, geometry), analysis.shape[0])
+        self.own = first = 0  # numbers of the memory that is no part of the output
+        for images in image_groups(x, geometry, tiling, self.shape[1], adjoint):
+            analysis = _Analysis(made.analyse, x, images, layout, geometry, 1, activated)
+            numbers: tuple[int, ...] = (*analysis.positions, analysis.chunks)
+            tiles = units(numbers[0], tiling.pixels)
+            grid = (tiles, cut.programs)
             if tiling.warp_specialised:
-                given = (numbers, out_fields, strides[3])
-                return analysis, hopper.convolution_launches(tiling, chosen, x.device, *given)
-            grid = (units(pixels, tiling.pixels), tiling.cut.programs)
-            numbers = (*numbers, tiling.cut.programs, out_fields, *strides)
-            options = {"num_warps": chosen.warps, "num_stages": 1}
-            constants = {"BP": tiling.pixels, "PRECISION": precision}
-            return analysis, [Launch(made.forward, grid, numbers, **constants, **options)]
-
-        total, first = math.prod(self.shape), 0
-        self.own = 0  # numbers of the memory that is no part of the output
-        for images in image_groups(x, layout, geometry, tiling, self.shape[1], adjoint, chosen):
-            analysis, forward = launches(images)
-            written = (first + images) * total // x.shape[0]
+                numbers = (*numbers, *grid, out_fields, strides[3])
+                grid = (min(tiles, tiling.running(x.device)), cut.programs)
+            else:
+                numbers = (*numbers, cut.programs, out_fields, *strides)
+            launches = [[launch(grid, numbers)] for launch in forward]
             offset = (total - analysis.numbers) // 64 * 64
-            if offset < written:
+            if offset < (first + images) * total // x.shape[0]:  # already written
                 offset = -1
                 self.own = max(self.own, analysis.numbers)
-            self.groups.append(_Group(first, images, offset, analysis, forward))
+            self.groups.append(_Group(first, images, analysis, launches, offset))
             first += images
-        self.constants: list[Tensor] = []
-        y = Like(self.shape, strides, x.dtype, x.device)
-        self.steps = Steps(self._steps(y, adjoint, activated))
 
-    def _steps(self, y: Like, adjoint: bool, activated: bool) -> Iterator[_Step]:
-        """What is launched, on the memory that `__call__` names in this order."""
-        special, layouts = self.tiling.warp_specialised, self.tiling.layouts
-        x, x_largest, weights, w_largest, *affine, out, own = _parts(0, 6 + activated)
-        factors = _parts(own.memory + 1, len(layouts))
-        for number, layout in enumerate(layouts):
-            found = _constants(layout, self.x.device, special)
-            first = factors[-1].memory + 1 + len(self.constants)
-            self.constants += [*(found[2:4] if adjoint else found[:2]), found[4]]
-            into = factors[number]
-            yield self._arrange(layout, adjoint), [weights, *_parts(first, 3), w_largest, into]
-            if special:
-                copies = weight_copies(layout, self.tiling.cut.parts, self.arranged)
-                factors[number] = into._replace(copied=copies)
-        for group in self.groups:
-            memory, offset = (own, 0) if group.offset < 0 else (out, group.offset)
-            spectrum = group.analysis.within(memory.memory, offset, self.internal)
-            scales = _scales(x_largest.memory, group.first)
-            images = _images(x.memory, self.x, group.first, group.images)
-            yield group.analysis.run, [images, *affine, scales, spectrum]
-            last = [_images(out.memory, y, group.first, group.images), scales, w_largest]
-            spectrum = _in_words(spectrum) if special else spectrum
-            for launch, factor in zip(group.forward, factors, strict=True):
-                yield launch, [spectrum, factor, *last]
-
-    def _arrange(self, layout: Scheme, adjoint: bool) -> Launch:
-        """How weights come into the order in which a launch reads them."""
-        channels, weights = layout.plan.synthesis.shape[0], layout.plan.weights
-        cut, total = self.tiling.cut, math.prod(self.arranged)
-        in_fields, out_fields = self.x.shape[1] // channels, self.shape[1] // channels
-        strides = (weights, out_fields * weights) if adjoint else (in_fields * weights, weights)
+    def _arrange(
+        self, layout: Scheme, fields: tuple[int, int], adjoint: bool, device: torch.device
+    ) -> tuple[Launch, list[Tensor], hopper.Copies | None]:
+        """A launch, the constants that it reads, and how its result is copied, if it is."""
+        cut, special = self.tiling.cut, self.tiling.warp_specialised
+        total, weights = math.prod(self.arranged), layout.plan.weights
+        strides = (weights, fields[0] * weights) if adjoint else (fields[1] * weights, weights)
         sizes = (cut.programs, layout.batch, layout.inner, layout.length)
         last = (self.arranged[0] // FIELDS, sum(cut.parts), cut.parts[0], total)
-        numbers = (out_fields, in_fields, *strides, *sizes, *last)
-        constants = {"BF": FIELDS, "BLOCK": 1024, "HEADROOM": HEADROOM}
-        return Launch(kernels.arrange, (units(total, 1024),), numbers, **constants, num_warps=8)
+        options = {"BF": FIELDS, "BLOCK": 1024, "HEADROOM": HEADROOM, "num_warps": 8}
+        launch = Launch(
+            kernels.arrange, (units(total, 1024),), (*fields, *strides, *sizes, *last), **options
+        )
+        copies = None
+        if special:
+            inners = [FIELDS * size for size in layout.used_pieces]
+            copies = hopper.Copies(layout, cut.parts, total // (FIELDS * layout.length), inners)
+        entries = _constants(layout, device, special)
+        constants = [*entries[2:4], entries[4]] if adjoint else [*entries[:2], entries[4]]
+        return launch, constants, copies
 
     def __call__(
         self, x: Tensor, x_largest: Tensor, weights: Tensor, w_largest: Tensor, *affine: Tensor
     ) -> Tensor:
         device = x.device
         y = torch.empty(self.shape, dtype=x.dtype, device=device, memory_format=self.format)
-        if self.groups:
-            own = _empty((self.own,), self.internal, device)
-            arranged = [_empty(self.arranged, self.internal, device) for _ in self.tiling.layouts]
-            memory = (x, x_largest, weights, w_largest, *affine, y, own, *arranged)
-            self.steps(*memory, *self.constants)
+        if not self.groups:
+            return y
+        jobs: list[Job] = []
+        factors = []
+        for launch, constants, copies in self.arrange:
+            arranged = _empty(self.arranged, self.internal, device)
+            jobs.append((launch, (weights, *constants, w_largest, arranged)))
+            factors.append(copies(arranged) if copies else [arranged])
+        own = _empty((self.own,), self.internal, device)
+        flat = y.as_strided((y.numel(),), (1,)).view(self.internal)
+        for group in self.groups:
+            scales = x_largest[OVERALL + group.first :]
+            memory = own if group.offset < 0 else flat[group.offset :]
+            spectrum = memory[: group.analysis.numbers]
+            jobs.append((group.analysis.launch, (group.of(x), *affine, scales, spectrum)))
+            spectrum = spectrum.view(self.word)
+            for (launch,), factor in zip(group.launches, factors, strict=True):
+                jobs.append((launch, (spectrum, *factor, group.of(y), scales, w_largest)))
+        launch_all(jobs)
         return y
 
 
@@ -313,77 +272,64 @@ class WeightGradientRun:
         warp_specialised: bool = True,
     ) -> None:
         """As `ConvolutionRun`."""
-        self.layout = layout = _scheme(plan_named(plan), x.dtype)
+        self.internal = INTERNAL[x.dtype]
+        layout = scheme(plan_named(plan), 16 // self.internal.itemsize)
         channels = layout.plan.analysis.shape[1]
         in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
-        self.shape, self.internal = (out_fields, in_fields, layout.plan.weights), INTERNAL[x.dtype]
-        self.groups: list[tuple[int, int]] = []
-        """The first image of a group, and how many there are."""
+        self.shape = (out_fields, in_fields, layout.plan.weights)
+        self.groups: list[_Group] = []
         if not math.prod(x.shape) * math.prod(g.shape):
             return
         chosen = chosen or chosen_tiles(layout)
         allowed = _may_specialise(x, chosen, warp_specialised)
         self.tiling = tiling = weight_gradient_tiling(layout, out_fields, chosen, allowed)
-        given = (x, layout, geometry, tiling, g.shape[1], chosen)
-        self.splits, most = weight_gradient_memory(*given)
-        in_padded = rounded_up(in_fields, FIELDS)
-        self.partial = (self.splits, in_padded, tiling.features, tiling.cut.padded, 2)
-        self.groups = [(n, min(most, x.shape[0] - n)) for n in range(0, x.shape[0], most)]
-        tiles = units(self.groups[0][1] * geometry.height * geometry.width, tiling.pixels)
-        self.packed = (tiles, tiling.packed * tiling.pixels)
-        found = [_constants(one, x.device, tiling.warp_specialised) for one in tiling.layouts]
-        self.constants = [tensor for one in found for tensor in one[5:7]]
-        self.numbers = found[0][7]
-        self.spectrum = 0  # numbers of a group
-        self.steps = Steps(self._steps(x, g, geometry, chosen, precision, activated))
-
-    def _steps(
-        self, x: Like, g: Like, geometry: Geometry, chosen: Tiles, precision: str, activated: bool
-    ) -> Iterator[_Step]:
-        """What is launched, on the memory that `__call__` names in this order."""
-        tiling, cut, pixels = self.tiling, self.tiling.cut, geometry.height * geometry.width
-        ours, x_largest, theirs, g_largest, *affine = _parts(0, 4 + activated)
-        memory, packed, result = _parts(4 + activated, 3)
-        partials = _parts(result.memory + 1, len(tiling.layouts))
-        numbered = Operand(partials[-1].memory + 1)
+        self.word = torch.int32 if tiling.warp_specialised else self.internal
+        cut, in_padded = tiling.cut, rounded_up(in_fields, FIELDS)
+        splits, most = weight_gradient_memory(x, geometry, tiling, g.shape[1])
+        self.partial = (splits, in_padded, tiling.features, cut.padded, 2)
+        pixels = min(most, x.shape[0]) * geometry.height * geometry.width
+        self.packed = (units(pixels, tiling.pixels), tiling.packed * tiling.pixels)
         given = (cut.parts, tiling.fields, _f16x2(self.internal))
         made = [kernels.weight_gradient_kernels(one, *given) for one in tiling.layouts]
-        for again, (first, images) in enumerate(self.groups):
-            like = x._replace(shape=(images, *x.shape[1:]))
-            analysis = _Analysis(
-                made[0].analyse, like, self.layout, geometry, 0, activated, tiling.fields
-            )
-            self.spectrum = self.spectrum or analysis.numbers  # the first group is the largest
-            spectrum = analysis.within(memory.memory, 0, self.internal)
-            ones = _images(ours.memory, x, first, images)
-            yield analysis.run, [ones, *affine, x_largest, spectrum]
-            spectrum = _in_words(spectrum) if tiling.warp_specialised else spectrum
-            numbers = analysis.positions(images * pixels, geometry)
-            tiles = units(images * pixels, tiling.pixels)
-            for number, layout in enumerate(tiling.layouts):
-                grid = (tiles * (tiling.pixels // ROWS), cut.padded // FIELDS)
-                sizes = (images * pixels, self.shape[0], *numbers[1:3], cut.programs, *g.strides)
-                pack = Launch(made[number].pack, grid, sizes, BP=ROWS, num_warps=4)
-                yield pack, [_images(theirs.memory, g, first, images), g_largest, packed]
-                factor = packed
-                if tiling.warp_specialised:
-                    factor = packed._replace(copied=row_copies(layout, cut.parts, self.packed))
-                    launches = hopper.weight_gradient_launches(
-                        tiling, number, chosen, numbers, self.partial, again
-                    )
-                else:
-                    grid3 = (self.partial[1] // tiling.fields, cut.programs, self.splits)
-                    last = (self.partial[1], cut.padded, self.partial[2], again)
-                    sizes = (*numbers, tiles, cut.programs, *last)
-                    constants: dict[str, Any] = {"BP": tiling.pixels, "PRECISION": precision}
-                    kernel, warps = made[number].weight_gradient, tiling.warps
-                    launches = [Launch(kernel, grid3, sizes, **constants, num_warps=warps)]
-                factors = [factor] if tiling.warp_specialised else [factor, numbered]
-                for launch in launches:
-                    yield launch, [spectrum, *factors, partials[number], x_largest, g_largest]
-        owners = iter(_parts(partials[-1].memory + 2, len(self.constants)))
-        for partial, most in zip(partials, self.constants[::2], strict=True):
-            yield self._reduce(most.shape[1]), [partial, next(owners), next(owners), result]
+        found = [_constants(one, x.device, tiling.warp_specialised)[5:] for one in tiling.layouts]
+        self.copies: list[hopper.Copies | None] = [None]
+        self.more: list[Tensor] = []
+        """What else the kernels read."""
+        options: dict[str, Any] = {"BP": tiling.pixels}
+        if tiling.warp_specialised:
+            length = math.prod(self.packed) // ROWS
+            self.copies = [hopper.Copies(one, cut.parts, length, [ROWS]) for one in tiling.layouts]
+            options |= {**_roles(chosen), "STAGES": 2}
+            gradients = [
+                [
+                    partial(Launch, kernel, **options, READY=ready, COUNT=tiling.features)
+                    for kernel in hopper.weight_gradients(one, cut.parts, chosen.partitions)
+                ]
+                for one, ready in zip(tiling.layouts, tiling.stages, strict=True)
+            ]
+        else:
+            self.more = found[0][2:]
+            options |= {"PRECISION": precision, "COUNT": tiling.features, "num_warps": tiling.warps}
+            gradients = [[partial(Launch, made[0].weight_gradient, **options)]]
+        grid = (in_padded // tiling.fields, cut.programs, splits)
+        for again, first in enumerate(range(0, x.shape[0], most)):
+            images = min(most, x.shape[0] - first)
+            shape = (x, images, layout, geometry, 0, activated, tiling.fields)
+            analysis = _Analysis(made[0].analyse, *shape)
+            pixels, height, width, *_ = analysis.positions
+            tiles = units(pixels, tiling.pixels)
+            rows = (tiles * (tiling.pixels // ROWS), cut.padded // FIELDS)
+            numbers = (pixels, out_fields, height, width, cut.programs, *g.strides)
+            packs = [Launch(one.pack, rows, numbers, BP=ROWS, num_warps=4) for one in made]
+            last = (tiles, cut.programs, in_padded, cut.padded, again)
+            numbers = (*analysis.positions, *last)
+            launches = [
+                [pack, *(launch(grid, numbers) for launch in several)]
+                for pack, several in zip(packs, gradients, strict=True)
+            ]
+            self.groups.append(_Group(first, images, analysis, launches))
+        self.spectrum = self.groups[0].analysis.numbers  # no other group is larger
+        self.reduce = [(self._reduce(one[0].shape[1]), one[:2]) for one in found]
 
     def _reduce(self, most: int) -> Launch:
         """How the sums of programs are added up, for weights with at most so many features."""
@@ -403,13 +349,24 @@ class WeightGradientRun:
         device = x.device
         if not self.groups:
             return torch.zeros(self.shape, dtype=torch.float32, device=device)
-        # Images add up: they are scaled alike, by the largest number of all.
         memory = _empty((self.spectrum,), self.internal, device)
         packed = _empty(self.packed, self.internal, device)
         result = _empty(self.shape, torch.float32, device)
-        partials = [_empty(self.partial, torch.float32, device) for _ in self.tiling.layouts]
-        given = (x, x_largest, g, g_largest, *affine)
-        self.steps(*given, memory, packed, result, *partials, self.numbers, *self.constants)
+        partials = [_empty(self.partial, torch.float32, device) for _ in self.reduce]
+        factors = [copies(packed) if copies else [packed, *self.more] for copies in self.copies]
+        # Images add up: they are scaled alike, by the largest number of all.
+        largest = (x_largest, g_largest)
+        jobs: list[Job] = []
+        for group in self.groups:
+            spectrum = memory[: group.analysis.numbers]
+            jobs.append((group.analysis.launch, (group.of(x), *affine, x_largest, spectrum)))
+            spectrum = spectrum.view(self.word)
+            for (pack, *more), factor, sums in zip(group.launches, factors, partials, strict=True):
+                jobs.append((pack, (group.of(g), g_largest, packed)))
+                jobs += [(launch, (spectrum, *factor, sums, *largest)) for launch in more]
+        for (launch, owners), sums in zip(self.reduce, partials, strict=True):
+            jobs.append((launch, (sums, *owners, result)))
+        launch_all(jobs)
         return result
 
 
@@ -417,12 +374,20 @@ convolution_run = lru_cache(maxsize=1024)(ConvolutionRun)
 weight_gradient_run = lru_cache(maxsize=1024)(WeightGradientRun)
 
 
+def _roles(chosen: Tiles) -> dict[str, Any]:
+    """Of the warps of a warp-specialised program: four multiply."""
+    # With more registers of a producer thread, consumers would wait for every product.
+    return {"PRODUCERS": chosen.producers, "REGISTERS": 128, "num_warps": 4}
+
+
 @lru_cache(maxsize=1024)
-def largest_steps(x: Like) -> Steps | None:
+def largest_launch(x: Like, fields: int = 0) -> Launch | None:
     """How the largest numbers are found; nothing where images do not lie in one piece.
 
-    The steps take the images, and zeros in float32.
+    It takes the images, and zeros as int32; between them the numbers that activate so many fields.
     """
+    if fields:
+        return _by_rows(kernels.largest_activated, x, fields, OVERALL=OVERALL)
     images, *lengths = x.shape
     numbers, piece = math.prod(lengths), 1
     for stride, length in sorted(zip(x.strides[1:], lengths, strict=True)):
@@ -434,20 +399,11 @@ def largest_steps(x: Like) -> Steps | None:
     blocks = 16 if images * numbers >= 16 * block * 8 * concurrent_programs(x.device) else 4
     grid = (images, units(numbers, block * blocks))  # the second has a limit of 65,535
     constants = {"BLOCK": block, "BLOCKS": blocks, "OVERALL": OVERALL}
-    launch = Launch(kernels.largest, grid, (numbers, x.strides[0]), **constants, num_warps=4)
-    return Steps([(launch, [Operand(0), _as_bits(1)])])
+    return Launch(kernels.largest, grid, (numbers, x.strides[0]), **constants, num_warps=4)
 
 
-def _as_bits(memory: int) -> Operand:
-    """Numbers that are compared by their bits."""
-    return Operand(memory, 0, lambda memory: memory.view(torch.int32))
-
-
-_Rows = tuple[tuple[int, int, int], tuple[int, ...], dict[str, Any]]
-
-
-def _rows(x: Like, fields: int) -> _Rows | None:
-    """Grid, numbers and constants of kernels that go through images field by field.
+def _by_rows(kernel: Any, x: Like, fields: int, *numbers: int, **constants: Any) -> Launch | None:
+    """A kernel that goes through images field by field.
 
     Nothing where images lie in neither of torch's two layouts.
     """
@@ -467,98 +423,102 @@ def _rows(x: Like, fields: int) -> _Rows | None:
         programs = units(rows, at_once * blocks)
         grid = (images * programs, units(fields, several), units(inner, inners))
         sizes = {"INNER": inner, "BR": at_once, "BF": several, "BI": inners, "BLOCKS": blocks}
-        numbers = (rows, fields, programs, x.strides[0])
-        return grid, numbers, {**sizes, "FIRST": FIRST}
+        numbers = (rows, fields, programs, x.strides[0], *numbers)
+        return Launch(kernel, grid, numbers, **sizes, FIRST=FIRST, **constants, num_warps=4)
     return None
 
 
-def _by_rows(kernel: Any, rows: _Rows, *numbers: int, **constants: Any) -> Launch:
-    grid, first, sizes = rows
-    return Launch(kernel, grid, (*first, *numbers), **sizes, **constants, num_warps=4)
-
-
 @lru_cache(maxsize=1024)
-def largest_activated_steps(x: Like, fields: int) -> Steps | None:
-    """`largest_steps` of an input that is activated, by numbers that come second."""
-    rows = _rows(x, fields)
-    if rows is None:
+def backward_launches(x: Like, fields: int) -> tuple[Launch, Launch, Launch] | None:
+    """What follows the gradient to an activated input: through ReLU, sums, and statistics.
+
+    Nothing where images do not lie one after the other in one of torch's two layouts.
+    """
+    each, images = math.prod(x.shape[1:]), x.shape[0]
+    if not each * images or (images > 1 and x.strides[0] != each):
         return None
-    launch = _by_rows(kernels.largest_activated, rows, OVERALL=OVERALL)
-    return Steps([(launch, [Operand(0), Operand(1), _as_bits(2)])])
-
-
-class BackwardRun:
-    """What follows the gradient to an activated input, where that lies in one piece."""
-
-    def __init__(self, x: Like, rows: _Rows, fields: int) -> None:
-        self.x, self.numbers, self.fields = x, math.prod(x.shape), fields
-        programs = rows[0][0] * rows[0][2]
-        self.sums = (programs, 2, fields)
-        g, ours, affine, to_x, sums, found = _parts(0, 6)
-        grid, block = (units(fields, FIELDS),), min(512, power_of_two(programs))
-        add_up = Launch(
-            kernels.to_affine, grid, (programs, fields), BF=FIELDS, BLOCK=block, num_warps=4
-        )
-        differentiate = _by_rows(kernels.activation_backward, rows)
-        self._activation = Steps(
-            [(differentiate, [g, ours, affine, to_x, sums]), (add_up, [sums, affine, found])]
-        )
-        through = _by_rows(kernels.statistics_backward, rows, self.numbers // fields)
-        self._statistics = Steps([(through, _parts(0, 5))])
-
-    def _like_x(self) -> Tensor:
-        flat = _empty((self.numbers,), self.x.dtype, self.x.device)
-        return flat.as_strided(self.x.shape, self.x.strides)
-
-    def activation(self, g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients to x, which all images lie as, and to ``affine``."""
-        to_x = self._like_x()
-        sums = _empty(self.sums, torch.float32, x.device)
-        found = _empty((3, self.fields), torch.float32, x.device)
-        self._activation(g, x, affine, to_x, sums, found)
-        return to_x, found
-
-    def statistics(self, g: Tensor, x: Tensor, affine: Tensor, to_affine: Tensor) -> Tensor:
-        """The gradient g to x with what comes through its statistics, `field_statistics`."""
-        out = self._like_x()
-        self._statistics(g, x, affine, to_affine, out)
-        return out
-
-
-@lru_cache(maxsize=1024)
-def backward_run(x: Like, fields: int) -> BackwardRun | None:
-    """Nothing where images do not lie one after the other in one of torch's two layouts."""
-    rows = _rows(x, fields)
-    empty = not math.prod(x.shape)
-    if rows is None or empty or (x.shape[0] > 1 and x.strides[0] != math.prod(x.shape[1:])):
+    activation = _by_rows(kernels.activation_backward, x, fields)
+    statistics = _by_rows(kernels.statistics_backward, x, fields, images * each // fields)
+    if activation is None or statistics is None:
         return None
-    return BackwardRun(x, rows, fields)
+    programs = math.prod(activation.grid[::2])
+    grid, block = (units(fields, FIELDS),), min(512, power_of_two(programs))
+    options = {"BF": FIELDS, "BLOCK": block, "num_warps": 4}
+    return activation, Launch(kernels.to_affine, grid, (programs, fields), **options), statistics
+
+
+def _like(x: Tensor) -> Tensor:
+    return _empty((x.numel(),), x.dtype, x.device).as_strided(x.shape, x.stride())
+
+
+def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients to ``x`` and ``affine`` from that to max(0, (x − centre)·scale + shift)."""
+    fields = affine.shape[1]
+    launches = backward_launches(Like.of(x), fields)
+    if launches is None:
+        with torch.enable_grad():
+            ours, numbers = x.detach().float().requires_grad_(), affine.detach().requires_grad_()
+            made = Prologue(numbers).apply(ours)
+            to_x, to_affine = torch.autograd.grad(made, (ours, numbers), g.float())
+        return to_x.to(x.dtype), to_affine
+    g, affine = g.contiguous(memory_format=memory_format(x)), affine.contiguous()
+    activation, add_up, _ = launches
+    to_x, found = _like(x), _empty((3, fields), torch.float32, x.device)
+    sums = _empty((math.prod(activation.grid[::2]), 2, fields), torch.float32, x.device)
+    launch_all([(activation, (g, x, affine, to_x, sums)), (add_up, (sums, affine, found))])
+    return to_x, found
+
+
+def statistics_backward(x: Tensor, g: Tensor, numbers: Tensor, to_affine: Tensor) -> Tensor:
+    """The gradient to ``x``: its own part g, and what comes through `field_statistics`."""
+    launches = backward_launches(Like.of(x), numbers.shape[1])
+    assert launches is not None
+    with torch.cuda.device_of(x):
+        out, g = _like(x), g.contiguous(memory_format=memory_format(x))
+        launches[2](g, x, numbers, to_affine.contiguous(), out)
+    return out
 
 
 @lru_cache(maxsize=1024)
-def statistics_steps(
-    x: Like,
-    fields: int,
-    weight: torch.dtype | None,
-    bias: torch.dtype | None,
-    running: tuple[torch.dtype, torch.dtype] | None,
-    share: float | torch.dtype,
-    eps: float,
-) -> Steps:
-    """How the numbers of a norm are found; ``share`` is a dtype where it lies in memory.
+def statistics_launch(
+    x: Like, fields: int, dtypes: tuple[torch.dtype | None, ...], share: float, eps: float
+) -> Launch:
+    """What finds the numbers of a norm from means and inverse deviations of channels.
 
-    ``running`` are the dtypes of the running mean and variance: other ones are another kernel.
-
-    The steps take means and inverse deviations of channels, weight, bias, running mean and
-    variance, share, and the result; any tensor stands for those that are not there.
+    Then it takes weight, bias, running mean and variance, and the share of this batch in these, of
+    such ``dtypes``: where there is none any tensor stands for it, and ``share`` for the last.
     """
     order, count = x.shape[1] // fields, math.prod(x.shape) // fields
-    momentum = None if isinstance(share, torch.dtype) else share
-    there = {"WEIGHT": weight, "BIAS": bias, "RUNNING": running}
-    constants = {name: dtype is not None for name, dtype in there.items()}
-    sizes = {"SHARE": momentum is None, "BF": FIELDS, "BE": power_of_two(order)}
-    grid, numbers = (units(fields, FIELDS),), (fields, order, momentum or 0.0, count / (count - 1))
-    launch = Launch(
-        kernels.field_statistics, grid, (*numbers, eps), **constants, **sizes, num_warps=1
-    )
-    return Steps([(launch, _parts(0, 8))])
+    weight, bias, running, _, in_memory = (dtype is not None for dtype in dtypes)
+    there = {"WEIGHT": weight, "BIAS": bias, "RUNNING": running, "SHARE": in_memory}
+    options = {**there, "BF": FIELDS, "BE": power_of_two(order), "num_warps": 1}
+    numbers = (fields, order, share, count / (count - 1), eps)
+    return Launch(kernels.field_statistics, (units(fields, FIELDS),), numbers, **options)
+
+
+def field_statistics(
+    x: Tensor,
+    fields: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: tuple[Tensor, Tensor, float | Tensor] | None,
+    eps: float,
+) -> Tensor:
+    """Centre, scale and shift of each field of ``x``, and as a fourth row inverse deviations.
+
+    ``x`` lies in one of torch's two layouts. ``running`` are mean, variance and the share of this
+    batch in them (a number, or in memory): they are brought up to date. Without gradients.
+    """
+    mean, variance, share = (None, None, 0.0) if running is None else running
+    number, in_memory = (0.0, share) if isinstance(share, Tensor) else (share, None)
+    there = (weight, bias, mean, variance, in_memory)
+    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in there)
+    launch = statistics_launch(Like.of(x), fields, dtypes, number, eps)
+    with torch.cuda.device_of(x):
+        means, deviations = torch.batch_norm_stats(x, eps)
+        found = torch.empty((4, fields), dtype=torch.float32, device=x.device)
+        launch(means, deviations, *(means if t is None else t for t in there), found)
+    for kept in (mean, variance):
+        if kept is not None and not kept.is_inference():
+            torch.autograd.graph.increment_version(kept)  # what a kernel writes, autograd misses
+    return found

@@ -321,17 +321,17 @@ def _channels(write: Writer, layout: Scheme, parts: tuple[int, ...]) -> None:
 def _weight_gradient(write: Writer, layout: Scheme, parts: tuple[int, ...], fields: int) -> None:
     """The gradient to the weights: features of the input against the output's gradient."""
     arguments = f"x, g, numbers, partial, x_largest, g_largest, {_GRID}, tiles, programs"
-    arguments += ", in_padded, out_padded, count, again"
+    arguments += ", in_padded, out_padded, again"
     general = f"{_GENERAL} tiles in_padded again"
     columns = 2 * layout.batch * sum(parts)
-    with write.function("weight_gradient", arguments, "BP PRECISION", general):
+    with write.function("weight_gradient", arguments, "BP PRECISION COUNT", general):
         _common(write, layout, fields)
         write(f"""
             i = tl.program_id(0) * BF
             split = tl.program_id(2)
             power = exponent(tl.load(x_largest)) + exponent(tl.load(g_largest))
             scale = two_to(power - {2 * HEADROOM})
-            into = partial + split.to(tl.int64) * in_padded * out_padded * (2 * count)
+            into = partial + split.to(tl.int64) * in_padded * out_padded * (2 * COUNT)
             source = x + i.to(tl.int64) * grid_size * (SC * {layout.chunks})
         """)
         for chunk in range(layout.chunks):
@@ -374,7 +374,7 @@ def _store_sums(write: Writer, layout: Scheme, parts: tuple[int, ...], chunk: in
             write(f"""
                 out = 2 * (tl.program_id(1) * {sum(parts)} + {sum(parts[:part])})
                 out += tl.arange(0, {2 * wide})[None, :, None]
-                at = ((i + feature // {size}) * count + which) * (out_padded * 2) + out
+                at = ((i + feature // {size}) * COUNT + which) * (out_padded * 2) + out
                 known = (which >= 0) & (out >= 0)
                 old = tl.load(into + at, mask=known & (again > 0), other=0.0)
                 tl.store(into + at, a{part}_{number} * scale + old, mask=known)
