@@ -19,7 +19,7 @@ import econv
 from econv import GroupConv2d, engines
 from econv.engines import Problem, choice
 from econv.engines.choice import Times
-from econv.engines.spectral import native
+from econv.engines.spectral import native, operator
 from econv.engines.spectral.operator import EngineError
 from econv.files import processor_name
 from fake_engines import Fake, installed
@@ -44,7 +44,8 @@ def called(layer, x=None):
 
 def forget(patch):
     """As another process would begin: with what is on disk."""
-    for known in ("_memory", "_decided", "_failed"):
+    patch.setattr(operator, "_FAILED", {})
+    for known in ("_memory", "_decided"):
         patch.setattr(choice, known, {})
     patch.setattr(choice._Disk, "_all", {})
 
@@ -389,7 +390,7 @@ def test_a_checkpointed_first_call_is_measured(measuring, monkeypatch, caplog):
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert measuring.exists()
     assert x.grad.isfinite().all()
-    assert choice._failed == {}
+    assert operator._FAILED == {}
     assert caplog.text == ""
 
 
@@ -526,8 +527,8 @@ def test_a_kernel_that_fails_is_told_from_a_wrong_call(monkeypatch, caplog):
     def fail(*given):
         raise RuntimeError("the native kernel failed: 7")
 
-    for known in ("_memory", "_failed"):
-        monkeypatch.setattr(choice, known, {})
+    monkeypatch.setattr(choice, "_memory", {})
+    monkeypatch.setattr(operator, "_FAILED", {})
     monkeypatch.setattr(native, "run", fail)
     layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
     wanted = what_dense_gives(layer, x)
@@ -551,7 +552,7 @@ def test_what_the_dense_engine_raises_says_nothing_of_it(measuring, monkeypatch,
     layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
     assert called(layer, x) == called(layer, x) == fake.name
     assert dense.calls == 1
-    assert choice._failed == {}
+    assert operator._FAILED == {}
     assert engines.kept() == {}
     assert not measuring.exists()
     assert caplog.text == ""
@@ -584,8 +585,8 @@ def test_an_engine_without_memory_has_lost(measuring, monkeypatch, caplog, error
 
 
 def test_an_error_of_memory_is_not_hidden(monkeypatch):
-    for known in ("_memory", "_failed"):
-        monkeypatch.setattr(choice, known, {})
+    monkeypatch.setattr(choice, "_memory", {})
+    monkeypatch.setattr(operator, "_FAILED", {})
     installed(monkeypatch, error=torch.OutOfMemoryError("full"))
     layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
     with pytest.raises(torch.OutOfMemoryError):

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from econv.engines import dense
 from econv.engines.problem import Problem, Weight, without_autocast
 from econv.engines.registry import ENGINES, Engine, check_name, first_able
-from econv.engines.spectral.operator import lost
+from econv.engines.spectral.operator import failed, failures, give_up
 from econv.files import atomic, cache_folder, processor_name
 
 __all__ = [
@@ -125,7 +125,7 @@ def choose(problem: Problem, name: str, learned: Tensor) -> Engine:
     if name != "auto":
         return first_able(name, problem)
     device_only = problem.context == "traced" or _capturing(problem.device)
-    circumstances = (may_measure(), _tf32(problem), _together(), lost())
+    circumstances = (may_measure(), _tf32(problem), _together(), failures())
     key = (problem, learned.dtype, device_only, circumstances)
     found = _memory.get(key)
     if found is None:
@@ -140,7 +140,6 @@ def choose(problem: Problem, name: str, learned: Tensor) -> Engine:
 _MOST_MEMORIES = 4096
 _memory: dict[tuple[Any, ...], Engine] = {}
 _decided: dict[str, str] = {}
-_failed: dict[tuple[str, str], str] = {}
 _lock = threading.RLock()
 
 
@@ -148,8 +147,8 @@ def candidates(problem: Problem) -> list[Engine]:
     """What ``"auto"`` chooses from: the dense engine, and the first compiled one that can run."""
     found = [ENGINES["dense"]]
     for other in ENGINES.values():
-        failed = (other.name, problem.convolution.name) in _failed
-        if other.compiled and not failed and other.why_not(problem) is None:
+        lost = failed(other.name, problem.convolution.name)
+        if other.compiled and not lost and other.why_not(problem) is None:
             return [*found, other]
     return found
 
@@ -220,15 +219,6 @@ def rule(problem: Problem, able: list[Engine], device_only: bool) -> Engine:
     return able[-1 if wins else 0]
 
 
-def failed(problem: Problem, one: Engine, error: Exception) -> None:
-    """Never choose an engine for a convolution again, and say so once."""
-    key = (one.name, problem.convolution.name)
-    if key not in _failed:
-        _failed[key] = reason = f"{type(error).__name__}: {str(error).strip()[:500]}"
-        _log.warning("%s failed on %s and is not chosen again: %s", one.name, problem, reason)
-    _memory.clear()
-
-
 def kept() -> dict[str, str]:
     """What ``"auto"`` has decided by measuring, as text: for checkpoints and records."""
     return dict(sorted(_decided.items()))
@@ -296,7 +286,7 @@ def _measure(problem: Problem, dtype: torch.dtype) -> dict[str, Times]:
                 if one.name == "dense":
                     _log.info("%s cannot be measured: %r", problem, error)
                     return {}
-                failed(problem, one, error)
+                give_up(one.name, problem.convolution.name, problem, error)
         if problem.device.type == "cuda":
             torch.cuda.empty_cache()
     return found

@@ -25,7 +25,7 @@ from econv.engines.problem import (
     without_autocast,
 )
 from econv.engines.registry import ENGINES, Engine
-from econv.engines.spectral.operator import EngineError
+from econv.engines.spectral.operator import EngineError, give_up
 
 __all__ = ["convolve", "explain", "fuses"]
 
@@ -79,7 +79,7 @@ def _run(
             except EngineError as error:
                 if name != "auto":
                     raise
-                choice.failed(problem, chosen, error)
+                give_up(chosen.name, convolution.name, problem, error)
                 chosen = choice.choose(problem, name, weight.learned)
     if context is None:
         choice.note(chosen.name + FUSED * (chosen.fuses and prologue is not None))

@@ -137,7 +137,7 @@ def in_float64(x, probe, weights, plan, geometry):
     """What `run_with` gives, by torch's own operations."""
     x, weights = (tensor.double().requires_grad_() for tensor in (x, weights))
     table = tables(plan, x.device, torch.float64)
-    out = apply(x, weights, table, geometry)
+    out, _ = apply(x, weights, table, geometry)
     return out, *torch.autograd.grad(out, [x, weights], probe.double())
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from econv.engines.problem import Problem, Prologue, memory_format
-from econv.engines.spectral.operator import Spectral, Task
+from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task, through
 from econv.engines.spectral.tiling import Like, overridden, rounded_up, warp_specialised
 from econv.engines.spectral.torch import tables
 from econv.engines.spectral.triton.scheme import scheme
@@ -98,16 +98,10 @@ class Triton(Spectral):
         return x_largest, known[first : first + _launches().OVERALL + weight.shape[0]], weights
 
     def backward(
-        self,
-        task: Task,
-        gradient: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        affine: Tensor | None,
-        known: Tensor | None,
-        wanted: tuple[bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        self, task: Task, gradient: Tensor, saved: Saved, wanted: tuple[bool, bool]
+    ) -> Gradients:
         """Both gradients; that to the weight first, while the other, larger one does not exist."""
+        x, weight, affine, known = saved
         launches, to_x, to_weight, to_affine = _launches(), None, None, None
         with on_device(x):
             known = self._know(task, x, weight, affine) if known is None else known
@@ -272,8 +266,4 @@ def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, T
             g.contiguous(memory_format=layout), x, affine.contiguous()
         )
         return pair
-    with torch.enable_grad():
-        ours, numbers = x.detach().float().requires_grad_(), affine.detach().requires_grad_()
-        made = Prologue(numbers).apply(ours)
-        to_x, to_affine = torch.autograd.grad(made, (ours, numbers), g.float())
-    return to_x.to(x.dtype), to_affine
+    return through(affine, x, g.to(x.dtype))
