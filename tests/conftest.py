@@ -47,7 +47,7 @@ def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "measured"
     monkeypatch.delenv("ECONV_MEASURE")
     monkeypatch.setenv("ECONV_CACHE", str(folder))
-    monkeypatch.setattr(operator, "_FAILED", {})
+    monkeypatch.setattr(operator, "FAILED", {})
     for known in ("_memory", "_decided"):
         monkeypatch.setattr(choice, known, {})
     monkeypatch.setattr(choice, "_measured_here", set())

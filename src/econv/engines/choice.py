@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from econv.engines import dense
 from econv.engines.problem import Problem, Weight, without_autocast
 from econv.engines.registry import ENGINES, Engine, check_name, first_able
-from econv.engines.spectral.operator import failed, failures, give_up
+from econv.engines.spectral import operator
 from econv.files import atomic, cache_folder, processor_name
 
 __all__ = [
@@ -125,7 +125,7 @@ def choose(problem: Problem, name: str, learned: Tensor) -> Engine:
     if name != "auto":
         return first_able(name, problem)
     device_only = problem.context == "traced" or _capturing(problem.device)
-    circumstances = (may_measure(), _tf32(problem), _together(), failures())
+    circumstances = (may_measure(), _tf32(problem), _together(), len(operator.FAILED))
     key = (problem, learned.dtype, device_only, circumstances)
     found = _memory.get(key)
     if found is None:
@@ -147,7 +147,7 @@ def candidates(problem: Problem) -> list[Engine]:
     """What ``"auto"`` chooses from: the dense engine, and the first compiled one that can run."""
     found = [ENGINES["dense"]]
     for other in ENGINES.values():
-        lost = failed(other.name, problem.convolution.name)
+        lost = (other.name, problem.convolution.name) in operator.FAILED
         if other.compiled and not lost and other.why_not(problem) is None:
             return [*found, other]
     return found
@@ -286,7 +286,7 @@ def _measure(problem: Problem, dtype: torch.dtype) -> dict[str, Times]:
                 if one.name == "dense":
                     _log.info("%s cannot be measured: %r", problem, error)
                     return {}
-                give_up(one.name, problem.convolution.name, problem, error)
+                operator.give_up(one.name, problem.convolution.name, problem, error)
         if problem.device.type == "cuda":
             torch.cuda.empty_cache()
     return found

@@ -27,10 +27,11 @@ from econv.engines.problem import (
     bordered,
     exporting,
     memory_format,
+    transformed,
 )
 from econv.plan import ParityError, SpectralPlan, plan_named
 
-__all__ = ["EngineError", "Gradients", "Saved", "Spectral", "Task", "through"]
+__all__ = ["FAILED", "EngineError", "Gradients", "Saved", "Spectral", "Task", "give_up", "through"]
 
 
 class EngineError(RuntimeError):
@@ -48,8 +49,6 @@ class Task(NamedTuple):
     geometry: Geometry
     named: bool = True
     """Whether the engine was asked for by name: then a kernel that fails is an error."""
-    traced: bool = False
-    """Whether a graph is traced: then an operator stands for the engine."""
 
     def back(self, x: Tensor) -> Geometry:
         """The geometry of the gradient to ``x``."""
@@ -69,10 +68,6 @@ class Saved(NamedTuple):
     affine: Tensor | None = None
     known: Tensor | None = None
     """The second result of `Spectral.forward`, unless it has to be found out again."""
-
-    def kept(self, wanted: tuple[bool, bool]) -> tuple[bool, bool, bool]:
-        """Which of the `Gradients` there are."""
-        return *wanted, wanted[0] and self.affine is not None
 
 
 Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -96,7 +91,7 @@ class Spectral:
         try:
             for part in problem.convolution.parts:
                 problem.convolution.plan(part).stencils  # noqa: B018  # checks its parity
-                if reason := failed(self.name, problem.convolution.plan(part).name):
+                if reason := FAILED.get((self.name, problem.convolution.plan(part).name)):
                     return f"it failed before: {reason}"
         except ParityError as error:
             return str(error)
@@ -141,23 +136,25 @@ class Spectral:
             channels = part.fields * convolution.width(part.kind)
             here = x if channels == x.shape[1] else x.narrow(1, first, channels)
             first += channels
-            task = Task(
-                convolution.plan(part), geometry, problem.named, problem.context == "traced"
-            )
+            task = Task(convolution.plan(part), geometry, problem.named)
             pairs = [(here, own)]
             if convolution.groups > 1:  # one of one chunks would have gradients that are copied
                 chunks = (t.chunk(convolution.groups, dim) for t, dim in ((here, 1), (own, 0)))
                 pairs = list(zip(*chunks, strict=True))
-            each = [self._convolve(task, *pair, affine) for pair in pairs]
+            each = [self._convolve(problem, task, *pair, affine) for pair in pairs]
             found.append(each[0] if len(each) == 1 else torch.cat(each, dim=1))
         if bias is not None:
             found.append(bias.to(dtype)[:, None, None])
         total = sum(found[1:], start=found[0])
         return total.contiguous(memory_format=layout)
 
-    def _convolve(self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None) -> Tensor:
-        if not task.traced and (torch._C._is_tracing() or exporting()):
-            return self.forward(task, x, weight, affine)[0]  # they know no functions of autograd
+    def _convolve(
+        self, problem: Problem, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
+    ) -> Tensor:
+        if problem.context == "traced":
+            return _layer(x, weight, affine, _Traced(self.name), task)
+        if torch._C._is_tracing() or exporting():  # they know no functions of autograd
+            return self.forward(task, x, weight, affine)[0]
         return _layer(x, weight, affine, self, task)
 
 
@@ -171,38 +168,20 @@ class _Form(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        g: Tensor | None,
-        x: Tensor,
-        weight: Tensor,
-        affine: Tensor | None,
-        known: Tensor | None,
-        engine: Spectral,
-        task: Task,
-        wanted: tuple[bool, bool],
-    ) -> tuple[Tensor | None, ...]:
+    def forward(g: Tensor | None, *given: Any) -> tuple[Tensor | None, ...]:
         """Without ``g`` the layer, and last what is known; with it what is wanted of x and w."""
-        saved, name = Saved(x, weight, affine, known), engine.name
-        words = (name, task.plan.name, list(task.geometry), task.named) if task.traced else None
+        *operands, engine, task, wanted = given
+        saved = Saved(*operands)
         if g is None:
-            if words is None:
-                y, known = _attempt(
-                    engine, task, True, lambda e: e.forward(task, x, weight, affine)
-                )
-            else:
-                with torch._C._AutoDispatchBelowAutograd():
-                    y, known = _SPECTRAL(x, weight, affine, *words)
+            y, known = _attempt(engine, task, True, lambda e: e.forward(task, *saved[:3]))
             return y, None, None, None, known
-        if words is not None:
-            found = _BACKWARD(g, *saved, *words, *wanted)
-        elif torch._C._functorch.is_legacy_batchedtensor(g):
+        if torch._C._functorch.is_legacy_batchedtensor(g):
             raise RuntimeError(
-                f"{name} has no gradients that are batched (is_grads_batched, vectorize=True): "
-                "use torch.func.vmap, or econv.engine('dense')"
+                f"{engine.name} has no gradients that are batched (is_grads_batched, "
+                "vectorize=True): use torch.func.vmap, or econv.engine('dense')"
             )
-        else:
-            found = _differentiate(engine, task, g, saved, wanted)
-        kept = zip(found, saved.kept(wanted), strict=True)
+        found = _attempt(engine, task, task.named, lambda e: e.backward(task, g, saved, wanted))
+        kept = zip(found, (*wanted, wanted[0] and saved.affine is not None), strict=True)
         return None, *(t if keep else None for t, keep in kept), None
 
     @staticmethod
@@ -217,25 +196,22 @@ class _Form(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        _, x, weight, affine, known = ctx.saved_tensors
-        wanted, rest = ctx.needs_input_grad[:4], (ctx.engine, ctx.task)
-        if affine is None:
-            found: Any = (*_moved(ctx, cotangents, wanted[:3]), None)
-        elif torch.is_grad_enabled():  # for derivatives of the second order and beyond
-            out = _layer(Prologue(affine).apply(x), weight, None, *rest)
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[:4]
+        _, x, weight, affine, _ = saved
+        if affine is not None and torch.is_grad_enabled():  # for derivatives of second order
+            out = _layer(Prologue(affine).apply(x), weight, None, ctx.engine, ctx.task)
             inputs = [t for t, need in zip((x, weight, affine), wanted[1:], strict=True) if need]
             each = iter(torch.autograd.grad(out, inputs, cotangents[0], create_graph=True))
             found = [next(each) if need else None for need in wanted]
         else:
-            pair = (wanted[1] or wanted[3], wanted[2])
-            found = _Form.apply(cotangents[0], x, weight, affine, known, *rest, pair)
-        return *(t if need else None for t, need in zip(found, wanted, strict=False)), *[None] * 4
+            found = _moved(ctx, saved, cotangents, wanted)
+        return *found, *[None] * 4
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        g, _, _, affine, _ = ctx.saved_tensors
-        assert affine is None  # engines that fuse know no forward mode
-        return *_moved(ctx, tangents, (g is None, *ctx.wanted)), None, None
+        saved = ctx.saved_tensors
+        assert saved[3] is None  # engines that fuse know no forward mode
+        return *_moved(ctx, saved, tangents, (saved[0] is None, *ctx.wanted, False)), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
@@ -252,59 +228,79 @@ class _Form(torch.autograd.Function):
 _NEITHER = (False, False)
 
 
+def _form(*given: Any) -> tuple[Any, ...]:
+    """What `_Form` says; autograd and `torch.func` hear of it only where they have to."""
+    followed = torch.is_grad_enabled() or transformed()
+    found: tuple[Any, ...] = (_Form.apply if followed else _Form.forward)(*given)
+    return found
+
+
 def _layer(x: Tensor, weight: Tensor, affine: Tensor | None, *rest: Any) -> Tensor:
-    return cast(Tensor, _Form.apply(None, x, weight, affine, None, *rest, _NEITHER)[0])
+    return cast(Tensor, _form(None, x, weight, affine, None, *rest, _NEITHER)[0])
 
 
-def _moved(ctx: Any, moves: tuple[Any, ...], wanted: tuple[bool, ...]) -> list[Tensor | None]:
-    """What is wanted of the form's gradients to g, x and w, as g, x and w move."""
-    g, x, weight, _, known = ctx.saved_tensors
+def _moved(
+    ctx: Any, saved: tuple[Any, ...], moves: tuple[Any, ...], wanted: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """What is wanted of the gradients to g, x, w and affine, along moves of the first three."""
+    g, x, weight, affine, known = saved
     (dg, dx, dw, *_), rest = moves, (ctx.engine, ctx.task)
-    terms: list[tuple[Tensor | None, ...]] = []
+    terms: list[tuple[Any, ...]] = []
     if wanted[0]:
         pairs = [(a, b) for a, b in ((dx, weight), (x, dw)) if a is not None and b is not None]
-        terms += [(_layer(*pair, None, *rest), None, None) for pair in pairs]
-    if dg is not None and any(wanted[1:]):
-        terms.append(_Form.apply(dg, x, weight, None, known, *rest, wanted[1:]))
+        terms += [(_layer(*pair, None, *rest), *[None] * 3) for pair in pairs]
+    if dg is not None:
+        pair = (wanted[1] or wanted[3], wanted[2])
+        terms.append(_form(dg, x, weight, affine, known, *rest, pair))
     crossed = (wanted[1] and dw is not None, wanted[2] and dx is not None)
     if g is not None and any(crossed):
         there = (x if dx is None else dx, weight if dw is None else dw)
-        terms.append(_Form.apply(g, *there, None, None, *rest, crossed))
+        terms.append(_form(g, *there, None, None, *rest, crossed))
     found: list[Tensor | None] = []
-    for like, want, *each in zip((g, x, weight), wanted, *terms, strict=False):
-        given = [term for term in each if term is not None]
+    for like, want, *each in zip(saved[:4], wanted, *terms, strict=False):
+        given = [term for term in each if term is not None and want]
         zero = torch.zeros_like(like) if want and not given else None
         found.append(sum(given[1:], given[0]) if given else zero)
     return found
 
 
+class _Traced(Spectral):
+    """An engine in a graph: the operators that stand for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def forward(self, task: Task, *operands: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _SPECTRAL(*operands, *self._words(task))
+
+    def backward(self, task: Task, gradient: Tensor, saved: Saved, wanted: Any) -> Any:
+        return _BACKWARD(gradient, *saved, *self._words(task), *wanted)
+
+    def _words(self, task: Task) -> tuple[Any, ...]:
+        return self.name, task.plan.name, list(task.geometry), task.named
+
+
 _T = TypeVar("_T")
-_FAILED: dict[tuple[str, str], str] = {}
-"""Why an engine failed on a plan or a convolution, where nobody had asked for it by name."""
+FAILED: dict[tuple[str, str], str] = {}
+"""Why an engine failed on a plan or a convolution, where nobody had asked for it by name.
+
+With each more, what was chosen before has to be chosen again.
+"""
 
 _log = logging.getLogger("econv.engines")
 
 
-def failures() -> int:
-    """How many there are so far: what was chosen before has to be chosen again."""
-    return len(_FAILED)
-
-
-def failed(engine: str, name: str) -> str | None:
-    """Why an engine is not to be chosen for the plan or the convolution of a name."""
-    return _FAILED.get((engine, name))
-
-
 def give_up(engine: str, name: str, what: object, error: Exception) -> None:
     """Never choose an engine for something again, and say so once."""
-    if (engine, name) not in _FAILED:
-        _FAILED[engine, name] = reason = f"{type(error).__name__}: {str(error).strip()[:500]}"
+    if (engine, name) not in FAILED:
+        FAILED[engine, name] = reason = f"{type(error).__name__}: {str(error).strip()[:500]}"
         _log.warning("%s failed on %s and is not chosen again: %s", engine, what, reason)
 
 
 def _attempt(engine: Spectral, task: Task, named: bool, run: Callable[[Spectral], _T]) -> _T:
     """A pass; by operations of torch where kernels fail that were only chosen."""
-    if not failed(engine.name, task.plan.name):
+    if (engine.name, task.plan.name) not in FAILED:
         try:
             return run(engine)
         except torch.OutOfMemoryError:
@@ -316,12 +312,6 @@ def _attempt(engine: Spectral, task: Task, named: bool, run: Callable[[Spectral]
                 raise EngineError(f"{engine.name} failed: {error}") from error
             give_up(engine.name, task.plan.name, repr(task.plan), error)
     return run(_MADE["spectral/torch"])
-
-
-def _differentiate(
-    engine: Spectral, task: Task, g: Tensor, saved: Saved, wanted: tuple[bool, bool]
-) -> Gradients:
-    return _attempt(engine, task, task.named, lambda e: e.backward(task, g, saved, wanted))
 
 
 def through(affine: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -371,29 +361,29 @@ def _fake(x: Tensor, weight: Tensor, affine: Tensor | None, *words: Any) -> tupl
 
 def _autograd(*given: Any) -> tuple[Tensor, Tensor]:
     engine, task = _told(*given[3:])
-    found = _Form.apply(None, *given[:3], None, engine, task._replace(traced=True), _NEITHER)
-    return found[0], found[-1]
+    y, *_, known = _Form.apply(None, *given[:3], None, _Traced(engine.name), task, _NEITHER)
+    return y, known
 
 
-def _run_backward(g: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    saved, wanted = Saved(*given[:4]), given[-2:]
-    found = _differentiate(*_told(*given[4:-2]), g, saved, wanted)
-    return _given_back(Tensor.contiguous, found, saved, wanted)
+def _run_backward(*given: Any) -> tuple[Tensor, ...]:
+    found = _Form.forward(*given[:5], *_told(*given[5:-2]), given[-2:])
+    return _laid_out(found[1:4], given[1], Tensor.contiguous)
 
 
-def _fake_backward(g: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    saved = Saved(*given[:4])
-    return _given_back(torch.empty_like, saved[:3], saved, given[-2:])
-
-
-def _given_back(
-    make: Any, found: Gradients, saved: Saved, wanted: tuple[bool, bool]
+def _fake_backward(
+    g: Tensor, x: Tensor, weight: Tensor, affine: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
+    to_x, to_weight = rest[-2:]
+    like = (x if to_x else None, weight if to_weight else None, affine if to_x else None)
+    return _laid_out(like, x, torch.empty_like)
+
+
+def _laid_out(found: tuple[Tensor | None, ...], x: Tensor, make: Any) -> tuple[Tensor, ...]:
     """Gradients in the layouts that a graph expects; what is not wanted is empty."""
-    layouts = (memory_format(saved.x), torch.contiguous_format, torch.contiguous_format)
+    layouts = (memory_format(x), torch.contiguous_format, torch.contiguous_format)
     return tuple(
-        make(t, memory_format=layout) if keep else saved.x.new_empty(0)
-        for t, keep, layout in zip(found, saved.kept(wanted), layouts, strict=True)
+        x.new_empty(0) if t is None else make(t, memory_format=layout)
+        for t, layout in zip(found, layouts, strict=True)
     )
 
 
