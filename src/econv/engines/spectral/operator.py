@@ -54,11 +54,6 @@ class Task(NamedTuple):
         """The geometry of the gradient to ``x``."""
         return self.geometry.transposed(self.plan.basis.size, *x.shape[2:])
 
-    def shape(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:
-        """Of the output."""
-        channels = weight.shape[0] * self.plan.synthesis.shape[0]
-        return (x.shape[0], channels, self.geometry.height, self.geometry.width)
-
 
 class Saved(NamedTuple):
     """What a backward pass reads."""
@@ -355,8 +350,10 @@ def _run(x: Tensor, weight: Tensor, affine: Tensor | None, *words: Any) -> tuple
 
 def _fake(x: Tensor, weight: Tensor, affine: Tensor | None, *words: Any) -> tuple[Tensor, Tensor]:
     engine, task = _told(*words)
-    kind: Any = {"dtype": x.dtype, "device": x.device, "memory_format": memory_format(x)}
-    return torch.empty(task.shape(x, weight), **kind), engine.known_like(task, x, weight)
+    channels = weight.shape[0] * task.plan.synthesis.shape[0]
+    shape = (x.shape[0], channels, task.geometry.height, task.geometry.width)
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
+    return y, engine.known_like(task, x, weight)
 
 
 def _autograd(*given: Any) -> tuple[Tensor, Tensor]:
