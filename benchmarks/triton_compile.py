@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from econv import filter_basis
 from econv.engines import ENGINES
 from econv.engines.problem import Geometry
-from econv.engines.spectral.operator import Task
+from econv.engines.spectral.operator import Saved, Task
 from econv.engines.spectral.tiling import Like
 from econv.engines.spectral.triton import launch as triton_launch
 from econv.engines.spectral.triton.launches import statistics_backward, statistics_launch
@@ -137,7 +137,7 @@ def training_step(
         if activated:
             statistics(x, layer.fields)
         _, known = one.forward(task, x, weight, affine)
-        found = one.backward(task, gradient, x, weight, affine, known, (True, True))
+        found = one.backward(task, gradient, Saved(x, weight, affine, known), (True, True))
         if activated:
             numbers = torch.empty(4, layer.fields, device="meta")
             statistics_backward(x, found[0], numbers, found[2])

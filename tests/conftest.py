@@ -42,13 +42,14 @@ def _seeded() -> None:
 def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """``"auto"`` measures and has not decided anything yet; where it keeps its choices."""
     from econv.engines import choice
+    from econv.engines.spectral import operator
 
     folder = tmp_path / "measured"
     monkeypatch.delenv("ECONV_MEASURE")
     monkeypatch.setenv("ECONV_CACHE", str(folder))
+    monkeypatch.setattr(operator, "FAILED", {})
     for known in ("_memory", "_decided", "_times"):
         monkeypatch.setattr(choice, known, {})
-    monkeypatch.setattr(choice, "_failed", set())
     monkeypatch.setattr(choice, "_silent", [])
     return folder / "choices"
 

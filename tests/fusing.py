@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from econv.engines import ENGINES, Prologue, choice
+from econv.engines import ENGINES, choice
 from econv.engines.door import FUSED as BOTH
 from econv.engines.spectral.torch import Torch
 from econv.engines.spectral.triton.engine import Hopper, Triton
@@ -22,19 +22,10 @@ class OnAnyDevice(Triton):
         return self._not_covered(problem)
 
     def forward(self, task, x, weight, affine):
-        x = x if affine is None else Prologue(affine).apply(x)
-        return Torch().forward(task, x, weight, None)
+        return Torch().forward(task, x, weight, affine)
 
-    def backward(self, task, gradient, x, weight, affine, known, wanted):
-        if affine is None:
-            return Torch().backward(task, gradient, x, weight, None, known, wanted)
-        with torch.enable_grad():
-            x, affine = (t.detach().requires_grad_() for t in (x, affine))
-            made = Prologue(affine).apply(x)
-        given = (gradient, made.detach(), weight, None, known, wanted)
-        to_made, to_weight, _ = Torch().backward(task, *given)
-        to_x, to_affine = torch.autograd.grad(made, (x, affine), to_made)
-        return to_x, to_weight, to_affine
+    def backward(self, task, gradient, saved, wanted):
+        return Torch().backward(task, gradient, saved, wanted)
 
 
 def affine(x, fields, weight, bias, running, eps):

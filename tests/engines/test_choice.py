@@ -19,7 +19,7 @@ import econv
 from econv import GroupConv2d, engines
 from econv.engines import Problem, choice
 from econv.engines.choice import Times
-from econv.engines.spectral import native
+from econv.engines.spectral import native, operator
 from econv.engines.spectral.operator import EngineError
 from econv.files import processor_name
 from fake_engines import Fake, installed
@@ -44,9 +44,9 @@ def called(layer, x=None):
 
 def forget(patch):
     """As another process would begin: with what is on disk."""
+    patch.setattr(operator, "FAILED", {})
     for known in ("_memory", "_decided", "_times"):
         patch.setattr(choice, known, {})
-    patch.setattr(choice, "_failed", set())
 
 
 def refuse(*given):
@@ -389,7 +389,7 @@ def test_a_checkpointed_first_call_is_measured(measuring, monkeypatch, caplog):
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert measuring.exists()
     assert x.grad.isfinite().all()
-    assert choice._failed == set()
+    assert operator.FAILED == {}
     assert caplog.text == ""
 
 
@@ -536,7 +536,7 @@ def test_a_kernel_that_fails_is_told_from_a_wrong_call(monkeypatch, caplog):
         raise RuntimeError("the native kernel failed: 7")
 
     monkeypatch.setattr(choice, "_memory", {})
-    monkeypatch.setattr(choice, "_failed", set())
+    monkeypatch.setattr(operator, "FAILED", {})
     monkeypatch.setattr(native, "run", fail)
     layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
     wanted = what_dense_gives(layer, x)
@@ -560,7 +560,7 @@ def test_what_the_dense_engine_raises_says_nothing_of_it(measuring, monkeypatch,
     layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
     assert called(layer, x) == called(layer, x) == fake.name
     assert dense.calls == 1
-    assert choice._failed == set()
+    assert operator.FAILED == {}
     assert engines.kept() == {}
     assert not measuring.exists()
     assert caplog.text == ""
@@ -594,7 +594,7 @@ def test_an_engine_without_memory_has_lost(measuring, monkeypatch, caplog, error
 
 def test_an_error_of_memory_is_not_hidden(monkeypatch):
     monkeypatch.setattr(choice, "_memory", {})
-    monkeypatch.setattr(choice, "_failed", set())
+    monkeypatch.setattr(operator, "FAILED", {})
     installed(monkeypatch, error=torch.OutOfMemoryError("full"))
     layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
     with pytest.raises(torch.OutOfMemoryError):

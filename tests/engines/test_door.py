@@ -492,9 +492,8 @@ def test_kernels_that_fail_only_now_are_replaced_and_reported_once(
     monkeypatch, caplog, way, compiled
 ):
     layer, x = GroupConv2d(2, 2, "p4", dtype=DOUBLE), torch.randn(2, 8, 9, 9, dtype=DOUBLE)
-    monkeypatch.setattr(operator, "_LOST", {})
+    monkeypatch.setattr(operator, "FAILED", {})
     monkeypatch.setattr(choice, "_memory", {})
-    monkeypatch.setattr(choice, "_failed", set())
     monkeypatch.setattr(engines.ENGINES["spectral/native"], way, broken, raising=False)
     with econv.engine("dense"):
         wanted = torch.autograd.grad(layer(x).sum(), layer.weight)[0]
@@ -503,7 +502,7 @@ def test_kernels_that_fail_only_now_are_replaced_and_reported_once(
         found = torch.autograd.grad(call(x).sum(), layer.weight)[0]
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
     assert sum("no such kernel" in record.getMessage() for record in caplog.records) == 1
-    monkeypatch.setattr(operator, "_LOST", {})
+    monkeypatch.setattr(operator, "FAILED", {})
     with (
         econv.engine("spectral/native"),
         pytest.raises(operator.EngineError, match="no such kernel"),

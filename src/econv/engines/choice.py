@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from econv.engines import dense
 from econv.engines.problem import Engine, Problem, Weight, without_autocast
 from econv.engines.registry import ENGINES, check_name, first_able
-from econv.engines.spectral.operator import lost
+from econv.engines.spectral import operator
 from econv.files import atomic, cache_folder, processor_name
 
 __all__ = ["Times", "choose", "engine", "keep", "kept", "measured", "noted", "resolve"]
@@ -120,7 +120,7 @@ def choose(problem: Problem) -> Engine:
     if problem.named:
         return first_able(problem.engine, problem)
     device_only = problem.context == "traced" or _capturing(problem.device)
-    circumstances = (may_measure(), _tf32(problem), _store() is not None, lost())
+    circumstances = (may_measure(), _tf32(problem), _store() is not None, len(operator.FAILED))
     key = (problem, device_only, circumstances)
     found = _memory.get(key)
     if found is None:
@@ -136,14 +136,13 @@ _MOST_MEMORIES = 4096
 _memory: dict[tuple[Any, ...], Engine] = {}  # of calls, for as long as nothing changes
 _decided: dict[str, str] = {}  # by measuring, here or where it was `kept`
 _times: dict[Path, dict[str, dict[str, Times]]] = {}  # by file: read, and measured since
-_failed: set[tuple[str, str]] = set()  # engines, and the names of convolutions
 _lock = threading.RLock()
 
 
 def candidates(problem: Problem) -> list[Engine]:
     """What ``"auto"`` chooses from: the dense engine, and the first compiled one that can run."""
     for one in ENGINES.values():
-        failed = (one.name, problem.convolution.name) in _failed
+        failed = (one.name, problem.convolution.name) in operator.FAILED
         if one.compiled and not failed and one.why_not(problem) is None:
             return [ENGINES["dense"], one]
     return [ENGINES["dense"]]
@@ -212,16 +211,6 @@ def rule(problem: Problem, able: list[Engine], device_only: bool) -> Engine:
     else:
         wins = basis.size >= 5 and problem.multiplications >= (1e9 if device_only else 1e11)
     return able[-1 if wins else 0]
-
-
-def failed(problem: Problem, one: Engine, error: Exception) -> None:
-    """Never choose an engine for a convolution again, and say so once."""
-    key = (one.name, problem.convolution.name)
-    if key not in _failed:
-        _failed.add(key)
-        reason = f"{type(error).__name__}: {str(error).strip()[:500]}"
-        _log.warning("%s failed on %s and is not chosen again: %s", one.name, problem, reason)
-    _memory.clear()
 
 
 def kept() -> dict[str, str]:
@@ -311,7 +300,7 @@ def _measure(problem: Problem) -> dict[str, Times]:
                 if one.name == "dense":
                     _log.info("%s cannot be measured: %r", problem, error)
                     return {}
-                failed(problem, one, error)
+                operator.give_up(one.name, problem.convolution.name, problem, error)
         if problem.device.type == "cuda":
             torch.cuda.empty_cache()
     return found

@@ -26,7 +26,7 @@ from econv.engines.problem import (
     without_autocast,
 )
 from econv.engines.registry import ENGINES
-from econv.engines.spectral.operator import EngineError
+from econv.engines.spectral.operator import EngineError, give_up
 
 __all__ = ["convolve", "explain", "fuses"]
 
@@ -71,7 +71,7 @@ def _run(
     except EngineError as error:
         if problem.named:
             raise
-        choice.failed(problem, chosen, error)
+        give_up(chosen.name, problem.convolution.name, problem, error)
         return _run(problem, x, weight, bias, prologue)
     if problem.context != "traced" and not exporting():
         choice.note(chosen.name + FUSED * (chosen.fuses and prologue is not None))

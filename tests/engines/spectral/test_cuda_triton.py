@@ -16,7 +16,7 @@ from econv.engines import ENGINES, Problem, choice, door
 from econv.engines.choice import Times
 from econv.engines.problem import Geometry
 from econv.engines.spectral import tiling
-from econv.engines.spectral.torch import apply, tables
+from econv.engines.spectral.torch import apply
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.plan import spectral_plan
 from econv.train.capture import captured
@@ -135,8 +135,7 @@ def test_warp_specialised_kernels_err_little_more_than_others(monkeypatch, group
 def in_float64(x, probe, weights, plan, geometry):
     """What `run_with` gives, by torch's own operations."""
     x, weights = (tensor.double().requires_grad_() for tensor in (x, weights))
-    table = tables(plan, x.device, torch.float64)
-    out = apply(x, weights, table, geometry)
+    out, _ = apply(x, weights, plan, geometry)
     return out, *torch.autograd.grad(out, [x, weights], probe.double())
 
 

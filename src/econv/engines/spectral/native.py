@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from econv.engines.problem import Geometry, Problem
-from econv.engines.spectral.operator import Spectral, Task
-from econv.engines.spectral.torch import arrays, spectral_weights
+from econv.engines.spectral.torch import Torch, arrays
 from econv.files import atomic, cache_folder
 from econv.files import processor as _processor
 from econv.fourier import butterflies
@@ -66,7 +65,7 @@ def reason(dtype: torch.dtype = torch.float32) -> str | None:
     return found if isinstance(found, str) else None
 
 
-class Native(Spectral):
+class Native(Torch):
     """A C++ kernel for the CPU, float32 and float64."""
 
     name = "spectral/native"
@@ -86,37 +85,9 @@ class Native(Spectral):
             return f"it knows stencils of up to {_LARGEST}×{_LARGEST}; these are {size}×{size}"
         return super().why_not(problem) or reason(torch.promote_types(problem.dtype, torch.float32))
 
-    def forward(
-        self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The layer."""
-        _, weights = spectral_weights(task.plan, weight, x.dtype)
-        found, _ = run(x.to(weights.dtype), weights, task.plan, task.geometry)
-        assert found is not None
-        return found.to(x.dtype), self.known_like(task, x, weight)
-
-    def backward(
-        self,
-        task: Task,
-        gradient: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        affine: Tensor | None,
-        known: Tensor | None,
-        wanted: tuple[bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Both gradients, from one set of derivatives."""
-        table, weights = spectral_weights(task.plan, weight, x.dtype)
-        turned = (weights @ table.adjoint_map).transpose(0, 1)
-        other = x.to(weights.dtype) if wanted[1] else None
-        gradient = gradient.to(weights.dtype)
-        geometry = task.back(x)
-        to_x, total = run(gradient, turned, task.plan.adjoint, geometry, other, wanted[0])
-        to_x = None if to_x is None else to_x.to(x.dtype)
-        if total is None:
-            return to_x, None, None
-        to_weights = total.transpose(0, 1) @ table.adjoint_map.T
-        return to_x, (to_weights @ table.weight_map.T).to(weight.dtype), None
+    def product(self, *operands: Any) -> tuple[Tensor | None, Tensor | None]:
+        """The layer, and the gradient to its weights."""
+        return run(*operands)
 
 
 def run(

@@ -1,9 +1,10 @@
 """What the spectral engines share: borders, groups and parts around a product, and its gradients.
 
-A layer A(x; w) is linear in its input and in its weight, and so are its gradients: every order of
-differentiation is made of two functions, the layer and the pair of its gradients. Both exist
-twice: as functions of autograd, which `torch.func` can transform, and as operators of torch
-(``econv::spectral``, ``econv::spectral_backward``), which compilers hold as one node each.
+A layer A(x; w) is linear in its input and in its weight, and ⟨A(x; w), g⟩ in all three: every
+order of differentiation is made of two functions, the layer and the pair of its gradients. Both
+are one function of autograd, which `torch.func` can transform. What it runs is an engine, or in a
+graph an operator of torch that runs one (``econv::spectral``, ``econv::spectral_backward``), which
+compilers hold as one node.
 
 Memory: what is kept for the backward pass is the input, the weight, and what the engine knows of
 them (on GPUs the weight in Fourier space).
@@ -12,7 +13,8 @@ them (on GPUs the weight in Fourier space).
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from econv.engines.problem import (
 )
 from econv.plan import ParityError, SpectralPlan, plan_named
 
-__all__ = ["EngineError", "Spectral", "Task"]
+__all__ = ["FAILED", "EngineError", "Gradients", "Saved", "Spectral", "Task", "give_up", "through"]
 
 
 class EngineError(RuntimeError):
@@ -52,10 +54,19 @@ class Task(NamedTuple):
         """The geometry of the gradient to ``x``."""
         return self.geometry.transposed(self.plan.basis.size, *x.shape[2:])
 
-    def shape(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:
-        """Of the output."""
-        channels = weight.shape[0] * self.plan.synthesis.shape[0]
-        return (x.shape[0], channels, self.geometry.height, self.geometry.width)
+
+class Saved(NamedTuple):
+    """What a backward pass reads."""
+
+    x: Tensor
+    weight: Tensor
+    affine: Tensor | None = None
+    known: Tensor | None = None
+    """The second result of `Spectral.forward`, unless it has to be found out again."""
+
+
+Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""To the input, to the weight, and to the numbers of a prologue."""
 
 
 class Spectral:
@@ -75,8 +86,8 @@ class Spectral:
         try:
             for part in problem.convolution.parts:
                 problem.convolution.plan(part).stencils  # noqa: B018  # checks its parity
-                if lost := _LOST.get((self.name, problem.convolution.plan(part).name)):
-                    return f"it failed before: {lost}"
+                if reason := FAILED.get((self.name, problem.convolution.plan(part).name)):
+                    return f"it failed before: {reason}"
         except ParityError as error:
             return str(error)
         return None
@@ -91,15 +102,8 @@ class Spectral:
         raise NotImplementedError
 
     def backward(
-        self,
-        task: Task,
-        gradient: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        affine: Tensor | None,
-        known: Tensor | None,
-        wanted: tuple[bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        self, task: Task, gradient: Tensor, saved: Saved, wanted: tuple[bool, bool]
+    ) -> Gradients:
         """The gradients to ``x``, ``weight`` and ``affine``; what is not wanted may be missing."""
         raise NotImplementedError
 
@@ -128,16 +132,12 @@ class Spectral:
             here = x if channels == x.shape[1] else x.narrow(1, first, channels)
             first += channels
             task = Task(convolution.plan(part), geometry, problem.named)
-            if convolution.groups == 1:  # not as one of one chunks, whose gradients would be copied
-                found.append(self._convolve(problem, task, here, own, affine))
-            else:
-                pairs = zip(
-                    here.chunk(convolution.groups, dim=1),
-                    own.chunk(convolution.groups),
-                    strict=True,
-                )
-                each = [self._convolve(problem, task, *pair, None) for pair in pairs]
-                found.append(torch.cat(each, dim=1))
+            pairs = [(here, own)]
+            if convolution.groups > 1:  # one of one chunks would have gradients that are copied
+                chunks = (t.chunk(convolution.groups, dim) for t, dim in ((here, 1), (own, 0)))
+                pairs = list(zip(*chunks, strict=True))
+            each = [self._convolve(problem, task, *pair, affine) for pair in pairs]
+            found.append(each[0] if len(each) == 1 else torch.cat(each, dim=1))
         if bias is not None:
             found.append(bias.to(dtype)[:, None, None])
         total = sum(found[1:], start=found[0])
@@ -147,308 +147,241 @@ class Spectral:
         self, problem: Problem, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
     ) -> Tensor:
         if problem.context == "traced":
-            rest = (self.name, task.plan.name, list(task.geometry), task.named)
-            found = _SPECTRAL(x, weight, affine, *rest)
-        elif torch._C._is_tracing() or exporting():
-            found = self.forward(task, x, weight, affine)  # they know no functions of autograd
-        else:
-            found = _Convolve.apply(x, weight, affine, self, task)
-        return cast(Tensor, found[0])
+            return _layer(x, weight, affine, _Traced(self.name), task)
+        if torch._C._is_tracing() or exporting():  # they know no functions of autograd
+            return self.forward(task, x, weight, affine)[0]
+        return _layer(x, weight, affine, self, task)
 
 
-class _Convolve(torch.autograd.Function):
-    """A(x; w), linear in both; with ``affine`` of what that makes of x."""
+class _Form(torch.autograd.Function):
+    """⟨A(x; w), g⟩, linear in g, x and w: its gradients to g, which is the layer, or to x and w.
 
-    @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor, affine: Tensor | None, engine: Spectral, task: Task
-    ) -> tuple[Tensor, Tensor]:
-        if not engine.compiled:
-            return engine.forward(task, x, weight, affine)
-        try:
-            return engine.forward(task, x, weight, affine)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise EngineError(f"{engine.name} failed: {error}") from error
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, weight, affine, ctx.engine, ctx.task = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(x, weight, affine, output[1])
-        ctx.save_for_forward(x, weight, affine, output[1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        x, weight, affine, known = ctx.saved_tensors
-        wanted, rest = ctx.needs_input_grad, (ctx.engine, ctx.task)
-        to_affine = None
-        if affine is None:
-            pair = (wanted[0], wanted[1])
-            to_x, to_weight = _Gradients.apply(gradients[0], x, weight, known, *rest, pair)
-        elif torch.is_grad_enabled():  # for derivatives of the second order and beyond
-            with torch.enable_grad():
-                out, _ = _Convolve.apply(Prologue(affine).apply(x), weight, None, *rest)
-            inputs = [t for t, need in zip((x, weight, affine), wanted, strict=False) if need]
-            found = iter(torch.autograd.grad(out, inputs, gradients[0], create_graph=True))
-            return *(next(found) if need else None for need in wanted[:3]), None, None
-        else:
-            pair = (wanted[0] or wanted[2], wanted[1])
-            given = (gradients[0], x, weight, affine, known, pair)
-            to_x, to_weight, to_affine = _backward(ctx.engine, ctx.task, *given)
-        found_all = (to_x, to_weight, to_affine)
-        return (
-            *(g if need else None for g, need in zip(found_all, wanted, strict=False)),
-            None,
-            None,
-        )
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        x, weight, affine, _ = ctx.saved_tensors
-        assert affine is None  # engines that fuse know no forward mode
-        total = None
-        for a, b in ((tangents[0], weight), (x, tangents[1])):
-            if a is not None and b is not None:
-                part, _ = _Convolve.apply(a, b, None, ctx.engine, ctx.task)
-                total = part if total is None else total + part
-        return total, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        return _loop(_Convolve, info, in_dims, inputs), (0, 0)
-
-
-class _Gradients(torch.autograd.Function):
-    """(A*(g; w), C(x, g)): the gradients of ⟨A(x; w), g⟩ to x and to w.
-
-    With cotangents (h, H) its own scalar is ⟨A(h; w) + A(x; H), g⟩, whose gradients to x and to w
-    are again A*(g; H) and C(h, g).
+    A gradient to one of the three depends on the other two alone, so that the derivative of any
+    of these along changes of g, x and w is a sum of the same gradients with a change in the place
+    of what changes (`_moved`). That is the backward pass, and forward-mode differentiation too.
+    With ``affine`` all that is said of x is said of what a prologue makes of it.
     """
 
     @staticmethod
-    def forward(
-        g: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        known: Tensor | None,
-        engine: Spectral,
-        task: Task,
-        wanted: tuple[bool, bool],
-    ) -> tuple[Tensor, Tensor]:
-        to_x, to_weight, _ = _backward(engine, task, g, x, weight, None, known, wanted)
-        return _zeros(x) if to_x is None else to_x, _zeros(
-            weight
-        ) if to_weight is None else to_weight
+    def forward(g: Tensor | None, *given: Any) -> tuple[Tensor | None, ...]:
+        """Without ``g`` the layer, and last what is known; with it what is wanted of x and w."""
+        *operands, engine, task, wanted = given
+        saved = Saved(*operands)
+        if g is None:
+            y, known = _attempt(engine, task, True, lambda e: e.forward(task, *saved[:3]))
+            return y, None, None, None, known
+        if torch._C._functorch.is_legacy_batchedtensor(g):
+            raise RuntimeError(
+                f"{engine.name} has no gradients that are batched (is_grads_batched, "
+                "vectorize=True): use torch.func.vmap, or econv.engine('dense')"
+            )
+        found = _attempt(engine, task, task.named, lambda e: e.backward(task, g, saved, wanted))
+        kept = zip(found, (*wanted, wanted[0] and saved.affine is not None), strict=True)
+        return None, *(t if keep else None for t, keep in kept), None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        g, x, weight, _, ctx.engine, ctx.task, _ = inputs
-        ctx.save_for_backward(g, x, weight)
-        ctx.save_for_forward(g, x, weight)
+        *kept, known, ctx.engine, ctx.task, ctx.wanted = inputs
+        if kept[0] is None:
+            known = output[-1]
+            ctx.mark_non_differentiable(known)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*kept, known)
+        ctx.save_for_forward(*kept, known)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        g, x, weight = ctx.saved_tensors
-        rest = (ctx.engine, ctx.task)
-        h, big_h = cotangents
-        to_g = _Convolve.apply(h, weight, None, *rest)[0]
-        to_g = to_g + _Convolve.apply(x, big_h, None, *rest)[0]
-        to_x, to_weight = _Gradients.apply(g, h, big_h, None, *rest, (True, True))
-        return to_g, to_x, to_weight, None, None, None, None
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[:4]
+        _, x, weight, affine, _ = saved
+        if affine is not None and torch.is_grad_enabled():  # for derivatives of second order
+            out = _layer(Prologue(affine).apply(x), weight, None, ctx.engine, ctx.task)
+            inputs = [t for t, need in zip((x, weight, affine), wanted[1:], strict=True) if need]
+            each = iter(torch.autograd.grad(out, inputs, cotangents[0], create_graph=True))
+            found = [next(each) if need else None for need in wanted]
+        else:
+            found = _moved(ctx, saved, cotangents, wanted)
+        return *found, *[None] * 4
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        g, x, weight = ctx.saved_tensors
-        given = zip(ctx.saved_tensors, tangents[:3], strict=True)
-        moved = [torch.zeros_like(t) if d is None else d for t, d in given]
-        rest = (None, ctx.engine, ctx.task, (True, True))
-        pairs = (
-            _Gradients.apply(moved[0], x, weight, *rest),
-            _Gradients.apply(g, *moved[1:], *rest),
-        )
-        return tuple(one + other for one, other in zip(*pairs, strict=True))
+        saved = ctx.saved_tensors
+        assert saved[3] is None  # engines that fuse know no forward mode
+        return *_moved(ctx, saved, tangents, (saved[0] is None, *ctx.wanted, False)), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        return _loop(_Gradients, info, in_dims, inputs), (0, 0)
+        """One call for each member of a mapped dimension."""
+        found = []
+        for i in range(info.batch_size):
+            given = zip(inputs, in_dims, strict=True)
+            one = [value.select(dim, i) if isinstance(dim, int) else value for value, dim in given]
+            found.append(_Form.apply(*one))
+        parts = zip(*found, strict=True)
+        return tuple(None if part[0] is None else torch.stack(part) for part in parts), 0
 
 
-def _zeros(x: Tensor) -> Tensor:
-    """What is not wanted: zeros that take no room, but where a transformation may write to them."""
-    return torch.zeros_like(x) if transformed() else x.new_zeros(()).expand_as(x)
+_NEITHER = (False, False)
 
 
-_LOST: dict[tuple[str, str], str] = {}
-"""Why an engine failed on a plan, where nobody had asked for it by name."""
+def _form(*given: Any) -> tuple[Any, ...]:
+    """What `_Form` says; autograd and `torch.func` hear of it only where they have to."""
+    followed = torch.is_grad_enabled() or transformed()
+    found: tuple[Any, ...] = (_Form.apply if followed else _Form.forward)(*given)
+    return found
+
+
+def _layer(x: Tensor, weight: Tensor, affine: Tensor | None, *rest: Any) -> Tensor:
+    return cast(Tensor, _form(None, x, weight, affine, None, *rest, _NEITHER)[0])
+
+
+def _moved(
+    ctx: Any, saved: tuple[Any, ...], moves: tuple[Any, ...], wanted: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """What is wanted of the gradients to g, x, w and affine, along moves of the first three."""
+    g, x, weight, affine, known = saved
+    (dg, dx, dw, *_), rest = moves, (ctx.engine, ctx.task)
+    terms: list[tuple[Any, ...]] = []
+    if wanted[0]:
+        pairs = [(a, b) for a, b in ((dx, weight), (x, dw)) if a is not None and b is not None]
+        terms += [(_layer(*pair, None, *rest), *[None] * 3) for pair in pairs]
+    if dg is not None:
+        pair = (wanted[1] or wanted[3], wanted[2])
+        terms.append(_form(dg, x, weight, affine, known, *rest, pair))
+    crossed = (wanted[1] and dw is not None, wanted[2] and dx is not None)
+    if g is not None and any(crossed):
+        there = (x if dx is None else dx, weight if dw is None else dw)
+        terms.append(_form(g, *there, None, None, *rest, crossed))
+    found: list[Tensor | None] = []
+    for like, want, *each in zip(saved[:4], wanted, *terms, strict=False):
+        given = [term for term in each if term is not None and want]
+        zero = torch.zeros_like(like) if want and not given else None
+        found.append(sum(given[1:], given[0]) if given else zero)
+    return found
+
+
+class _Traced(Spectral):
+    """An engine in a graph: the operators that stand for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def forward(self, task: Task, *operands: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _SPECTRAL(*operands, *self._words(task))
+
+    def backward(self, task: Task, gradient: Tensor, saved: Saved, wanted: Any) -> Any:
+        return _BACKWARD(gradient, *saved, *self._words(task), *wanted)
+
+    def _words(self, task: Task) -> tuple[Any, ...]:
+        return self.name, task.plan.name, list(task.geometry), task.named
+
+
+_T = TypeVar("_T")
+FAILED: dict[tuple[str, str], str] = {}
+"""Why an engine failed on a plan or a convolution, where nobody had asked for it by name.
+
+With each more, what was chosen before has to be chosen again.
+"""
 
 _log = logging.getLogger("econv.engines")
 
 
-def lost() -> int:
-    """How many engines have failed so far: what was chosen before has to be chosen again."""
-    return len(_LOST)
+def give_up(engine: str, name: str, what: object, error: Exception) -> None:
+    """Never choose an engine for something again, and say so once."""
+    if (engine, name) not in FAILED:
+        FAILED[engine, name] = reason = f"{type(error).__name__}: {str(error).strip()[:500]}"
+        _log.warning("%s failed on %s and is not chosen again: %s", engine, what, reason)
 
 
-def _forward(
-    engine: Spectral, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """A graph's forward pass; by operations of torch where kernels fail that were only chosen."""
-    if (engine.name, task.plan.name) not in _LOST:
+def _attempt(engine: Spectral, task: Task, named: bool, run: Callable[[Spectral], _T]) -> _T:
+    """A pass; by operations of torch where kernels fail that were only chosen."""
+    if (engine.name, task.plan.name) not in FAILED:
         try:
-            return engine.forward(task, x, weight, affine)
+            return run(engine)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            _lose(engine, task, error)
-    made = x if affine is None else Prologue(affine).apply(x)
-    found, _ = _MADE["spectral/torch"].forward(task, made, weight, None)
-    return found, engine.known_like(task, x, weight)
+            if not engine.compiled:
+                raise
+            if named:
+                raise EngineError(f"{engine.name} failed: {error}") from error
+            give_up(engine.name, task.plan.name, repr(task.plan), error)
+    return run(_MADE["spectral/torch"])
 
 
-def _backward(
-    engine: Spectral,
-    task: Task,
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    affine: Tensor | None,
-    known: Tensor | None,
-    wanted: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """A backward pass; by operations of torch where kernels fail that were only chosen."""
-    if torch._C._functorch.is_legacy_batchedtensor(g):
-        raise RuntimeError(
-            f"{engine.name} has no gradients that are batched (is_grads_batched, vectorize=True): "
-            "use torch.func.vmap, or econv.engine('dense')"
-        )
-    if (engine.name, task.plan.name) not in _LOST:
-        try:
-            return engine.backward(task, g, x, weight, affine, known, wanted)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            _lose(engine, task, error)
-    plain = _MADE["spectral/torch"]
-    if affine is None:
-        return plain.backward(task, g, x, weight, None, None, wanted)
+def through(affine: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients to ``x`` and ``affine`` from that to what a prologue makes of them."""
     with torch.enable_grad():
-        given = (x.detach().requires_grad_(), affine.detach().requires_grad_())
-        made = Prologue(given[1]).apply(given[0])
-    to_made, to_weight, _ = plain.backward(task, g, made.detach(), weight, None, None, wanted)
-    to_x, to_affine = torch.autograd.grad(made, given, to_made)
-    return to_x, to_weight, to_affine
+        ours, numbers = x.detach().requires_grad_(), affine.detach().requires_grad_()
+        to_x, to_affine = torch.autograd.grad(Prologue(numbers).apply(ours), (ours, numbers), g)
+    return to_x, to_affine
 
 
-def _lose(engine: Spectral, task: Task, error: Exception) -> None:
-    """Never run an engine on a plan again, and say so once; raise where it was asked for."""
-    if not engine.compiled:
-        raise error
-    if task.named:
-        raise EngineError(f"{engine.name} failed: {error}") from error
-    _LOST[engine.name, task.plan.name] = reason = f"{type(error).__name__}: {str(error)[:500]}"
-    _log.warning("%s failed on %r and is not chosen again: %s", engine.name, task.plan, reason)
-
-
-def _loop(function: Any, info: Any, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
-    """One call for each member of a mapped dimension."""
-    found = []
-    for i in range(info.batch_size):
-        chosen = [
-            value.select(dim, i) if isinstance(dim, int) else value
-            for value, dim in zip(inputs, in_dims, strict=True)
-        ]
-        found.append(function.apply(*chosen))
-    return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
-
-
-# The same as operators of torch, for graphs.
+# The operators of graphs
 
 _LIBRARY = torch.library.Library("econv", "FRAGMENT")
-_TAGS = (torch.Tag.needs_exact_strides,)
 _LIBRARY.define(
     "spectral(Tensor x, Tensor weight, Tensor? affine, str engine, str plan, SymInt[] geometry,"
     " bool named) -> (Tensor, Tensor)",
-    tags=_TAGS,
+    tags=(torch.Tag.needs_exact_strides,),
 )
 _LIBRARY.define(
-    "spectral_backward(Tensor g, Tensor x, Tensor weight, Tensor? affine, Tensor known,"
+    "spectral_backward(Tensor g, Tensor x, Tensor weight, Tensor? affine, Tensor? known,"
     " str engine, str plan, SymInt[] geometry, bool named, bool to_x, bool to_weight)"
     " -> (Tensor, Tensor, Tensor)",
-    tags=_TAGS,
+    tags=(torch.Tag.needs_exact_strides,),
 )
 _SPECTRAL = torch.ops.econv.spectral.default
 _BACKWARD = torch.ops.econv.spectral_backward.default
 
 
-def _task(plan: str, geometry: list[int], named: bool) -> Task:
-    return Task(plan_named(plan), Geometry(*geometry), named)
+def _told(engine: str, plan: str, geometry: list[int], named: bool) -> tuple[Spectral, Task]:
+    """What the words of an operator stand for."""
+    return _MADE[engine], Task(plan_named(plan), Geometry(*geometry), named)
 
 
-def _run(
-    x: Tensor, weight: Tensor, affine: Tensor | None, engine: str, plan: str, *about: Any
-) -> tuple[Tensor, Tensor]:
-    y, known = _forward(_MADE[engine], _task(plan, *about), x, weight, affine)
+def _run(x: Tensor, weight: Tensor, affine: Tensor | None, *words: Any) -> tuple[Tensor, Tensor]:
+    engine, task = _told(*words)
+    y, known = _attempt(engine, task, task.named, lambda e: e.forward(task, x, weight, affine))
+    if not known.numel():  # another engine may have run
+        known = engine.known_like(task, x, weight)
     return y.contiguous(memory_format=memory_format(x)), known
 
 
-def _fake(
-    x: Tensor, weight: Tensor, affine: Tensor | None, engine: str, plan: str, *about: Any
-) -> tuple[Tensor, Tensor]:
-    task = _task(plan, *about)
-    shape = task.shape(x, weight)
+def _fake(x: Tensor, weight: Tensor, affine: Tensor | None, *words: Any) -> tuple[Tensor, Tensor]:
+    engine, task = _told(*words)
+    channels = weight.shape[0] * task.plan.synthesis.shape[0]
+    shape = (x.shape[0], channels, task.geometry.height, task.geometry.width)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
-    return y, _MADE[engine].known_like(task, x, weight)
+    return y, engine.known_like(task, x, weight)
 
 
-def _run_backward(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    affine: Tensor | None,
-    known: Tensor,
-    engine: str,
-    plan: str,
-    geometry: list[int],
-    named: bool,
-    to_x: bool,
-    to_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    task, wanted = _task(plan, geometry, named), (to_x, to_weight)
-    found = _backward(_MADE[engine], task, g, x, weight, affine, known, wanted)
-    layouts = (memory_format(x), torch.contiguous_format, torch.contiguous_format)
-    kept = (to_x, to_weight, to_x and affine is not None)
-    one, two, three = (
-        x.new_empty(0) if t is None or not keep else t.contiguous(memory_format=layout)
-        for t, keep, layout in zip(found, kept, layouts, strict=True)
-    )
-    return one, two, three
+def _autograd(*given: Any) -> tuple[Tensor, Tensor]:
+    engine, task = _told(*given[3:])
+    y, *_, known = _Form.apply(None, *given[:3], None, _Traced(engine.name), task, _NEITHER)
+    return y, known
+
+
+def _run_backward(*given: Any) -> tuple[Tensor, ...]:
+    found = _Form.forward(*given[:5], *_told(*given[5:-2]), given[-2:])
+    return _laid_out(found[1:4], given[1], Tensor.contiguous)
 
 
 def _fake_backward(
-    g: Tensor, x: Tensor, weight: Tensor, affine: Tensor | None, known: Tensor, *about: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    to_x, to_weight = about[-2:]
-    like_x = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
-    like_w = torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
-    like_a = x.new_empty(0)
-    if to_x and affine is not None:
-        like_a = torch.empty(affine.shape, dtype=affine.dtype, device=x.device)
-    return like_x if to_x else x.new_empty(0), like_w if to_weight else x.new_empty(0), like_a
+    g: Tensor, x: Tensor, weight: Tensor, affine: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    to_x, to_weight = rest[-2:]
+    like = (x if to_x else None, weight if to_weight else None, affine if to_x else None)
+    return _laid_out(like, x, torch.empty_like)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, affine, *ctx.rest = inputs
-    ctx.save_for_backward(x, weight, affine, output[1])
-
-
-def _differentiate(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
-    x, weight, affine, known = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
-    pair = (wanted[0] or wanted[2], wanted[1])
-    found = _BACKWARD(gradient, x, weight, affine, known, *ctx.rest, *pair)
-    return *(g if need else None for g, need in zip(found, wanted, strict=False)), *[None] * 4
+def _laid_out(found: tuple[Tensor | None, ...], x: Tensor, make: Any) -> tuple[Tensor, ...]:
+    """Gradients in the layouts that a graph expects; what is not wanted is empty."""
+    layouts = (memory_format(x), torch.contiguous_format, torch.contiguous_format)
+    return tuple(
+        x.new_empty(0) if t is None else make(t, memory_format=layout)
+        for t, layout in zip(found, layouts, strict=True)
+    )
 
 
 for _name, _kernel, _meta in (
@@ -457,6 +390,4 @@ for _name, _kernel, _meta in (
 ):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"econv::{_name}", _meta, lib=_LIBRARY)
-torch.library.register_autograd(
-    "econv::spectral", _differentiate, setup_context=_keep, lib=_LIBRARY
-)
+_LIBRARY.impl("spectral", _autograd, "Autograd")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from econv.engines.problem import Problem, Prologue, memory_format
-from econv.engines.spectral.operator import Spectral, Task
+from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task
 from econv.engines.spectral.tiling import Like, overridden, rounded_up, warp_specialised
 from econv.engines.spectral.torch import tables
 from econv.engines.spectral.triton.scheme import scheme
@@ -81,9 +81,8 @@ class Triton(Spectral):
         known = self.known_like(task, x, weight)
         x_largest, w_largest, weights = self._parts(task, x, weight, known)
         known[: sum(_lengths(x, weight))].zero_()
-        table = tables(task.plan, weight.device, torch.float32)
         flat = weight.to(torch.float32).flatten(0, 1)
-        torch.mm(flat, table.weight_map, out=weights.view(-1, task.plan.weights))
+        torch.mm(flat, _weight_map(task, x), out=weights.view(-1, task.plan.weights))
         largest(x, x_largest, affine)
         largest(weights, w_largest)
         return known
@@ -91,43 +90,27 @@ class Triton(Spectral):
     def _parts(
         self, task: Task, x: Tensor, weight: Tensor, known: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        first, second = _lengths(x, weight)
+        overall, (first, second) = _launches().OVERALL, _lengths(x, weight)
         weights = known[first + second :].view(*weight.shape[:2], task.plan.weights)
-        x_largest = known[: _launches().OVERALL + x.shape[0]]
-        return x_largest, known[first : first + _launches().OVERALL + weight.shape[0]], weights
+        return known[: overall + len(x)], known[first : first + overall + len(weight)], weights
 
     def backward(
-        self,
-        task: Task,
-        gradient: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        affine: Tensor | None,
-        known: Tensor | None,
-        wanted: tuple[bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        self, task: Task, gradient: Tensor, saved: Saved, wanted: tuple[bool, bool]
+    ) -> Gradients:
         """Both gradients; that to the weight first, while the other, larger one does not exist."""
+        x, weight, affine, known = saved
         launches, to_x, to_weight, to_affine = _launches(), None, None, None
         with on_device(x):
             known = self._know(task, x, weight, affine) if known is None else known
             x_largest, w_largest, weights = self._parts(task, x, weight, known)
             gradient = gradient.to(x.dtype)
-            found = gradient.new_zeros(_launches().OVERALL + len(gradient), dtype=torch.float32)
+            found = gradient.new_zeros(launches.OVERALL + len(gradient), dtype=torch.float32)
             largest(gradient, found)
             if wanted[1]:
-                run = launches.weight_gradient_run(
-                    Like.of(x),
-                    Like.of(gradient),
-                    task.plan.name,
-                    task.geometry,
-                    overridden(),
-                    launches.precision_of(x.dtype),
-                    affine is not None,
-                    self.specialised,
-                )
+                pair, way = (Like.of(x), Like.of(gradient)), self._way(x, affine)
+                run = launches.weight_gradient_run(*pair, task.plan.name, task.geometry, *way)
                 to_weights = run(x, x_largest, gradient, found, *_given(affine))
-                table = tables(task.plan, weight.device, torch.float32)
-                to_weight = (to_weights @ table.weight_map.T).to(weight.dtype)
+                to_weight = (to_weights @ _weight_map(task, x).T).to(weight.dtype)
             if wanted[0]:
                 back = Task(task.plan, task.back(x))
                 to_x = self._launch(back, gradient, found, weights, w_largest, None, x)
@@ -146,21 +129,17 @@ class Triton(Spectral):
         into: Tensor | None = None,
     ) -> Tensor:
         """A layer, or its adjoint with an output like ``into``."""
-        launches, adjoint = _launches(), into is not None
-        run = launches.convolution_run(
-            Like.of(x),
-            task.plan.name,
-            adjoint,
-            task.geometry,
-            weights.shape[1 if adjoint else 0],
-            memory_format(x if into is None else into) is torch.channels_last,
-            overridden(),
-            launches.precision_of(x.dtype),
-            affine is not None,
-            self.specialised,
-        )
+        last = memory_format(x if into is None else into) is torch.channels_last
+        adjoint, way = into is not None, (last, *self._way(x, affine))
+        fields, plan = weights.shape[1 if adjoint else 0], task.plan.name
+        run = _launches().convolution_run(Like.of(x), plan, adjoint, task.geometry, fields, *way)
         found: Tensor = run(x, x_largest, weights, w_largest, *_given(affine))
         return found
+
+    def _way(self, x: Tensor, affine: Tensor | None) -> tuple[Any, ...]:
+        """What else kernels are made for."""
+        precision = _launches().precision_of(x.dtype)
+        return overridden(), precision, affine is not None, self.specialised
 
 
 class Hopper(Triton):
@@ -221,6 +200,10 @@ def _launches() -> Any:
 
 on_device = torch.cuda.device_of
 """Kernels are launched on the current device: it has to be that of the tensors."""
+
+
+def _weight_map(task: Task, x: Tensor) -> Tensor:
+    return tables(task.plan, x.device, torch.float32)["weight_map"]
 
 
 def _given(affine: Tensor | None) -> tuple[Tensor, ...]:

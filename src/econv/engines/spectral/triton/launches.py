@@ -27,9 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Geometry, Prologue, memory_format
+from econv.engines.problem import Geometry, memory_format
 from econv.engines.spectral.hopper import kernels as hopper
 from econv.engines.spectral.hopper.schedule import ROWS, gains
+from econv.engines.spectral.operator import through
 from econv.engines.spectral.tiling import (
     INTERNAL,
     Grid,
@@ -456,11 +457,7 @@ def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, T
     fields = affine.shape[1]
     launches = backward_launches(Like.of(x), fields)
     if launches is None:
-        with torch.enable_grad():
-            ours, numbers = x.detach().float().requires_grad_(), affine.detach().requires_grad_()
-            made = Prologue(numbers).apply(ours)
-            to_x, to_affine = torch.autograd.grad(made, (ours, numbers), g.float())
-        return to_x.to(x.dtype), to_affine
+        return through(affine, x, g.to(x.dtype))
     g, affine = g.contiguous(memory_format=memory_format(x)), affine.contiguous()
     activation, add_up, _ = launches
     to_x, found = _like(x), _empty((3, fields), torch.float32, x.device)
