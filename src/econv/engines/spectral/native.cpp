@@ -15,10 +15,6 @@
 #include <type_traits>
 #include <vector>
 
-#ifndef REAL
-#define REAL float
-#endif
-
 using Real = REAL;
 
 #if defined(__AVX512F__)
@@ -430,7 +426,7 @@ extern "C" int econv_spectral(const Job* job, int64_t count) {
   const int64_t regions = j.batch * c.down * c.across;
   const int64_t threads = std::max<int64_t>(1, std::min(j.threads, regions));
   const int64_t most = std::max({j.in_channels * j.stencils, j.in_channels, j.out_channels});
-  // Of each thread, and how much of them comes before each.
+  // What each thread holds, how much of it and where.
   enum { SPECTRUM, Z, PRODUCTS, LINE, SCRATCH, TURNED, SUMS, ALL };
   const int64_t sizes[ALL] = {j.in_fields * j.in_channels * c.map + 2 * LANES,
                               c.features * c.pixels,
@@ -481,27 +477,27 @@ extern "C" int econv_spectral(const Job* job, int64_t count) {
           const auto some = narrow ? differentiate<R, HALF> : differentiate<R, BYTES>;
           some(j, c, own[SPECTRUM], row, here, columns, own[Z], own[SCRATCH]);
         });
-        const int64_t plane = j.out_height * j.out_width, step = j.out_fields * c.pixels;
-        const auto each_line = [&](const auto& body) {
+        // Between an image of the output's shape and the slots of the blocks.
+        const auto pass = [&](bool back) {
+          const int64_t plane = j.out_height * j.out_width, step = j.out_fields * c.pixels;
+          const int64_t field_size = j.out_channels * plane, size = j.out_fields * field_size;
           const bool whole = columns == j.out_width;  // lines follow one another in the image too
           const int64_t lines = whole ? 1 : here, count = here * columns / lines;
           for (int64_t field = 0; field < j.out_fields; field++)
-            for (int64_t r = 0; r < lines; r++)
-              body(field * j.out_channels * plane + (top + row + r) * j.out_width + left,
-                   own[PRODUCTS] + field * c.pixels + r * columns, count);
+            for (int64_t r = 0; r < lines; r++) {
+              Real* slots = own[PRODUCTS] + field * c.pixels + r * columns;
+              const int64_t at = field * field_size + (top + row + r) * j.out_width + left;
+              if (back)
+                transform(j.synthesis, count, slots, step, c.pixels, j.y + image * size + at, plane,
+                          count, own[SCRATCH]);
+              else
+                transform(j.spectrum, count, j.other + image * j.other_stride + at, plane,
+                          size - field_size + plane - at, slots, step, c.pixels, own[SCRATCH]);
+            }
         };
-        if (j.w_gradient)
-          each_line([&](int64_t at, Real* slots, int64_t count) {
-            const int64_t readable = ((j.out_fields - 1) * j.out_channels + 1) * plane - at;
-            transform(j.spectrum, count, j.other + image * j.other_stride + at, plane, readable,
-                      slots, step, c.pixels, own[SCRATCH]);
-          });
+        if (j.w_gradient) pass(false);
         multiply(j, c, own[Z], matrices, here * columns, own[PRODUCTS], own[TURNED], own[SUMS]);
-        if (j.y)
-          each_line([&](int64_t at, const Real* slots, int64_t count) {
-            Real* to = j.y + image * j.out_fields * j.out_channels * plane + at;
-            transform(j.synthesis, count, slots, step, c.pixels, to, plane, count, own[SCRATCH]);
-          });
+        if (j.y) pass(true);
       }
     }
   };

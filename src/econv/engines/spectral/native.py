@@ -130,15 +130,16 @@ def run(
         raise RuntimeError(f"the native kernel is not available: {library}")
     x, weights = _dense_images(x), weights.contiguous()
     other = None if other is None else _dense_images(other)
+    out_fields, in_fields, _ = weights.shape
+    shape = (x.shape[0], out_fields * len(plan.synthesis), geometry.height, geometry.width)
     nothing = not x.numel() or not geometry.height or not geometry.width
-    new = x.new_zeros if nothing else x.new_empty
-    shape = (x.shape[0], len(weights) * len(plan.synthesis), geometry.height, geometry.width)
+    new, like = (x.new_zeros, torch.zeros_like) if nothing else (x.new_empty, torch.empty_like)
     result = new(shape) if output else None
-    found = None if other is None else new(weights.shape)
+    found = None if other is None else like(weights)
     if nothing:
         return result, found
     program, _kept = _program(plan, x.dtype)
-    numbers = [torch.get_num_threads(), x.shape[0], *x.shape[2:], weights.shape[1], len(weights)]
+    numbers = (torch.get_num_threads(), x.shape[0], *x.shape[2:], in_fields, out_fields)
     strides = x.stride(0), 0 if other is None else other.stride(0)
     images = [0 if t is None else t.data_ptr() for t in (x, weights, other, result, found)]
     job = array("q", [*program, *geometry, *numbers, *strides, *images])
