@@ -348,33 +348,39 @@ template <bool TURNED, int R, int N>
 APART void product(const Real* a, int64_t a_step, const Real* b, int64_t b_step, int64_t inner,
                    Real* out, int64_t out_step) {
   V sum[R][N] = {};
-  if (TURNED)
-    for (int r = 0; r < R; r++)
-      for (int n = 0; n < N; n++) sum[r][n] = Full::load(out + r * out_step + n * LANES);
+  for (int r = 0; TURNED && r < R; r++)
+    for (int n = 0; n < N; n++) sum[r][n] = Full::load(out + r * out_step + n * LANES);
   for (int64_t k = 0; k < inner; k++) {
     V v[N];
     for (int n = 0; n < N; n++) v[n] = Full::load(b + n * LANES);
     for (int r = 0; r < R; r++)
       for (int n = 0; n < N; n++) sum[r][n] += a[TURNED ? r * a_step : r] * v[n];
-    a += TURNED ? 1 : a_step;
+    a += TURNED ? 1 : R;
     b += b_step;
   }
   for (int r = 0; r < R; r++)
     for (int n = 0; n < N; n++) Full::store(out + r * out_step + n * LANES, sum[r][n]);
 }
 
-// The same for any number of rows and columns.
+// Rows that `product` takes at a time, of so many.
+int64_t tile_height(int64_t rows) { return ceil_div(rows, ceil_div(rows, TALL)); }
+
+// The same for any number of rows and columns; a is [tile of rows, k, r] or turned [r, k].
 template <bool TURNED>
 void products(int64_t rows, int64_t columns, const Real* a, int64_t a_step, const Real* b,
               int64_t b_step, int64_t inner, Real* out, int64_t out_step) {
-  const int64_t height = ceil_div(rows, ceil_div(rows, TALL));
-  for (int64_t first = 0; first < rows; first += height, a += height * (TURNED ? a_step : 1))
-    for (int64_t n = 0; n < columns; n += 2 * LANES)
+  const int64_t height = tile_height(rows), width = 2 * LANES;
+  // The features stream by, what they are multiplied with is kept.
+  for (int64_t u = 0; u < (TURNED ? columns : rows); u += TURNED ? width : height)
+    for (int64_t v = 0; v < (TURNED ? rows : columns); v += TURNED ? height : width) {
+      const int64_t first = TURNED ? v : u, n = TURNED ? u : v;
       instance<1, TALL>(std::min(height, rows - first), [&](auto tall) {
         constexpr int R = decltype(tall)::value;
         const auto some = n + LANES < columns ? product<TURNED, R, 2> : product<TURNED, R, 1>;
-        some(a, a_step, b + n, b_step, inner, out + first * out_step + n, out_step);
+        some(a + first * a_step, a_step, b + n, b_step, inner, out + first * out_step + n,
+             out_step);
       });
+    }
 }
 
 // Every block's products for one tile, [slot, out field, pixel]. What stood there, the spectrum of
@@ -390,7 +396,7 @@ APART void multiply(const Job& j, const Cut& c, const Real* z, const Real* matri
           for (int64_t n = 0; n < wide; n++) turned[p * padded + n] = out[n * c.pixels + p];
         products<true>(inner, padded, z, c.pixels, turned, padded, pixels, sums, padded);
       }
-      if (j.y) products<false>(wide, pixels, matrix, padded, z, c.pixels, inner, out, c.pixels);
+      if (j.y) products<false>(wide, pixels, matrix, inner, z, c.pixels, inner, out, c.pixels);
       z += inner * c.pixels;
       out += wide * c.pixels;
     }
@@ -399,20 +405,32 @@ APART void multiply(const Job& j, const Cut& c, const Real* z, const Real* matri
   }
 }
 
-// All entries of the blocks' matrices, [block, (field, inner), (column, out field) padded to whole
-// vectors]: where each stands, where its weight does, and its sign.
-template <class Visit>
+// All entries of the blocks' matrices, [block, (field, inner), (column, out field)]: where each
+// stands, in tiles or with rows padded to whole vectors, where its weight does, and its sign.
+template <bool TILED, class Visit>
 void each_entry(const Job& j, const Visit& visit) {
-  int64_t at = 0, start = 0;
-  for (const Block* b = j.block; b < j.block + j.blocks; start += b->inner * b->columns, b++)
-    for (int64_t f = 0; f < j.in_fields; f++)
-      for (int64_t k = 0; k < b->inner; k++, at += round_up(b->columns * j.out_fields, LANES))
-        for (int64_t n = 0; n < b->columns; n++)
-          for (int64_t o = 0; o < j.out_fields; o++) {
-            const int64_t place = start + k * b->columns + n;
-            visit(at + n * j.out_fields + o, (o * j.in_fields + f) * j.weights + j.entry[place],
-                  j.sign[place]);
+  int64_t at = 0, place = 0;
+  for (const Block* b = j.block; b < j.block + j.blocks; b++) {
+    const int64_t inner = b->inner * j.in_fields, wide = b->columns * j.out_fields;
+    const int64_t padded = round_up(wide, LANES), height = TILED ? tile_height(wide) : padded;
+    for (int64_t row = 0, f = 0; f < j.in_fields; f++)
+      for (int64_t k = 0; k < b->inner; k++, row++) {
+        int64_t r = 0, next = height, base = at + row * height;  // of the tile
+        for (int64_t n = 0; n < b->columns; n++) {
+          const int64_t entry = place + k * b->columns + n, weight = f * j.weights + j.entry[entry];
+          const Real sign = j.sign[entry];
+          for (int64_t o = 0; o < j.out_fields; o++, r++) {
+            if (TILED && r == next) {
+              base = at + r * inner + row * std::min(height, wide - r) - r;
+              next += height;
+            }
+            visit(base + r, o * j.in_fields * j.weights + weight, sign);
           }
+        }
+      }
+    at += inner * padded;
+    place += b->inner * b->columns;
+  }
 }
 
 }  // namespace
@@ -450,7 +468,9 @@ extern "C" int econv_spectral(const Job* job, int64_t count) {
   }
   Real* const all = reinterpret_cast<Real*>(round_up(reinterpret_cast<int64_t>(memory.data()), 64));
   Real* const matrices = all + starts[ALL] * threads;
-  each_entry(j, [&](int64_t at, int64_t weight, Real sign) { matrices[at] = sign * j.w[weight]; });
+  each_entry<true>(j, [&](int64_t at, int64_t weight, Real sign) {
+    matrices[at] = sign * j.w[weight];
+  });
 
   // Always the same regions in one part, so that sums over pixels have one order.
   const auto work = [&](int64_t part) {
@@ -512,7 +532,7 @@ extern "C" int econv_spectral(const Job* job, int64_t count) {
 #endif
   if (!j.w_gradient) return 0;
   std::memset(j.w_gradient, 0, j.out_fields * j.in_fields * j.weights * sizeof(Real));
-  each_entry(j, [&](int64_t at, int64_t weight, Real sign) {
+  each_entry<false>(j, [&](int64_t at, int64_t weight, Real sign) {
     Real sum = 0;
     for (int64_t t = 0; t < threads; t++) sum += all[t * starts[ALL] + starts[SUMS] + at];
     j.w_gradient[weight] += sign * sum;
