@@ -14,14 +14,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from array import array
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,7 @@ __all__ = ["Native", "available", "reason", "run"]
 _SOURCE = Path(__file__).with_name("native.cpp")
 _LARGEST = 9  # size of the stencils that the kernel is instantiated for
 _REALS = {torch.float32: "float", torch.float64: "double"}
-_TUNED: tuple[list[str], ...] = (
-    ["-march=native"],
-    ["-mcpu=native"],
-    [],
-)  # the first that the compiler takes
+_TUNED: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])  # the first that works
 _SECONDS = 300  # to compile in; it takes about three
 
 
@@ -102,35 +99,22 @@ def run(
     library = _library(_REALS[x.dtype])
     if isinstance(library, str):
         raise RuntimeError(f"the native kernel is not available: {library}")
-    program = _program(plan, x.dtype)
     x, weights = _dense_images(x), weights.contiguous()
-    out_fields, in_fields = weights.shape[:2]
-    out_channels = plan.synthesis.shape[0]
-    shape = (x.shape[0], out_fields * out_channels, geometry.height, geometry.width)
-    result = x.new_empty(shape) if output else None
-    found = None if other is None else torch.empty_like(weights)
-    if not x.numel() or not geometry.height or not geometry.width:
-        return (
-            None if result is None else result.zero_(),
-            None if found is None else found.zero_(),
-        )
-    job = _Job()
-    job.size_of_job = ctypes.sizeof(_Job)
-    job.threads = torch.get_num_threads()
-    job.batch, job.height, job.width = x.shape[0], *x.shape[2:]
-    job.in_fields, job.out_fields = in_fields, out_fields
-    job.in_channels, job.out_channels = plan.analysis.shape[0], out_channels
-    job.out_height, job.out_width = geometry.height, geometry.width
-    job.x_stride = x.stride(0)
-    job.up, job.down, job.dilation, job.before = geometry[:4]
-    program.fill(job)
-    job.x, job.w = x.data_ptr(), weights.data_ptr()
-    job.y = result.data_ptr() if result is not None else None
-    if other is not None and found is not None:
-        other = _dense_images(other)
-        job.other, job.other_stride = other.data_ptr(), other.stride(0)
-        job.w_gradient = found.data_ptr()
-    code = library.econv_spectral(ctypes.byref(job))
+    other = None if other is None else _dense_images(other)
+    out_fields, in_fields, _ = weights.shape
+    shape = (x.shape[0], out_fields * len(plan.synthesis), geometry.height, geometry.width)
+    nothing = not x.numel() or not geometry.height or not geometry.width
+    new, like = (x.new_zeros, torch.zeros_like) if nothing else (x.new_empty, torch.empty_like)
+    result = new(shape) if output else None
+    found = None if other is None else like(weights)
+    if nothing:
+        return result, found
+    program, _kept = _program(plan, x.dtype)
+    numbers = (torch.get_num_threads(), x.shape[0], *x.shape[2:], in_fields, out_fields)
+    strides = x.stride(0), 0 if other is None else other.stride(0)
+    images = [0 if t is None else t.data_ptr() for t in (x, weights, other, result, found)]
+    job = array("q", [*program, *geometry, *numbers, *strides, *images])
+    code = library.econv_spectral(job.buffer_info()[0], len(job))
     if code:
         stencils = f"expected stencils of up to {_LARGEST}×{_LARGEST}; got {plan.basis.size}"
         wrong = {1: "another layout of its arguments", 2: stencils, 3: "no memory"}
@@ -144,104 +128,45 @@ def _dense_images(x: Tensor) -> Tensor:
     return x if x.stride()[1:] == (height * width, width, 1) else x.contiguous()
 
 
-_SIZES = """size_of_job threads batch in_fields out_fields in_channels out_channels height width
-out_height out_width x_stride other_stride up down dilation before size stencils features slots
-weights blocks"""
-_IMAGES = "x w other y w_gradient"
-_COUNTS = "rows places pairs first singles"
-_TABLES = "pair single row_start row_place row_factor place_start place_row place_factor"
-_POINTERS = """class_start class_stencil class_adds class_factor feature_place feature_factor block
-entry sign"""
-
-
-class _Transform(ctypes.Structure):
-    """`struct Transform` of native.cpp."""
-
-    _fields_ = [
-        *[(name, ctypes.c_int64) for name in _COUNTS.split()],
-        *[(name, ctypes.c_void_p) for name in _TABLES.split()],
-    ]
-
-
-class _Job(ctypes.Structure):
-    """`struct Job` of native.cpp."""
-
-    _fields_ = [
-        *[(name, ctypes.c_int64) for name in _SIZES.split()],
-        *[(name, ctypes.c_void_p) for name in _IMAGES.split()],
-        ("analysis", _Transform),
-        ("synthesis", _Transform),
-        *[(name, ctypes.c_void_p) for name in _POINTERS.split()],
-    ]
-
-
-@dataclass(frozen=True, eq=False)
-class _Program:
-    """The arrays of a plan as the kernel reads them."""
-
-    values: dict[str, Any]
-    arrays: list[np.ndarray]  # kept alive: the values point into them
-
-    def fill(self, job: Any) -> None:
-        for name, value in self.values.items():
-            setattr(job, name, value)
-
-
 @lru_cache(maxsize=512)
-def _program(plan: SpectralPlan, dtype: torch.dtype) -> _Program:
+def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np.ndarray]]:
+    """What `struct Job` of native.cpp says of a plan, and the arrays that it points into."""
     tables = arrays(plan)
     real = np.float32 if dtype == torch.float32 else np.float64
     kept: list[np.ndarray] = []
 
-    def place(array: Any) -> int:
-        found = np.asarray(array)
+    def place(table: Any) -> int:
+        found = np.asarray(table)
         kept.append(np.ascontiguousarray(found, real if found.dtype.kind == "f" else np.int64))
         return int(kept[-1].ctypes.data)
 
-    def fast(matrix: np.ndarray) -> _Transform:
-        pairs, rest = butterflies(matrix)
-        seen: list[int] = []
-        for pair in pairs:
-            if seen and set(pair) & set(seen):
-                break
-            seen += pair
-        single = [p for p in range(matrix.shape[1]) if p not in seen]
-        lists = [np.array(found, dtype=np.int64) for found in (pairs, single)]
-        pointers = map(place, (*lists, *_sparse(rest), *_sparse(rest.T)))
-        counts = (len(pairs), len(seen) // 2, len(single))
-        return _Transform(*matrix.shape, *counts, *pointers)
+    def sparse(matrix: np.ndarray) -> list[int]:
+        rows, columns = np.nonzero(matrix)
+        start = np.searchsorted(rows, np.arange(len(matrix) + 1))
+        return [len(matrix), *map(place, (start, columns, matrix[rows, columns]))]
 
-    blocks, weight = [], 0
-    for block in plan.blocks:
-        blocks.append([block.rows, block.inner, block.columns, weight])
-        weight += block.inner * block.columns
-    start, stencil, adds, factors = symmetry_classes(plan.stencils)
-    values: dict[str, Any] = {
-        "size": plan.basis.size,
-        "stencils": len(plan.stencils),
-        "features": tables["pick"].shape[1],
-        "slots": tables["synthesis"].shape[1],
-        "weights": plan.weights,
-        "blocks": len(blocks),
-        "analysis": fast(plan.analysis),
-        "synthesis": fast(tables["synthesis"].T),
-        "class_start": place(start),
-        "class_stencil": place(stencil),
-        "class_adds": place(adds),
-        "class_factor": place(factors),
-        "feature_place": place(tables["pick"].T),
-        "feature_factor": place(tables["factors"].T),
-        "block": place(blocks),
-        "entry": place(tables["entries"]),
-        "sign": place(tables["signs"]),
-    }
-    return _Program(values, kept)
+    def fast(matrix: np.ndarray, turned: bool = False) -> list[int]:
+        """Three factors; the first, or turned the last, has all pairs with no place in common."""
+        pairs, last = butterflies(matrix)
+        first, free = np.eye(matrix.shape[1]), set(range(matrix.shape[1]))
+        while pairs and free.issuperset(pairs[0]):
+            a, b = pairs.pop(0)
+            first[[a, b], [b, a]], first[b, b] = 1.0, -1.0
+            free -= {a, b}
+        if turned:
+            first, pairs, last = last.T, pairs[::-1], first
+        return [*sparse(first), len(pairs), place(np.array(pairs, dtype=np.int64)), *sparse(last)]
 
-
-def _sparse(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The entries of a matrix row by row: where each row starts, columns, values."""
-    rows, columns = np.nonzero(matrix)
-    return np.searchsorted(rows, np.arange(len(matrix) + 1)), columns, matrix[rows, columns]
+    blocks = [[block.rows, block.inner, block.columns] for block in plan.blocks]
+    slots = tables["synthesis"].T
+    pointers = (*symmetry_classes(plan.stencils), tables["pick"].T, tables["factors"].T, blocks)
+    numbers = [
+        *(plan.basis.size, len(plan.stencils), len(slots), plan.weights, len(blocks)),
+        *(len(plan.analysis), len(plan.synthesis)),
+        *(*fast(plan.analysis), *fast(slots, turned=True), *fast(slots)),
+        *map(place, (*pointers, tables["entries"], tables["signs"])),
+    ]
+    return numbers, kept
 
 
 def symmetry_classes(
@@ -256,44 +181,29 @@ def symmetry_classes(
     whether an earlier class has given a part of them, and a factor for each part.
     """
     count, size, _ = stencils.shape
-    radius = size // 2
-    middle = np.eye(size)[radius]
-    sums = [middle] + [np.eye(size)[radius + i] + np.eye(size)[radius - i] for i in _to(radius)]
-    gaps = [np.eye(size)[radius + i] - np.eye(size)[radius - i] for i in _to(radius)]
-    classes: list[list[np.ndarray]] = [
-        [np.outer(a, b) + (np.outer(b, a) if i else 0) for a, b, i in _pairs(sums, 0)],
-        [np.outer(a, b) - np.outer(b, a) for a, b, _ in _pairs(sums, 1)],
-        [np.outer(a, b) for a in gaps for b in sums],
-        [np.outer(a, b) for b in gaps for a in sums],
-        [np.outer(a, b) + (np.outer(b, a) if i else 0) for a, b, i in _pairs(gaps, 0)],
-        [np.outer(a, b) - np.outer(b, a) for a, b, _ in _pairs(gaps, 1)],
-    ]
-    parts = np.array([part.ravel() for found in classes for part in found])
+    taps, radius = np.eye(size), size // 2
+    ahead, behind = taps[radius + 1 :], taps[:radius][::-1]
+    even, odd = np.concatenate([taps[radius : radius + 1], ahead + behind]), ahead - behind
+
+    def across(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        a, b = np.triu_indices(len(lines))
+        part = lines[a, :, None] * lines[b, None]
+        turned = part.transpose(0, 2, 1)
+        return part + turned * (a != b)[:, None, None], (part - turned)[a != b]
+
+    mixed = (odd[:, None, :, None] * even[:, None]).reshape(-1, size, size)
+    classes = [*across(even), mixed, mixed.transpose(0, 2, 1), *across(odd)]
+    parts = np.concatenate(classes).reshape(size**2, size**2)
     factors = stencils.reshape(count, -1) @ np.linalg.inv(parts)
     factors[np.abs(factors) <= 1e-14 * np.abs(factors).max(axis=1, keepdims=True)] = 0.0
     start, chosen, adds, given = [0], [], [], []
-    seen: set[int] = set()
-    first = 0
-    for found in classes:
-        here = factors[:, first : first + len(found)]
-        first += len(found)
-        for stencil in np.flatnonzero(here.any(axis=1)).tolist():
-            chosen.append(stencil)
-            adds.append(int(stencil in seen))
-            given.append(here[stencil])
-            seen.add(stencil)
+    for here in np.split(factors, np.cumsum([len(found) for found in classes])[:-1], axis=1):
+        found = np.flatnonzero(here.any(axis=1)).tolist()
+        adds += [int(stencil in chosen) for stencil in found]
+        chosen += found
+        given.append(here[found].ravel())
         start.append(len(chosen))
     return np.array(start), np.array(chosen), np.array(adds), np.concatenate(given)
-
-
-def _to(radius: int) -> range:
-    return range(1, radius + 1)
-
-
-def _pairs(lines: list[np.ndarray], least: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    for a, one in enumerate(lines):
-        for b, two in enumerate(lines[a + least :]):
-            yield one, two, b + least
 
 
 @lru_cache(maxsize=8)
@@ -308,95 +218,68 @@ def _library(real: str) -> Any:
 def _load(real: str) -> ctypes.CDLL:
     if sys.platform == "win32":
         raise RuntimeError("not supported on Windows")
+    import fcntl
+
     names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
     compiler = next((found for name in names if name and (found := shutil.which(name))), None)
     if compiler is None:
         raise RuntimeError("no C++ compiler found (CXX, c++, g++, clang++)")
-    source = _SOURCE.read_bytes()
-    openmp = _loaded_openmp()
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, timeout=60, check=True
-    ).stdout
+    source, openmp, asked = _SOURCE.read_bytes(), _loaded_openmp(), [compiler, "--version"]
+    version = subprocess.run(asked, capture_output=True, timeout=60, check=True).stdout
     # What was tuned for this processor must not run on another that shares the folder.
     parts = [source, version, compiler, real, openmp or "", _processor(), platform.machine()]
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
     with _folder() as folder:
-        path = folder / f"spectral-{real}-{key}.so"
-        if not path.exists():
-            with _lock(folder / f"spectral-{real}-{key}.lock"):
-                if not path.exists():  # another process may have built it meanwhile
-                    with atomic(path) as temporary:
-                        _compile(compiler, real, openmp, temporary)
+        path = Path(folder) / f"spectral-{real}-{key}.so"
+        with open(path.with_suffix(".lock"), "w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time, however it ends
+            if not path.exists():
+                with atomic(path) as temporary:
+                    _compile(compiler, real, openmp, temporary)
         library = ctypes.CDLL(str(path))
-    library.econv_spectral.argtypes = [ctypes.POINTER(_Job)]
+    library.econv_spectral.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.econv_spectral.restype = ctypes.c_int
     return library
 
 
 def _compile(compiler: str, real: str, openmp: str | None, target: Path) -> None:
     """Build with the best flags that work: tuned and with torch's own threads, if possible."""
-    problem = ""
-    for tuned in _TUNED:
-        for threads in ([["-fopenmp"]] if openmp else []) + [["-pthread"]]:
-            common = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", f"-DREAL={real}"]
-            built = target.with_name(f"{target.name}.o")
-            # Linked by name with the library that torch has loaded: one pool of threads, not two.
-            link = [openmp] if openmp and threads == ["-fopenmp"] else ["-pthread"]
-            steps = [
-                [compiler, *common, *tuned, *threads, "-c", str(_SOURCE), "-o", str(built)],
-                [compiler, "-shared", str(built), *link, "-o", str(target)],
-            ]
-            try:
-                for step in steps:
-                    done = subprocess.run(step, capture_output=True, text=True, timeout=_SECONDS)
-                    if done.returncode:
-                        problem = problem or f"{' '.join(step)}: {done.stderr.strip()[-500:]}"
-                        break
-                else:
-                    try:
-                        ctypes.CDLL(str(target))
-                    except OSError as error:
-                        problem = problem or str(error)
-                        continue
-                    return
-            finally:
-                built.unlink(missing_ok=True)
+    common = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", f"-DREAL={real}"]
+    built, problem = target.with_name(f"{target.name}.o"), ""
+    # Linked by name with the library that torch has loaded: one pool of threads, not two.
+    threads = ([("-fopenmp", openmp)] if openmp else []) + [("-pthread", "-pthread")]
+    for tuned, (flag, linked) in itertools.product(_TUNED, threads):
+        make = [compiler, *common, *tuned, flag, "-c", str(_SOURCE), "-o", str(built)]
+        link = [compiler, "-shared", str(built), linked, "-o", str(target)]
+        try:
+            for step in (make, link):
+                subprocess.run(step, capture_output=True, text=True, timeout=_SECONDS, check=True)
+            ctypes.CDLL(str(target))
+            return
+        except (subprocess.CalledProcessError, OSError) as error:
+            problem = problem or f"{error} {getattr(error, 'stderr', '').strip()[-500:]}"
+        finally:
+            built.unlink(missing_ok=True)
     raise RuntimeError(f"{compiler} could not build the kernel: {problem}")
 
 
 def _loaded_openmp() -> str | None:
     """The OpenMP library that torch runs its threads with, if the system tells."""
-    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8") as maps:
-        for line in maps:
-            path = line.split()[-1]
-            if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
-                return path
+    with contextlib.suppress(OSError):
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+        found = re.search(r"/.*/lib(gomp|iomp5|omp)[^/\s]*$", maps, re.MULTILINE)
+        return found[0] if found else None
     return None
 
 
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
+def _folder() -> contextlib.AbstractContextManager[str]:
     """The user's own folder for kernels, or a passing one where it cannot be used."""
     folder = cache_folder()
-    usable = False
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
         # Code is loaded from it: nobody else may be able to put any there.
         private = status.st_uid == os.getuid() and not status.st_mode & 0o022
-        usable = private and os.access(folder, os.W_OK | os.X_OK)
-    if usable:
-        yield folder
-    else:
-        with tempfile.TemporaryDirectory(prefix="econv-") as passing:
-            yield Path(passing)
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Only one process at a time, however it ends."""
-    import fcntl
-
-    with open(path, "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        if private and os.access(folder, os.W_OK | os.X_OK):
+            return contextlib.nullcontext(str(folder))
+    return tempfile.TemporaryDirectory(prefix="econv-")
