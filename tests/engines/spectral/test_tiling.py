@@ -49,11 +49,11 @@ def test_kernels_that_may_not_be_warp_specialised_are_not(special):
 
 def test_parts_are_powers_of_two_and_hold_all_fields():
     for fields in range(1, 200):
-        for programs, copies, least in ((1, 1, 4), (2, 1, 8), (3, 2, 4)):
-            cut = tiling.Cut.of(fields, programs, copies, least)
+        for programs, least in ((1, 4), (2, 8), (3, 4)):
+            cut = tiling.Cut.of(fields, programs, least)
             assert all(part & (part - 1) == 0 and part >= least for part in cut.parts)
             assert len(cut.parts) <= 2
-            assert 0 <= cut.padded - fields < copies * sum(cut.parts)
+            assert 0 <= cut.padded - fields < sum(cut.parts)
 
 
 def test_the_rules_need_no_triton():
