@@ -34,6 +34,7 @@ from triton_checks import (
     poisoned_without,
     pytestmark,
     results,
+    tiles,
     weight_gradient,
 )
 
@@ -85,7 +86,7 @@ def case(group="p4", fields=(5, 6), shape=(2, 5, 7), dtype=torch.float16, **opti
 
 
 def warp_specialised(layer, x, probe, **chosen):
-    with tiling.tiles(warp_specialised=1, **chosen), econv.engine() as ran:
+    with tiles(warp_specialised=1, **chosen), econv.engine() as ran:
         found = results(layer, x, probe, "spectral")
     assert set(ran) == {"spectral/hopper"}
     return found
@@ -159,7 +160,7 @@ def test_halves_are_alike_and_have_everything_once(group, options):
     one, two = both
     assert (one.batch, one.inner, one.pieces) == (two.batch, two.inner, two.pieces)
     for fields in (1, 5, 8, 20, 33, 64):
-        chosen = tiling.Tiles(warp_specialised=1, halves=1)
+        chosen = tiling.Tiles(everywhere=1, halves=1)
         for kind in (tiling.convolution_tiling, tiling.weight_gradient_tiling):
             assert kind(one.whole, fields, chosen, True).layouts in (both, (one.whole,))
     slots = [slot for half in both for slot in half.slots if slot >= 0]
@@ -213,7 +214,7 @@ def test_slots_wait_in_outputs_of_any_magnitude(interpret):
     ones = ones * (60_000 / large(ones).max())
     interpret()
     layer.engine = large.engine = "spectral"
-    with tiling.tiles(warp_specialised=1, halves=1):
+    with tiles(warp_specialised=1, halves=1):
         found, filled = layer(x), large(ones)
     assert found[0].any()
     assert not found[1].any()
@@ -322,7 +323,7 @@ def test_what_would_be_too_large_for_float16_is_not_warp_specialised(monkeypatch
     assert 7 < math.log2(most) < 8
     monkeypatch.setattr(schedule, "HEADROOM", 8)
     assert not fits(layout)
-    given = (layout, 8, tiling.Tiles(warp_specialised=1), True)
+    given = (layout, 8, tiling.Tiles(everywhere=1), True)
     assert not tiling.convolution_tiling(*given).warp_specialised
     monkeypatch.undo()
     assert tiling.convolution_tiling(*given).warp_specialised
@@ -369,7 +370,7 @@ def test_images_of_any_magnitude_keep_their_digits(interpret):
     scaled = (x * scales).bfloat16()
     interpret()
     layer.engine = "spectral"
-    with tiling.tiles(warp_specialised=1):
+    with tiles(warp_specialised=1):
         found = layer(scaled).double()
     layer.engine = "dense"
     wanted = layer.double()(scaled.double())
@@ -411,7 +412,7 @@ def test_an_activated_input_gives_what_the_other_kernels_do(interpret):
         gluon = interpret()
         given = [t.detach().requires_grad_() for t in (x, weight, affine)]
         name = "spectral/hopper" if special else "spectral/triton"
-        with tiling.tiles(warp_specialised=special):
+        with tiles(warp_specialised=special):
             out, _ = torch.ops.econv.spectral(*given, name, plan.name, list(geometry), True)
             made.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
         assert gluon.launches.keys() == ({"forward", "weight_gradient"} if special else set())
@@ -431,7 +432,7 @@ def small():
     x, g = (t.to(memory_format=torch.channels_last) for t in (x, g))
     weights = torch.randn(2, 9, SMALL.weights, generator=generator)
     found = {}
-    with pytest.MonkeyPatch.context() as patch, tiling.tiles(warp_specialised=1, splits=2):
+    with pytest.MonkeyPatch.context() as patch, tiles(warp_specialised=1, splits=2):
         gluon, sources = interpreting(patch, together=1), []
         read = hopper_kernels._read
         patch.setattr(hopper_kernels, "_read", lambda *given: sources.append(given) or read(*given))

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
 from econv.engines import Prologue, door, memory_format
 from econv.engines.problem import Geometry
 from econv.engines.spectral import tiling
-from econv.engines.spectral.hopper import kernels as hopper_kernels
 from econv.engines.spectral.operator import Task
 from econv.engines.spectral.triton import engine as triton_engine
 from econv.engines.spectral.triton import kernels as triton_kernels
@@ -46,7 +46,7 @@ def kernels_run(monkeypatch):
     triton_engine._not_installed.cache_clear()
     monkeypatch.setattr(Hopper, "why_not", why_not_hopper)
     monkeypatch.setattr(torch, "batch_norm_stats", lambda x, eps: stats(x.float(), eps))
-    with tiling.tiles(gradient_fields=4, splits=1):  # fewer programs, one after the other
+    with tiles(gradient_fields=4, splits=1):  # fewer programs, one after the other
         yield
     triton_engine.DEVICES.discard(DEVICE)
     triton_engine._not_installed.cache_clear()
@@ -54,10 +54,19 @@ def kernels_run(monkeypatch):
 
 def why_not_hopper(self, problem):
     """Its kernels are interpreted only where a check asks for them."""
-    chosen = tiling.overridden()
-    if chosen is None or chosen.warp_specialised < 1:
-        return "nobody asked for it"
-    return Triton.why_not(self, problem)
+    return Triton.why_not(self, problem) if asked_for() else "nobody asked for it"
+
+
+def asked_for():
+    """Whether a check wants the warp-specialised kernels."""
+    return tiling.CHANGES.get("everywhere", 0) > 0
+
+
+def tiles(warp_specialised=None, **changes):
+    """Inside the block every launch is cut as given, and warp-specialised if asked for."""
+    if warp_specialised is not None:
+        changes["everywhere"] = warp_specialised
+    return patch.dict(tiling.CHANGES, changes)
 
 
 def error(found, wanted):
@@ -339,7 +348,7 @@ def test_images_in_groups_and_programs_that_share_pixels_give_the_same(name):
     if name != "plain":
         x = x.contiguous(memory_format=torch.channels_last)
     wanted = results(layer, x, probe, "spectral", run)
-    with tiling.tiles(bytes=1, splits=3):
+    with tiles(bytes=1, splits=3):
         found = results(layer, x, probe, "spectral", run)
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1], wanted[1])
@@ -350,7 +359,7 @@ def test_images_that_lie_elsewhere_are_found_out(monkeypatch):
     layer, x, probe = case("p4", (5, 3), (9, 5, 6))
     wanted = results(layer, x, probe, "spectral")
     monkeypatch.setattr(triton_launches._Group, "of", lambda self, images: images[: self.images])
-    with tiling.tiles(bytes=1):
+    with tiles(bytes=1):
         found = results(layer, x, probe, "spectral")
     for ours, theirs in zip(found, wanted, strict=True):
         assert error(ours, theirs) > 0.1
@@ -370,9 +379,7 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
     x = tiling.Like(shape, strides, torch.bfloat16, CPU)
     geometry = Geometry(1, 1, 1, 2, size, size)
     for adjoint in (False, True):
-        made = triton_launches.ConvolutionRun(
-            x, plan.name, adjoint, geometry, fields, True, tiling.Tiles(), "tf32"
-        )
+        made = triton_launches.ConvolutionRun(x, plan.name, adjoint, geometry, fields, True, "tf32")
         filters = max(4 * shape[1] ** 2 * 25, 9 << 19)
         assert 2 * made.own <= filters + (0 if adjoint else 2 * numbers)
         assert len(made.groups) <= (8 if adjoint else 2)
@@ -412,10 +419,10 @@ def launched(run, x, *names):
     return found
 
 
-def takes_no_more_for_the_weights(x, plan, geometry, most):
-    weight_gradient = triton_launches.WeightGradientRun(
-        x, x, plan.name, geometry, tiling.Tiles(), "tf32"
-    )
+def takes_no_more_for_the_weights(x, plan, geometry, most, *special):
+    given = (x, x, plan.name, geometry, "tf32", False)
+    with tiles(gradient_fields=tiling.Tiles().gradient_fields, splits=0):
+        weight_gradient = triton_launches.WeightGradientRun(*given, *special)
     spectrum = weight_gradient.spectrum + math.prod(weight_gradient.packed)
     partial = 4 * math.prod(weight_gradient.partial) * len(weight_gradient.tiling.layouts)
     assert partial + 2 * spectrum <= most
@@ -435,29 +442,25 @@ def test_warp_specialised_sums_take_no_more_either(group, fields, batch, size, l
     x = tiling.Like((batch, channels, size, size), strides, torch.bfloat16, meta)
     geometry = Geometry(1, 1, 1, 2, size, size)
     most = 2 * batch * channels * size**2 + max(4 * channels**2 * 25, 9 << 19)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper_kernels, "INTERPRETED", False)
-        weight_gradient = takes_no_more_for_the_weights(x, plan, geometry, most)
+    weight_gradient = takes_no_more_for_the_weights(x, plan, geometry, most, True)
     assert len(weight_gradient.tiling.layouts) == launches
     for launch in launched(weight_gradient, x, "weight_gradient"):
         assert math.prod(launch.grid) >= 0.9 * 132  # nearly all processors have work
 
 
-def test_a_training_step_takes_as_many_launches_as_the_documents_say(monkeypatch):
+def test_a_training_step_takes_as_many_launches_as_the_documents_say():
     plan = spectral_plan(filter_basis("p8"), "regular", "regular")
     like = tiling.Like(
         (512, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, torch.device("meta")
     )
     geometry = Geometry(1, 1, 1, 2, 16, 16)
-    monkeypatch.setattr(hopper_kernels, "INTERPRETED", False)
-    with tiling.tiles(gradient_fields=tiling.Tiles().gradient_fields, splits=0):
+    special = ("tf32", False, True)
+    with tiles(gradient_fields=tiling.Tiles().gradient_fields, splits=0):
         runs = [
-            triton_launches.ConvolutionRun(like, plan.name, back, geometry, 40, True, None, "tf32")
+            triton_launches.ConvolutionRun(like, plan.name, back, geometry, 40, True, *special)
             for back in (False, True)
         ]
-        runs.append(
-            triton_launches.WeightGradientRun(like, like, plan.name, geometry, None, "tf32")
-        )
+        runs.append(triton_launches.WeightGradientRun(like, like, plan.name, geometry, *special))
     weights = tiling.Like((40, 40, plan.weights), (40 * plan.weights, plan.weights, 1), *like[2:])
     operands = [(like, weights), (like, weights), (like, like)]
     largest = 3  # of the input, of the weights, of the output's gradient
@@ -468,9 +471,7 @@ def test_a_training_step_takes_as_many_launches_as_the_documents_say(monkeypatch
 def test_layers_of_many_fields_have_no_more_programs_than_a_launch_may():
     plan = spectral_plan(filter_basis("p1"), "regular", "regular")
     x = tiling.Like((4, 2048, 8, 8), (131072, 1, 16384, 2048), torch.bfloat16, CPU)
-    run = triton_launches.WeightGradientRun(
-        x, x, plan.name, Geometry(1, 1, 1, 2, 8, 8), None, "tf32"
-    )
+    run = triton_launches.WeightGradientRun(x, x, plan.name, Geometry(1, 1, 1, 2, 8, 8), "tf32")
     for launch in launched(run, x, "reduce", "weight_gradient"):
         assert max(launch.grid[1:]) <= 65_535
 
@@ -482,9 +483,7 @@ def test_groups_begin_where_addresses_are_aligned(batch):
     x = tiling.Like((batch, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, CPU)
     for adjoint in (False, True):
         geometry = Geometry(1, 1, 1, 2, 16, 16)
-        made = triton_launches.ConvolutionRun(
-            x, plan.name, adjoint, geometry, 40, True, None, "tf32"
-        )
+        made = triton_launches.ConvolutionRun(x, plan.name, adjoint, geometry, 40, True, "tf32")
         assert all(group.first % 4 == 0 for group in made.groups)
         assert sum(group.images for group in made.groups) == batch
 
@@ -495,7 +494,7 @@ def test_numbers_of_a_spectrum_are_counted_in_32_bits():
     x = torch.empty(64, 8 * 16, 768, 768, dtype=torch.bfloat16, device="meta")
     geometry = Geometry(1, 1, 1, 2, 768, 768)
     like = tiling.Like.of(x)
-    made = triton_launches.ConvolutionRun(like, plan.name, False, geometry, 8, True, None, "tf32")
+    made = triton_launches.ConvolutionRun(like, plan.name, False, geometry, 8, True, "tf32")
     numbers = [group.analysis.numbers for group in made.groups]
     assert sum(numbers) >= x.numel() > 2**31  # more than could be counted
     assert max(numbers) < 2**31
@@ -505,9 +504,8 @@ TILES = {
     "more pixels": {
         "pixels": 64,
         "warps": 8,
-        "warp_specialised": 0,
     },
-    "few fields": {"pixels": 128, "accumulators": 8, "gradient_fields": 2, "warp_specialised": 0},
+    "few fields": {"pixels": 128, "accumulators": 8, "gradient_fields": 2},
 }
 
 
@@ -515,7 +513,7 @@ TILES = {
 def test_every_way_to_cut_gives_the_same(chosen):
     layer, x, probe = case("p4", (3, 13), dtype=torch.float16)
     wanted = results(layer, x, probe, "spectral")
-    with tiling.tiles(**chosen):
+    with tiles(**chosen):
         found = results(layer, x, probe, "spectral")
     for ours, theirs in zip(found, wanted, strict=True):
         assert error(ours, theirs) <= 1e-3
@@ -665,8 +663,9 @@ def test_the_operators_pass_the_checks_of_torch(activated, layout):
 
 def convolve(x, weights, plan, geometry, affine=None, into=None):
     """A layer with spectral weights, or its adjoint with an output like ``into``."""
-    operands = (x, largest(x, affine), weights, largest(weights))
-    return Hopper()._launch(Task(plan, geometry), *operands, affine, into)
+    operands = (x, largest(x, affine), weights, largest(weights.flatten(1)[:, :, None, None]))
+    engine = Hopper() if asked_for() else Triton()
+    return engine._launch(Task(plan, geometry), *operands, affine, into)
 
 
 def weight_gradient(x, g, plan, geometry):
@@ -676,9 +675,10 @@ def weight_gradient(x, g, plan, geometry):
         tiling.Like.of(g),
         plan.name,
         geometry,
-        tiling.overridden(),
         triton_launches.precision_of(x.dtype),
         False,
+        asked_for(),
+        tuple(tiling.CHANGES.items()),
     )
     return run(x, largest(x), g, largest(g))
 

@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from econv import filter_basis
 from econv.engines.spectral import tiling
@@ -19,24 +18,20 @@ def layout(group):
 
 
 @pytest.mark.parametrize(("group", "expected"), HOPPER.items())
-def test_layers_of_many_targets_are_warp_specialised_in_16_bits(group, expected):
-    for dtype in (torch.float16, torch.bfloat16):
-        assert tiling.warp_specialised(layout(group), 20, 20, dtype) is expected
-    for dtype in (torch.float32, torch.float64):
-        assert not tiling.warp_specialised(layout(group), 20, 20, dtype)
+def test_layers_of_many_targets_are_warp_specialised(group, expected):
+    for kind in (tiling.convolution_tiling, tiling.weight_gradient_tiling):
+        found = kind(layout(group), 20, tiling.Tiles(), True)
+        assert found.warp_specialised is expected
 
 
-def test_one_launch_that_fits_is_enough(monkeypatch):
-    """Here the features of the weight gradient are more than the rows of a product."""
-    monkeypatch.setattr(tiling, "weight_gradient_features", lambda layout: 128)
-    tiling.warp_specialised.cache_clear()
+def test_what_does_not_fit_is_not_warp_specialised(monkeypatch):
     given = (layout("p16"), 20, tiling.Tiles(), True)
-    assert not tiling.weight_gradient_tiling(*given).warp_specialised
-    assert tiling.warp_specialised(layout("p16"), 20, 20, torch.float16)
+    with monkeypatch.context() as patch:  # features more than the rows of a product
+        patch.setattr(tiling, "weight_gradient_features", lambda layout: 128)
+        assert not tiling.weight_gradient_tiling(*given).warp_specialised
+        assert tiling.convolution_tiling(*given).warp_specialised
     monkeypatch.setattr(tiling, "_SHARED", 1000)
-    tiling.warp_specialised.cache_clear()
-    assert not tiling.warp_specialised(layout("p16"), 20, 20, torch.float16)
-    tiling.warp_specialised.cache_clear()
+    assert not tiling.convolution_tiling(*given).warp_specialised
 
 
 @pytest.mark.parametrize("special", [False, True])

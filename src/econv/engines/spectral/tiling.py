@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -93,8 +91,8 @@ class Tiles(NamedTuple):
     """Input fields of one program there, at most `FIELDS`."""
     splits: int = 0
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU."""
-    warp_specialised: int = -1
-    """0: never; 1: wherever kernels can be, on any device (not in float32); −1: where they gain."""
+    everywhere: int = 0
+    """Whether layers are warp-specialised that were not measured to gain."""
     producers: int = 8
     """Warps of a warp-specialised program that differentiate; four multiply."""
     partitions: int = 2
@@ -105,27 +103,8 @@ class Tiles(NamedTuple):
     """Memory for the spectrum of one group of images; 0: as much as the dense engine takes."""
 
 
-_override: list[Tiles] = []
-
-
-@contextmanager
-def tiles(**changes: int) -> Iterator[Tiles]:
-    """Inside the block every launch is cut as given: for measurements and tests.
-
-    >>> with tiles(pixels=128) as chosen:
-    ...     chosen.pixels
-    128
-    """
-    _override.append((overridden() or Tiles())._replace(**changes))
-    try:
-        yield _override[-1]
-    finally:
-        _override.pop()
-
-
-def overridden() -> Tiles | None:
-    """The tiles of the innermost `tiles` block, or nothing."""
-    return _override[-1] if _override else None
+CHANGES: dict[str, int] = {}
+"""What measurements and tests set otherwise than the rules do."""
 
 
 def chosen_tiles(layout: Scheme) -> Tiles:
@@ -133,7 +112,8 @@ def chosen_tiles(layout: Scheme) -> Tiles:
 
     Programs are small, so that several share a processor, unless there are many targets.
     """
-    return Tiles(pixels=64, warps=8) if layout.batch >= 16 else Tiles()
+    found = Tiles(pixels=64, warps=8) if layout.batch >= 16 else Tiles()
+    return found._replace(**CHANGES)
 
 
 def concurrent_programs(device: torch.device, warps: int = 8) -> int:
@@ -269,12 +249,12 @@ def _specialised(
     fields. Then half of them are, which read half of the derivatives.
     """
     layout, chosen = plain.layout, plain.chosen
-    if chosen.warp_specialised < 0 and layout.batch not in _TARGETS:
+    if not chosen.everywhere and layout.batch not in _TARGETS:
         return plain
     ways: list[tuple[Scheme, ...]] = []
     if chosen.halves > 0 or (chosen.halves and layout.batch >= _HALVED):
         ways += [both] if (both := halves(layout)) else []
-    if layout.batch < _HALVED or chosen.warp_specialised > 0:
+    if layout.batch < _HALVED or chosen.everywhere:
         ways.append((layout,))
     for way in ways:
         if not all(fits(share) for share in way):
@@ -285,22 +265,6 @@ def _specialised(
             several = tuple(min(4, stages(share, cut)) for share in way)
             return Tiling(layout, chosen, way, cut, *shape(way[0]), 8, several)
     return plain
-
-
-@lru_cache(maxsize=1024)
-def warp_specialised(layout: Scheme, in_fields: int, out_fields: int, dtype: torch.dtype) -> bool:
-    """Whether any launch of a layer would be warp-specialised on a Hopper GPU, channels last.
-
-    The layout is `econv.engines.spectral.triton.scheme.scheme` of a plan and eight slots.
-    """
-    if INTERNAL.get(dtype) != torch.float16:
-        return False
-    launches = (
-        (convolution_tiling, out_fields),
-        (convolution_tiling, in_fields),
-        (weight_gradient_tiling, out_fields),
-    )
-    return any(tiling(layout, n, Tiles(), True).warp_specialised for tiling, n in launches)
 
 
 class Grid(NamedTuple):
@@ -354,7 +318,7 @@ def weight_gradient_memory(
     """How many programs share the pixels of a gradient to the weights, and images at a time.
 
     Each of these programs has sums of its own, which take a quarter of the memory that is free;
-    half of it, where warp-specialised programs would not fill the GPU.
+    half of it, where programs would not fill the GPU.
     """
     layout, chosen, cut = tiling.layout, tiling.chosen, tiling.cut
     batch, pixels = x.shape[0], geometry.height * geometry.width
@@ -364,15 +328,11 @@ def weight_gradient_memory(
     running = concurrent_programs(x.device, tiling.warps)
     free = x.bytes + _spare_bytes(x, layout, out_channels)
     most = max(1, free // 4 // sums)
-    if not tiling.warp_specialised:
-        # All programs run at the same time: a few more would take as long again.
-        splits = max(1, min(running // programs, most))
-    else:
-        if programs * most < running:
-            most = max(1, free // 2 // sums)
-        # In whole rounds, of which each program takes a share of the pixels.
-        several = range(1, min(most, running) + 1)
-        splits = min(several, key=lambda n: (units(programs * n, running) / n, n))
+    if programs * most < running:
+        most = max(1, free // 2 // sums)
+    # In whole rounds, of which each program takes a share of the pixels.
+    several = range(1, min(most, running) + 1)
+    splits = min(several, key=lambda n: (units(programs * n, running) / n, n))
     splits = min(chosen.splits or splits, units(batch * pixels, tiling.pixels))
     free = min(chosen.bytes or free - sums * splits, _COUNTED * x.dtype.itemsize)
     each = _spectrum_bytes(x, layout, geometry) + tiling.packed * pixels * x.dtype.itemsize

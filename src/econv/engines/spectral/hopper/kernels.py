@@ -40,11 +40,8 @@ from econv.engines.spectral.triton.scheme import Scheme
 
 def supported(device: torch.device) -> bool:
     """Whether a device runs these kernels: a Hopper GPU, and a Triton with all of Gluon."""
-    if INTERPRETED or not AVAILABLE:
-        return False
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) == (9, 0)
-    return device.type == "meta"  # which stands for an H200
+    able = AVAILABLE and not INTERPRETED and device.type == "cuda"
+    return able and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @lru_cache(maxsize=256)

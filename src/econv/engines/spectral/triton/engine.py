@@ -22,9 +22,10 @@ from torch import Tensor
 
 from econv.engines.problem import Problem, Prologue, memory_format
 from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task
-from econv.engines.spectral.tiling import Like, overridden, rounded_up, warp_specialised
+from econv.engines.spectral.tiling import CHANGES, Like, Tiles, convolution_tiling, rounded_up
 from econv.engines.spectral.torch import tables
 from econv.engines.spectral.triton.scheme import scheme
+from econv.plan import SpectralPlan
 
 __all__ = ["DEVICES", "Hopper", "Triton", "on_device", "unavailable"]
 
@@ -84,7 +85,7 @@ class Triton(Spectral):
         flat = weight.to(torch.float32).flatten(0, 1)
         torch.mm(flat, _weight_map(task, x), out=weights.view(-1, task.plan.weights))
         largest(x, x_largest, affine)
-        largest(weights, w_largest)
+        largest(weights.flatten(1)[:, :, None, None], w_largest)
         return known
 
     def _parts(
@@ -129,7 +130,8 @@ class Triton(Spectral):
         into: Tensor | None = None,
     ) -> Tensor:
         """A layer, or its adjoint with an output like ``into``."""
-        last = memory_format(x if into is None else into) is torch.channels_last
+        layout = memory_format(x if into is None else into)
+        last = self.specialised or layout is torch.channels_last
         adjoint, way = into is not None, (last, *self._way(x, affine))
         fields, plan = weights.shape[1 if adjoint else 0], task.plan.name
         run = _launches().convolution_run(Like.of(x), plan, adjoint, task.geometry, fields, *way)
@@ -139,7 +141,7 @@ class Triton(Spectral):
     def _way(self, x: Tensor, affine: Tensor | None) -> tuple[Any, ...]:
         """What else kernels are made for."""
         precision = _launches().precision_of(x.dtype)
-        return overridden(), precision, affine is not None, self.specialised
+        return precision, affine is not None, self.specialised, tuple(CHANGES.items())
 
 
 class Hopper(Triton):
@@ -149,17 +151,16 @@ class Hopper(Triton):
     specialised = True
 
     def why_not(self, problem: Problem) -> str | None:
-        """It runs what was found to gain: 16 bits, channels-last, and most groups."""
+        """It runs what was found to gain: 16 bits, and most groups."""
         reason = super().why_not(problem)
         if reason is not None:
             return reason
         if not _is_hopper(problem.device):
             return "it needs a Hopper GPU, and the Gluon of Triton 3.6 or later"
-        if problem.dtype == torch.float32 or not problem.channels_last:
-            return "it runs in 16 bits on channels-last images"
+        if problem.dtype == torch.float32:
+            return "it runs in 16 bits"
         conv = problem.convolution
-        fields = (conv.parts[0].fields // conv.groups, conv.out_fields // conv.groups)
-        if not warp_specialised(scheme(conv.plan(conv.parts[0]), 8), *fields, problem.dtype):
+        if not _specialised(conv.plan(conv.parts[0]), conv.out_fields // conv.groups):
             return f"{conv.basis.group.name} has no products that fit its warps"
         return None
 
@@ -182,6 +183,11 @@ def _not_installed(device: torch.device) -> str | None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
         return "the GPU is older than Ampere"
     return None
+
+
+@cache
+def _specialised(plan: SpectralPlan, out_fields: int) -> bool:
+    return convolution_tiling(scheme(plan, 8), out_fields, Tiles(), True).warp_specialised
 
 
 @cache
@@ -226,7 +232,7 @@ def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
     overall, fields = _launches().OVERALL, 0 if affine is None else affine.shape[1]
     launch = _launches().largest_launch(Like.of(x), fields)
     if launch is not None:
-        launch(x, *_given(affine), found.view(torch.int32))
+        launch(x, *(_given(affine) or [x]), found.view(torch.int32))
     else:
         x = x if affine is None else Prologue(affine).apply(x.float())
         rest = tuple(range(1, x.dim()))

@@ -95,40 +95,19 @@ OVERALL = 4
 
 
 @triton.jit
-def largest(
-    x,
-    out,
-    numbers,
-    image_stride,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    OVERALL: tl.constexpr,
-):
-    """The largest magnitudes of all images and of each, where ``out`` was zero.
-
-    Those of numbers are ordered as their bits are, and NaN comes after infinity.
-    """
-    image = tl.program_id(0)
-    found = tl.zeros([BLOCK], tl.int32)
-    for block in tl.static_range(BLOCKS):
-        n = (tl.program_id(1) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(x + image.to(tl.int64) * image_stride + n, mask=n < numbers, other=0.0)
-        found = tl.maximum(found, value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    most = tl.max(found, axis=0)
-    tl.atomic_max(out, most)
-    tl.atomic_max(out + OVERALL + image, most)
+def fields_of(BF: tl.constexpr, FIRST: tl.constexpr):
+    """The fields of a program. Threads reduce along fields, which lie side by side."""
+    field = tl.program_id(1) * BF + tl.arange(0, BF)
+    return field[:, None, None] if FIRST else field[None, :, None]
 
 
 @triton.jit
-def numbers_of(affine, fields, BF: tl.constexpr, FIRST: tl.constexpr):
-    """Centre, scale and shift of the fields of a program, and which fields there are."""
-    field = tl.program_id(1) * BF + tl.arange(0, BF)
-    # Threads reduce along fields, which lie side by side.
-    field = field[:, None, None] if FIRST else field[None, :, None]
+def numbers_of(affine, field, fields):
+    """Centre, scale and shift of some fields."""
     there = field < fields
     centre = tl.load(affine + field, mask=there, other=0.0)
     scale = tl.load(affine + fields + field, mask=there, other=0.0)
-    return centre, scale, tl.load(affine + 2 * fields + field, mask=there, other=0.0), field
+    return centre, scale, tl.load(affine + 2 * fields + field, mask=there, other=0.0)
 
 
 @triton.jit
@@ -149,21 +128,28 @@ def tile_of(
 
 
 @triton.jit
-def largest_activated(
+def largest(
     x, affine, out, rows, fields, programs, image_stride,
     INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,
-    FIRST: tl.constexpr, OVERALL: tl.constexpr
+    FIRST: tl.constexpr, OVERALL: tl.constexpr, ACTIVATED: tl.constexpr
 ):  # fmt: skip
-    """`largest` of max(0, (x − centre)·scale + shift), with three numbers of each field."""
+    """The largest magnitudes of all images and of each, where ``out`` was zero.
+
+    Of max(0, (x − centre)·scale + shift) where they are activated. Magnitudes are ordered as their
+    bits are, and NaN comes after infinity.
+    """
     image = tl.program_id(0) // programs
     first = tl.program_id(0) % programs * BLOCKS
-    centre, scale, shift, field = numbers_of(affine, fields, BF, FIRST)
+    field = fields_of(BF, FIRST)
     base = image.to(tl.int64) * image_stride
     found = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.int32)
+    if ACTIVATED:
+        centre, scale, shift = numbers_of(affine, field, fields)
     for block in tl.static_range(BLOCKS):
         where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
         value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32)
-        value = tl.where(known, rectified((value - centre) * scale + shift), 0.0)
+        if ACTIVATED:
+            value = tl.where(known, rectified((value - centre) * scale + shift), 0.0)
         found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     most = tl.max(tl.reshape(found, [BR * BF * BI]), axis=0)
     tl.atomic_max(out, most)
@@ -183,7 +169,8 @@ def activation_backward(
     """
     image = tl.program_id(0) // programs
     first = tl.program_id(0) % programs * BLOCKS
-    centre, scale, shift, field = numbers_of(affine, fields, BF, FIRST)
+    field = fields_of(BF, FIRST)
+    centre, scale, shift = numbers_of(affine, field, fields)
     base = image.to(tl.int64) * image_stride
     total = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
     product = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
@@ -284,8 +271,9 @@ def statistics_backward(
     """
     image = tl.program_id(0) // programs
     first = tl.program_id(0) % programs * BLOCKS
-    centre, scale, _, field = numbers_of(affine, fields, BF, FIRST)
-    to_centre, to_scale, _, field = numbers_of(gradients, fields, BF, FIRST)
+    field = fields_of(BF, FIRST)
+    centre, scale, _ = numbers_of(affine, field, fields)
+    to_centre, to_scale, _ = numbers_of(gradients, field, fields)
     inverse = tl.load(affine + 3 * fields + field, mask=field < fields, other=0.0)
     factor = -inverse * inverse * scale * to_scale / count
     to_centre = to_centre / count

@@ -6,7 +6,6 @@ and on how addresses are aligned alone, so that a `Launch` remembers it.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -76,12 +75,5 @@ def compile_together(jobs: Sequence[Job]) -> None:
         with torch.cuda.device_of(tensors[0]):
             launch.kernel.warmup(*tensors, *launch.numbers, grid=launch.grid, **launch.options)
 
-    # What is made meanwhile is kept, and there are many objects to look through for what is not.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with ThreadPoolExecutor(len(new)) as pool:
-            list(pool.map(compiled, new.values()))
-    finally:
-        if collecting:
-            gc.enable()
+    with ThreadPoolExecutor(len(new)) as pool:
+        list(pool.map(compiled, new.values()))

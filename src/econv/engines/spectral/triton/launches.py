@@ -37,7 +37,6 @@ from econv.engines.spectral.tiling import (
     Like,
     Tiles,
     chosen_tiles,
-    concurrent_programs,
     convolution_tiling,
     image_groups,
     rounded_up,
@@ -87,13 +86,6 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 def _f16x2(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and not kernels.INTERPRETED
-
-
-def _may_specialise(x: Like, chosen: Tiles, allowed: bool) -> bool:
-    """Whether warp-specialised kernels may run on these images."""
-    forced = chosen.warp_specialised
-    can = hopper.supported(x.device) if forced < 0 else bool(forced)
-    return can and allowed and INTERNAL[x.dtype] == torch.float16
 
 
 class _Analysis:
@@ -155,12 +147,15 @@ class ConvolutionRun:
         geometry: Geometry,
         out_fields: int,
         channels_last: bool,
-        chosen: Tiles | None,
         precision: str,
         activated: bool = False,
-        warp_specialised: bool = True,
+        warp_specialised: bool = False,
+        changes: tuple[tuple[str, int], ...] = (),
     ) -> None:
-        """``warp_specialised``: whether those kernels are used, where they fit and gain."""
+        """``warp_specialised``: whether those kernels are used, where they fit and gain.
+
+        Then outputs lie channels-last. ``changes`` are those of `chosen_tiles`, to tell runs apart.
+        """
         self.internal = INTERNAL[x.dtype]
         layout = scheme(plan_named(plan), 16 // self.internal.itemsize)
         channels = layout.plan.synthesis.shape[0]
@@ -170,9 +165,8 @@ class ConvolutionRun:
         total = math.prod(self.shape)
         if not total:
             return
-        chosen = chosen or chosen_tiles(layout)
-        allowed = channels_last and _may_specialise(x, chosen, warp_specialised)
-        self.tiling = tiling = convolution_tiling(layout, out_fields, chosen, allowed)
+        chosen = chosen_tiles(layout)
+        self.tiling = tiling = convolution_tiling(layout, out_fields, chosen, warp_specialised)
         self.word = torch.int32 if tiling.warp_specialised else self.internal  # two at a time
         cut, fields = tiling.cut, (out_fields, x.shape[1] // channels)
         features = tiling.layouts[0].batch * tiling.layouts[0].inner
@@ -267,10 +261,10 @@ class WeightGradientRun:
         g: Like,
         plan: str,
         geometry: Geometry,
-        chosen: Tiles | None,
         precision: str,
         activated: bool = False,
-        warp_specialised: bool = True,
+        warp_specialised: bool = False,
+        changes: tuple[tuple[str, int], ...] = (),
     ) -> None:
         """As `ConvolutionRun`."""
         self.internal = INTERNAL[x.dtype]
@@ -281,9 +275,8 @@ class WeightGradientRun:
         self.groups: list[_Group] = []
         if not math.prod(x.shape) * math.prod(g.shape):
             return
-        chosen = chosen or chosen_tiles(layout)
-        allowed = _may_specialise(x, chosen, warp_specialised)
-        self.tiling = tiling = weight_gradient_tiling(layout, out_fields, chosen, allowed)
+        chosen = chosen_tiles(layout)
+        self.tiling = tiling = weight_gradient_tiling(layout, out_fields, chosen, warp_specialised)
         self.word = torch.int32 if tiling.warp_specialised else self.internal
         cut, in_padded = tiling.cut, rounded_up(in_fields, FIELDS)
         splits, most = weight_gradient_memory(x, geometry, tiling, g.shape[1])
@@ -383,28 +376,15 @@ def _roles(chosen: Tiles) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)
 def largest_launch(x: Like, fields: int = 0) -> Launch | None:
-    """How the largest numbers are found; nothing where images do not lie in one piece.
+    """How the largest numbers are found; nothing where images lie in neither layout of torch.
 
-    It takes the images, and zeros as int32; between them the numbers that activate so many fields.
+    It takes the images, what activates so many fields (any tensor if there are none), and zeros.
     """
-    if fields:
-        return _by_rows(kernels.largest_activated, x, fields, OVERALL=OVERALL)
-    images, *lengths = x.shape
-    numbers, piece = math.prod(lengths), 1
-    for stride, length in sorted(zip(x.strides[1:], lengths, strict=True)):
-        if length > 1 and stride != piece:
-            return None
-        piece *= length
-    block = 2048
-    # As many as keep memory busy, if that leaves enough programs.
-    blocks = 16 if images * numbers >= 16 * block * 8 * concurrent_programs(x.device) else 4
-    grid = (images, units(numbers, block * blocks))  # the second has a limit of 65,535
-    constants = {"BLOCK": block, "BLOCKS": blocks, "OVERALL": OVERALL}
-    return Launch(kernels.largest, grid, (numbers, x.strides[0]), **constants, num_warps=4)
+    return _by_rows(kernels.largest, x, fields, OVERALL=OVERALL, ACTIVATED=fields > 0)
 
 
 def _by_rows(kernel: Any, x: Like, fields: int, *numbers: int, **constants: Any) -> Launch | None:
-    """A kernel that goes through images field by field.
+    """A kernel that goes through images field by field; without fields, number by number.
 
     Nothing where images lie in neither of torch's two layouts.
     """
@@ -415,7 +395,9 @@ def _by_rows(kernel: Any, x: Like, fields: int, *numbers: int, **constants: Any)
         axes = zip(x.shape[1:], x.strides[1:], strides, strict=True)
         if any(length > 1 and have != wanted for length, have, wanted in axes):
             continue
-        inner = channels // fields * pixels // rows
+        if not fields:
+            rows, fields = channels * pixels, 1
+        inner = channels * pixels // (fields * rows)
         block = 2048  # numbers at a time
         inners = min(block, power_of_two(inner))
         several = 1 if rows == 1 else min(FIELDS, power_of_two(fields))
