@@ -49,11 +49,11 @@ def test_compiled_for_a_gpu_that_is_not_there(tmp_path):
         assert row["shared"] <= 227 * 1024
     for name in ("forward", "weight_gradient"):
         assert kernels[name]["instructions"]["HMMA"] > 0
-    # Neighbouring threads read and store what lies side by side: four fields of a place, the lanes
-    # of a fragment.
+    # Neighbouring threads read and store what lies side by side: four fields of a place, the 64
+    # pixels of a row.
     for access in ("loads", "stores"):
         assert {tuple(sorted(row)) for row in kernels["analyse"][access]} == {(1, 4, 8)}
-    assert {max(row) for row in kernels["pack"]["stores"]} == {32}
+    assert {max(row) for row in kernels["pack"]["stores"]} == {8}
 
 
 def test_kernels_of_a_layer_are_there_soon(tmp_path):

@@ -166,7 +166,8 @@ class ConvolutionRun:
         if not total:
             return
         chosen = chosen_tiles(layout)
-        self.tiling = tiling = convolution_tiling(layout, out_fields, chosen, warp_specialised)
+        special = warp_specialised and self.internal == torch.float16
+        self.tiling = tiling = convolution_tiling(layout, out_fields, chosen, special)
         self.word = torch.int32 if tiling.warp_specialised else self.internal  # two at a time
         cut, fields = tiling.cut, (out_fields, x.shape[1] // channels)
         features = tiling.layouts[0].batch * tiling.layouts[0].inner
@@ -276,7 +277,8 @@ class WeightGradientRun:
         if not math.prod(x.shape) * math.prod(g.shape):
             return
         chosen = chosen_tiles(layout)
-        self.tiling = tiling = weight_gradient_tiling(layout, out_fields, chosen, warp_specialised)
+        special = warp_specialised and self.internal == torch.float16
+        self.tiling = tiling = weight_gradient_tiling(layout, out_fields, chosen, special)
         self.word = torch.int32 if tiling.warp_specialised else self.internal
         cut, in_padded = tiling.cut, rounded_up(in_fields, FIELDS)
         splits, most = weight_gradient_memory(x, geometry, tiling, g.shape[1])
