@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -21,25 +21,6 @@ from torch.nn import functional
 from econv.basis import FilterBasis
 from econv.fourier import KINDS
 from econv.plan import SpectralPlan, spectral_plan
-
-__all__ = [
-    "Convolution",
-    "Engine",
-    "Geometry",
-    "Part",
-    "Problem",
-    "Prologue",
-    "Weight",
-    "bordered",
-    "convolution",
-    "convolution_named",
-    "exporting",
-    "memory_format",
-    "replicate",
-    "transformed",
-    "watched",
-    "without_autocast",
-]
 
 
 class Geometry(NamedTuple):
@@ -97,33 +78,25 @@ class Convolution:
     padding: int = 0
     padding_mode: str = "zeros"
     dilation: int = 1
-    name: str = field(init=False)
-    """A text that stands for the convolution in a traced graph of this process."""
 
     def __post_init__(self) -> None:
         for kind in (*(part.kind for part in self.parts), self.target):
             if kind not in KINDS:
                 raise ValueError(f"unknown kind of field {kind!r}: expected one of {KINDS}")
-        basis = self.basis
-        words = {
-            "group": basis.group.name,
-            "operators": basis.operators.name,
-            "stencils": basis.stencils.name,
-            "size": basis.size,
-            "basis": basis.digest,  # two bases may have the same words
-            "parts": [list(part) for part in self.parts],
-            "target": self.target,
-            "out": self.out_fields,
-            "groups": self.groups,
-            "stride": self.stride,
-            "padding": [self.padding, self.padding_mode],
-            "dilation": self.dilation,
-        }
-        object.__setattr__(self, "name", json.dumps(words))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
-        return convolution, given
+        return convolution, tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+
+    @cached_property
+    def name(self) -> str:
+        """A text that stands for the convolution: in graphs, in files and in checkpoints."""
+        of_basis = ("group", "operators", "stencils")
+        words: dict[str, Any] = {word: getattr(self.basis, word).name for word in of_basis}
+        # The digest: two bases may have the same words.
+        words |= {"size": self.basis.size, "basis": self.basis.digest, "parts": self.parts}
+        words |= {"target": self.target, "out": self.out_fields, "groups": self.groups}
+        words |= {"stride": self.stride, "padding": [self.padding, self.padding_mode]}
+        return json.dumps({**words, "dilation": self.dilation})
 
     def plan(self, part: Part) -> SpectralPlan:
         """The spectral factorisation of the layer on one part of its input."""
@@ -206,14 +179,13 @@ class Problem(NamedTuple):
     ) -> Problem:
         """The problem that a call poses; symbolic sizes count as what they were seen as."""
         batch, _, height, width = (_hint(n) for n in x.shape)
-        needed = torch.is_grad_enabled()
-        gradients = (needed and x.requires_grad, needed and weight.requires_grad)
+        to_x, to_weight = (torch.is_grad_enabled() and t.requires_grad for t in (x, weight))
         if context is None:
             context = "transformed" if transformed() else "eager"
             context = "watched" if watched(x) or watched(weight) else context
-        images = (batch, height, width, _result_dtype(x), x.device)
         last = memory_format(x) is torch.channels_last
-        return Problem(convolution, *images, last, *gradients, context, engine, weight.dtype)
+        images = (batch, height, width, _result_dtype(x), x.device, last)
+        return Problem(convolution, *images, to_x, to_weight, context, engine, weight.dtype)
 
     @property
     def named(self) -> bool:
@@ -331,10 +303,7 @@ def memory_format(x: Tensor) -> torch.memory_format:
         return torch.contiguous_format
     # By the strides: inside `torch.func.vmap` torch does not answer for channels-last.
     strides = (channels * height * width, 1, channels * width, channels)
-    last = all(
-        size == 1 or found == wanted
-        for size, found, wanted in zip(x.shape, x.stride(), strides, strict=True)
-    )
+    last = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
     return torch.channels_last if last else torch.contiguous_format
 
 
@@ -344,6 +313,11 @@ def _result_dtype(x: Tensor) -> torch.dtype:
     if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x.dtype
     return torch.get_autocast_dtype(kind)
+
+
+def tf32_allowed() -> bool:
+    """Whether GPUs may round what convolutions multiply in float32."""
+    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
 
 def watched(x: Tensor) -> bool:
@@ -371,7 +345,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _hint(size: Any) -> int:
-    if not isinstance(size, torch.SymInt):
-        return int(size)  # while `torch.jit` traces, sizes are tensors
-    hint = size.node.hint
-    return 1 if hint is None else int(hint)
+    if isinstance(size, torch.SymInt):
+        size = 1 if size.node.hint is None else size.node.hint
+    return int(size)  # while `torch.jit` traces, sizes are tensors
