@@ -49,12 +49,10 @@ _MOST_SIZES = 16  # of one convolution that are measured; later ones run as the 
 
 
 class Times(NamedTuple):
-    """Seconds that a problem took."""
+    """Seconds that a problem took: from Python, until the result is there, and on the device."""
 
     call: float
-    """From Python, until the result is there."""
     device: float
-    """The device's own work."""
 
 
 # For the whole process, as torch's own switches are: what a compiler can follow and guard.
@@ -164,8 +162,10 @@ def _decide(problem: Problem, device_only: bool) -> Engine:
                 _hear(store, text)
             names = _decided
         call, in_graphs = (able.get(names.get(key, "")) for key in keys)
-        if not device_only and in_graphs not in (None, call):
-            _warm(problem, in_graphs)
+        if problem.device.type == "cuda" and not device_only and in_graphs not in (None, call):
+            # A CUDA graph captured later takes it, and cannot compile it. What fails is told then.
+            with _undisturbed(problem.device), contextlib.suppress(Exception):
+                _pass(in_graphs, problem)()
     return (in_graphs if device_only else call) or by_rule
 
 
@@ -299,14 +299,6 @@ def _measure(problem: Problem) -> dict[str, Times]:
         if problem.device.type == "cuda":
             torch.cuda.empty_cache()
     return found
-
-
-def _warm(problem: Problem, one: Engine) -> None:
-    """Run once what a CUDA graph that is captured later would take, so that it is compiled then."""
-    if problem.device.type == "cuda":
-        # What fails here is told where it is run.
-        with _undisturbed(problem.device), contextlib.suppress(Exception):
-            _pass(one, problem)()
 
 
 @contextlib.contextmanager

@@ -183,8 +183,10 @@ class Problem(NamedTuple):
         if context is None:
             context = "transformed" if transformed() else "eager"
             context = "watched" if watched(x) or watched(weight) else context
+        rounded = x.dtype != torch.float64 and _autocasts(x.device)
+        dtype = torch.get_autocast_dtype(x.device.type) if rounded else x.dtype
         last = memory_format(x) is torch.channels_last
-        images = (batch, height, width, _result_dtype(x), x.device, last)
+        images = (batch, height, width, dtype, x.device, last)
         return Problem(convolution, *images, to_x, to_weight, context, engine, weight.dtype)
 
     @property
@@ -198,12 +200,6 @@ class Problem(NamedTuple):
         conv = self.convolution
         elements = math.prod(conv.channels) // conv.groups * conv.basis.size**2
         return self.batch * (self.height * self.width // conv.stride**2) * elements
-
-    @property
-    def geometry(self) -> Geometry:
-        """What engines run when other borders than zeros are made."""
-        rim = 0 if self.convolution.padding_mode == "zeros" else 2 * self.convolution.padding
-        return self.convolution.geometry(self.height + rim, self.width + rim)
 
     def __str__(self) -> str:
         layout = ", channels-last" if self.channels_last else ""
@@ -227,10 +223,11 @@ class Weight(NamedTuple):
             weight = weight.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
         if convolution.parts[0].kind == "regular":
             return [weight]
-        widths = [convolution.width(kind) for kind, _ in convolution.parts]
-        sizes = [fields * convolution.width(kind) for kind, fields in convolution.parts]
-        own = weight.split([size // convolution.groups for size in sizes], 1)
-        return [w.unflatten(1, (-1, n)).flatten(2) for w, n in zip(own, widths, strict=True)]
+        parts = [
+            (n // convolution.groups, convolution.width(kind)) for kind, n in convolution.parts
+        ]
+        own = weight.split([fields * width for fields, width in parts], 1)
+        return [w.unflatten(1, shape).flatten(2) for w, shape in zip(own, parts, strict=True)]
 
 
 class Prologue(NamedTuple):
@@ -307,14 +304,6 @@ def memory_format(x: Tensor) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-def _result_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a convolution of ``x`` gives: under autocast, autocast's."""
-    kind = x.device.type
-    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
-
-
 def tf32_allowed() -> bool:
     """Whether GPUs may round what convolutions multiply in float32."""
     return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
@@ -339,9 +328,11 @@ def transformed() -> bool:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast is off inside: engines round where they say so."""
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return torch.autocast(device.type, enabled=False) if _autocasts(device) else nullcontext()
+
+
+def _autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def _hint(size: Any) -> int:
