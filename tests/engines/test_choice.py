@@ -411,15 +411,20 @@ def test_on_another_gpu_than_the_current_one_that_one_is_timed(measuring, monkey
     monkeypatch.setattr(torch.cuda, "device", current)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     dense, fake = installed(monkeypatch)
+    monkeypatch.setitem(choice._TINY, "cuda", 0)
     monkeypatch.setattr(choice, "candidates", lambda problem: [dense, fake])
+    monkeypatch.setattr(choice, "_capturing", lambda device: False)
     monkeypatch.setattr(choice, "_pass", lambda *given: lambda: seen.append(list(around)))
     monkeypatch.setattr(choice, "_time", lambda run, device: run() or Times(1.0, 1.0))
     layer, second = GroupConv2d(2, 2, "p4"), torch.device("cuda", 1)
     problem = Problem.of(layer.convolution, torch.randn(2, 8, 8, 8), layer.weight)
     problem = problem._replace(device=second)
     choice._measure(problem)
-    choice._warm(problem, fake)
-    assert seen == [[second]] * 3
+    assert seen == [[second]] * 2
+    times = {dense.name: Times(1.0, 4.0), fake.name: Times(2.0, 3.0)}
+    monkeypatch.setattr(choice, "measured", lambda *given, **options: times)
+    assert choice.choose(problem) is dense
+    assert seen == [[second]] * 3  # what a CUDA graph would take has run once
     assert around == []
 
 

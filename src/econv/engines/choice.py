@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from econv.engines import dense
-from econv.engines.problem import Engine, Problem, Weight, without_autocast
+from econv.engines.problem import Engine, Problem, Weight, tf32_allowed, without_autocast
 from econv.engines.registry import ENGINES, check_name, first_able
 from econv.engines.spectral import operator
-from econv.files import atomic, cache_folder, processor_name
+from econv.files import cache_folder, processor_name, write_atomically
 
 __all__ = ["Times", "choose", "engine", "keep", "kept", "measured", "noted", "resolve"]
 
@@ -43,20 +42,17 @@ _T = TypeVar("_T")
 _TINY = {"cpu": 20_000_000, "cuda": 2_000_000_000}
 """Multiplications of the dense engine below which measuring takes longer than it can save."""
 
-_FACTORS = ((1.0, 1.0), (1.0, 1.05))
-"""What times count, of a call and of the device: of the dense engine, and of others. In a graph
-they launch more, and have to gain a little for it."""
+_LAUNCHES = 1.05
+"""What times of the device count in graphs, but for the dense engine: others launch more."""
 
 _MOST_SIZES = 16  # of one convolution that are measured; later ones run as the largest did
 
 
 class Times(NamedTuple):
-    """Seconds that a problem took."""
+    """Seconds that a problem took: from Python, until the result is there, and on the device."""
 
     call: float
-    """From Python, until the result is there."""
     device: float
-    """The device's own work."""
 
 
 # For the whole process, as torch's own switches are: what a compiler can follow and guard.
@@ -166,8 +162,10 @@ def _decide(problem: Problem, device_only: bool) -> Engine:
                 _hear(store, text)
             names = _decided
         call, in_graphs = (able.get(names.get(key, "")) for key in keys)
-        if not device_only and in_graphs not in (None, call):
-            _warm(problem, in_graphs)
+        if problem.device.type == "cuda" and not device_only and in_graphs not in (None, call):
+            # A CUDA graph captured later takes it, and cannot compile it. What fails is told then.
+            with _undisturbed(problem.device), contextlib.suppress(Exception):
+                _pass(in_graphs, problem)()
     return (in_graphs if device_only else call) or by_rule
 
 
@@ -186,10 +184,8 @@ def _settled(
         new = False
     times = measured(problem, may_run=new and not _capturing(problem.device))
     usable = {n: pair for n, pair in times.items() if n in able and math.isfinite(pair.call)}
-    best = [
-        min(usable, key=lambda n: usable[n][kind] * _FACTORS[kind][n != "dense"], default="")
-        for kind in (0, 1)
-    ]
+    fair = {n: (t.call, t.device * _LAUNCHES ** (n != "dense")) for n, t in usable.items()}
+    best = [min(fair, key=lambda n: fair[n][kind], default="") for kind in (0, 1)]
     if new and usable:
         _decided[key] = best[device_only]
         others = ", ".join(f"{n} {1e3 * t[device_only]:.3g} ms" for n, t in usable.items())
@@ -270,8 +266,7 @@ def measured(problem: Problem, may_run: bool = True) -> dict[str, Times]:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _times[path] = {**_read(path), **_times[path]}
-            with atomic(path) as temporary:
-                temporary.write_text(json.dumps(_times[path]), encoding="utf-8")
+            write_atomically(path, json.dumps(_times[path]).encode())
     return found
 
 
@@ -306,14 +301,6 @@ def _measure(problem: Problem) -> dict[str, Times]:
     return found
 
 
-def _warm(problem: Problem, one: Engine) -> None:
-    """Run once what a CUDA graph that is captured later would take, so that it is compiled then."""
-    if problem.device.type == "cuda":
-        # What fails here is told where it is run.
-        with _undisturbed(problem.device), contextlib.suppress(Exception):
-            _pass(one, problem)()
-
-
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Passes inside are no part of what runs around: no modes, no hooks, no autocast of it."""
@@ -329,19 +316,16 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 def _pass(one: Engine, problem: Problem) -> Callable[[], None]:
     """A forward pass, and a backward pass where gradients follow, on numbers of its own."""
     problem = problem._replace(context="eager")
-    conv, device, batch = problem.convolution, problem.device, problem.batch
+    conv, device, into = problem.convolution, problem.device, problem.convolution.channels[0]
     layout = torch.channels_last if problem.channels_last else torch.contiguous_format
+    shape = (problem.batch, into, problem.height, problem.width)
+    x = torch.empty(shape, dtype=problem.dtype, device=device, memory_format=layout)
+    maps = (conv.out_fields * (1 + (conv.target == "vector")), into // conv.groups)
+    size = (*maps, len(conv.basis.operators))
+    learned = torch.empty(size, dtype=problem.weight_dtype, device=device)
     generator = torch.Generator(device).manual_seed(0)
-
-    def drawn(*shape: int, **options: Any) -> Tensor:
-        return torch.empty(shape, device=device, **options).normal_(generator=generator)
-
-    images: Any = {"dtype": problem.dtype, "memory_format": layout}
-    into, out = conv.channels
-    learned_maps = (conv.out_fields * (1 + (conv.target == "vector")), into // conv.groups)
-    x = drawn(batch, into, problem.height, problem.width, **images)
-    probe = drawn(batch, out, *problem.geometry[-2:], **images)
-    learned = drawn(*learned_maps, len(conv.basis.operators), dtype=problem.weight_dtype)
+    for tensor in (x, learned):
+        tensor.normal_(generator=generator)
     if conv.parts[0].kind == "regular":
         learned = learned.unflatten(1, (-1, conv.basis.group.order))
     tables = [torch.tensor(array, device=device) for array in dense.tables(conv).values()]
@@ -353,7 +337,7 @@ def _pass(one: Engine, problem: Problem) -> Callable[[], None]:
         with torch.set_grad_enabled(bool(wanted)):
             y = one.run(problem, x, weight)
             if wanted:
-                torch.autograd.grad(y, wanted, probe)
+                torch.autograd.grad(y, wanted, y.detach())  # a gradient as good as any
 
     return run
 
@@ -365,8 +349,7 @@ def _time(run: Callable[[], None], device: torch.device) -> Times:
     def waited() -> float:
         start = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
         return time.perf_counter() - start
 
     waited()  # compiles, and makes what is made once
@@ -375,19 +358,15 @@ def _time(run: Callable[[], None], device: torch.device) -> Times:
         calls.append(waited())
     if device.type != "cuda":
         return Times(min(calls), min(calls))
-    # The queue waits while Python fills it: what is timed is the device's work alone.
     several = max(1, min(10, int(_SECONDS / min(calls))))
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for cycles in (10**8, 10**9):
-        torch.cuda._sleep(cycles)
-        start.record()
-        for _ in range(several):
-            run()
-        end.record()
-        late = start.query()
-        torch.cuda.synchronize(device)
-        if not late:
-            break
+    # The queue waits, for twice as long as Python may fill it: the device's work alone is timed.
+    torch.cuda._sleep(10**8 + int(4e9 * min(several * min(calls), 2 * _SECONDS)))
+    start.record()
+    for _ in range(several):
+        run()
+    end.record()
+    torch.cuda.synchronize(device)
     return Times(min(calls), start.elapsed_time(end) / several / 1e3)
 
 
@@ -398,8 +377,7 @@ def _text(problem: Problem) -> str:
     """A problem as a key that holds in every process; the size is last."""
     passes = f"{int(problem.to_input)}{int(problem.to_weight)}"
     layout = "last" if problem.channels_last else "first"
-    dtypes = f"{problem.dtype} {problem.weight_dtype}"
-    words = f"{problem.convolution.name} {dtypes} {layout} {passes}"
+    words = f"{problem.convolution.name} {problem.dtype} {problem.weight_dtype} {layout} {passes}"
     if problem.device.type == "cpu":
         words += f", {torch.get_num_threads()} threads"
     sizes = f"{problem.batch}×{problem.height}×{problem.width}"
@@ -412,9 +390,8 @@ def _pixels(key: str) -> int:
 
 def _tf32(problem: Problem) -> bool:
     """Whether a GPU may round products of float32."""
-    if problem.device.type != "cuda" or problem.dtype != torch.float32:
-        return False
-    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    rounds = problem.device.type == "cuda" and problem.dtype == torch.float32
+    return rounds and tf32_allowed()
 
 
 @functools.cache

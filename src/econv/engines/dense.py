@@ -44,11 +44,10 @@ class Dense(Engine):
         prologue: Prologue | None = None,
     ) -> Tensor:
         """Expand the filters in the weight's own dtype, and convolve."""
-        if prologue is not None:
-            x = prologue.apply(x)
+        x = (x if prologue is None else prologue.apply(x)).to(problem.dtype)
         bank = filters(problem.convolution, weight).to(problem.dtype)
         bias = None if bias is None else bias.to(problem.dtype)
-        return convolve(problem.convolution, x.to(problem.dtype), bank, bias)
+        return convolve(problem.convolution, x, bank, bias)
 
 
 def tables(convolution: Convolution) -> dict[str, npt.NDArray[Any]]:
@@ -98,16 +97,13 @@ def filter_offsets(relative: npt.NDArray[np.int64], in_fields: int) -> npt.NDArr
     return ((field * order + relative[:, None]) * order + frame).ravel()
 
 
-def convolve(
-    convolution: Convolution, x: Tensor, bank: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def convolve(convolution: Convolution, x: Tensor, bank: Tensor, bias: Tensor | None) -> Tensor:
     """`conv2d` with the padding modes of `torch.nn.Conv2d`."""
     x, padding = bordered(convolution, x)
     if _unfolds(convolution, x):
         return _on_blocks_of_pixels(x, bank, bias, convolution.stride, padding)
-    return functional.conv2d(
-        x, bank, bias, convolution.stride, padding, convolution.dilation, convolution.groups
-    )
+    windows = (convolution.stride, padding, convolution.dilation)
+    return functional.conv2d(x, bank, bias, *windows, convolution.groups)
 
 
 def _unfolds(convolution: Convolution, x: Tensor) -> bool:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from econv.engines import choice
 from econv.engines.problem import (
     Convolution,
-    Engine,
     Problem,
     Prologue,
     Weight,
@@ -59,22 +58,21 @@ def convolve(
     return _run(problem, x, weight, bias, prologue)
 
 
-def _run(
-    problem: Problem, x: Tensor, weight: Weight, bias: Tensor | None, prologue: Prologue | None
-) -> Tensor:
+def _run(problem: Problem, *operands: Any) -> Tensor:
+    """The same of operands as `Engine.run` takes them."""
     for met in _met:
         met[problem] = None
     chosen = ENGINES["dense"] if _met else choice.choose(problem)
     try:
-        with without_autocast(x.device):
-            found = chosen.run(problem, x, weight, bias, prologue)
+        with without_autocast(problem.device):
+            found = chosen.run(problem, *operands)
     except EngineError as error:
         if problem.named:
             raise
         give_up(chosen.name, problem.convolution.name, problem, error)
-        return _run(problem, x, weight, bias, prologue)
+        return _run(problem, *operands)
     if problem.context != "traced" and not exporting():
-        choice.note(chosen.name + FUSED * (chosen.fuses and prologue is not None))
+        choice.note(chosen.name + FUSED * (chosen.fuses and operands[-1] is not None))
     return found
 
 
@@ -130,24 +128,20 @@ def explain(layer: nn.Module, x: Tensor) -> None:
     if not problems:
         raise ValueError(f"expected a layer or a network of econv; got {type(layer).__name__}")
     for problem in problems:
-        _tell(problem)
+        reasons = {one.name: one.why_not(problem) for one in ENGINES.values()}
+        chosen = ""
+        with contextlib.suppress(ValueError):  # one that was asked for and cannot run: it says so
+            chosen = choice.choose(problem).name
+        times = choice.measured(problem, choice.may_measure())
+        print(problem)
+        for name, reason in reasons.items():
+            says = "can run" if reason is None else f"cannot run: {reason}"
+            if took := times.get(name):
+                says = f"{1e3 * took.call:.3g} ms"
+                if took.device != took.call:
+                    says += f", {1e3 * took.device:.3g} ms of it on the device"
+            print(f"{'*' if name == chosen else ' '} {name:<16} {says}")
 
 
 _met: list[dict[Problem, None]] = []
 """Of each explanation under way the problems that were met; they run with the dense engine."""
-
-
-def _tell(problem: Problem) -> None:
-    reasons = {one.name: one.why_not(problem) for one in ENGINES.values()}
-    chosen: Engine | None = None
-    with contextlib.suppress(ValueError):  # one that was asked for and cannot run: it says so
-        chosen = choice.choose(problem)
-    times = choice.measured(problem, choice.may_measure())
-    print(problem)
-    for name, reason in reasons.items():
-        says = "can run" if reason is None else f"cannot run: {reason}"
-        if took := times.get(name):
-            says = f"{1e3 * took.call:.3g} ms"
-            if took.device != took.call:
-                says += f", {1e3 * took.device:.3g} ms of it on the device"
-        print(f"{'*' if ENGINES[name] is chosen else ' '} {name:<16} {says}")

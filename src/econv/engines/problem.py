@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -21,25 +21,6 @@ from torch.nn import functional
 from econv.basis import FilterBasis
 from econv.fourier import KINDS
 from econv.plan import SpectralPlan, spectral_plan
-
-__all__ = [
-    "Convolution",
-    "Engine",
-    "Geometry",
-    "Part",
-    "Problem",
-    "Prologue",
-    "Weight",
-    "bordered",
-    "convolution",
-    "convolution_named",
-    "exporting",
-    "memory_format",
-    "replicate",
-    "transformed",
-    "watched",
-    "without_autocast",
-]
 
 
 class Geometry(NamedTuple):
@@ -97,33 +78,25 @@ class Convolution:
     padding: int = 0
     padding_mode: str = "zeros"
     dilation: int = 1
-    name: str = field(init=False)
-    """A text that stands for the convolution in a traced graph of this process."""
 
     def __post_init__(self) -> None:
         for kind in (*(part.kind for part in self.parts), self.target):
             if kind not in KINDS:
                 raise ValueError(f"unknown kind of field {kind!r}: expected one of {KINDS}")
-        basis = self.basis
-        words = {
-            "group": basis.group.name,
-            "operators": basis.operators.name,
-            "stencils": basis.stencils.name,
-            "size": basis.size,
-            "basis": basis.digest,  # two bases may have the same words
-            "parts": [list(part) for part in self.parts],
-            "target": self.target,
-            "out": self.out_fields,
-            "groups": self.groups,
-            "stride": self.stride,
-            "padding": [self.padding, self.padding_mode],
-            "dilation": self.dilation,
-        }
-        object.__setattr__(self, "name", json.dumps(words))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
-        return convolution, given
+        return convolution, tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+
+    @cached_property
+    def name(self) -> str:
+        """A text that stands for the convolution: in graphs, in files and in checkpoints."""
+        of_basis = ("group", "operators", "stencils")
+        words: dict[str, Any] = {word: getattr(self.basis, word).name for word in of_basis}
+        # The digest: two bases may have the same words.
+        words |= {"size": self.basis.size, "basis": self.basis.digest, "parts": self.parts}
+        words |= {"target": self.target, "out": self.out_fields, "groups": self.groups}
+        words |= {"stride": self.stride, "padding": [self.padding, self.padding_mode]}
+        return json.dumps({**words, "dilation": self.dilation})
 
     def plan(self, part: Part) -> SpectralPlan:
         """The spectral factorisation of the layer on one part of its input."""
@@ -206,14 +179,15 @@ class Problem(NamedTuple):
     ) -> Problem:
         """The problem that a call poses; symbolic sizes count as what they were seen as."""
         batch, _, height, width = (_hint(n) for n in x.shape)
-        needed = torch.is_grad_enabled()
-        gradients = (needed and x.requires_grad, needed and weight.requires_grad)
+        to_x, to_weight = (torch.is_grad_enabled() and t.requires_grad for t in (x, weight))
         if context is None:
             context = "transformed" if transformed() else "eager"
             context = "watched" if watched(x) or watched(weight) else context
-        images = (batch, height, width, _result_dtype(x), x.device)
+        rounded = x.dtype != torch.float64 and _autocasts(x.device)
+        dtype = torch.get_autocast_dtype(x.device.type) if rounded else x.dtype
         last = memory_format(x) is torch.channels_last
-        return Problem(convolution, *images, last, *gradients, context, engine, weight.dtype)
+        images = (batch, height, width, dtype, x.device, last)
+        return Problem(convolution, *images, to_x, to_weight, context, engine, weight.dtype)
 
     @property
     def named(self) -> bool:
@@ -226,12 +200,6 @@ class Problem(NamedTuple):
         conv = self.convolution
         elements = math.prod(conv.channels) // conv.groups * conv.basis.size**2
         return self.batch * (self.height * self.width // conv.stride**2) * elements
-
-    @property
-    def geometry(self) -> Geometry:
-        """What engines run when other borders than zeros are made."""
-        rim = 0 if self.convolution.padding_mode == "zeros" else 2 * self.convolution.padding
-        return self.convolution.geometry(self.height + rim, self.width + rim)
 
     def __str__(self) -> str:
         layout = ", channels-last" if self.channels_last else ""
@@ -255,10 +223,11 @@ class Weight(NamedTuple):
             weight = weight.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
         if convolution.parts[0].kind == "regular":
             return [weight]
-        widths = [convolution.width(kind) for kind, _ in convolution.parts]
-        sizes = [fields * convolution.width(kind) for kind, fields in convolution.parts]
-        own = weight.split([size // convolution.groups for size in sizes], 1)
-        return [w.unflatten(1, (-1, n)).flatten(2) for w, n in zip(own, widths, strict=True)]
+        parts = [
+            (n // convolution.groups, convolution.width(kind)) for kind, n in convolution.parts
+        ]
+        own = weight.split([fields * width for fields, width in parts], 1)
+        return [w.unflatten(1, shape).flatten(2) for w, shape in zip(own, parts, strict=True)]
 
 
 class Prologue(NamedTuple):
@@ -331,19 +300,13 @@ def memory_format(x: Tensor) -> torch.memory_format:
         return torch.contiguous_format
     # By the strides: inside `torch.func.vmap` torch does not answer for channels-last.
     strides = (channels * height * width, 1, channels * width, channels)
-    last = all(
-        size == 1 or found == wanted
-        for size, found, wanted in zip(x.shape, x.stride(), strides, strict=True)
-    )
+    last = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
     return torch.channels_last if last else torch.contiguous_format
 
 
-def _result_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a convolution of ``x`` gives: under autocast, autocast's."""
-    kind = x.device.type
-    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
+def tf32_allowed() -> bool:
+    """Whether GPUs may round what convolutions multiply in float32."""
+    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
 
 
 def watched(x: Tensor) -> bool:
@@ -365,13 +328,14 @@ def transformed() -> bool:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast is off inside: engines round where they say so."""
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return torch.autocast(device.type, enabled=False) if _autocasts(device) else nullcontext()
+
+
+def _autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def _hint(size: Any) -> int:
-    if not isinstance(size, torch.SymInt):
-        return int(size)  # while `torch.jit` traces, sizes are tensors
-    hint = size.node.hint
-    return 1 if hint is None else int(hint)
+    if isinstance(size, torch.SymInt):
+        size = 1 if size.node.hint is None else size.node.hint
+    return int(size)  # while `torch.jit` traces, sizes are tensors

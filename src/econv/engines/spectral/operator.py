@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from econv.engines.problem import (
+    Engine,
     Geometry,
     Problem,
     Prologue,
@@ -69,17 +70,13 @@ Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 """To the input, to the weight, and to the numbers of a prologue."""
 
 
-class Spectral:
+class Spectral(Engine):
     """An engine that differentiates in Fourier space. Subclasses say on what, and run a task."""
 
     def __init__(self) -> None:
         _MADE[self.name] = self
 
     name = "spectral"
-    compiled = False
-    """Whether it runs kernels, which may fail where torch does not."""
-    fuses = False
-    """Whether a prologue costs nothing: what it makes of the input is never written."""
 
     def why_not(self, problem: Problem) -> str | None:
         """Why the engine cannot run a problem, as a sentence; nothing where it can."""

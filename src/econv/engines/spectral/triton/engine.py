@@ -56,9 +56,7 @@ class Triton(Spectral):
             return f"it runs in bfloat16, float16 and float32; the output is {problem.dtype}"
         if problem.context in ("watched", "transformed"):
             return "a tracer or a transformation must see operations of torch"
-        height, width = problem.height, problem.width
-        back = problem.geometry.transposed(conv.basis.size, height, width)
-        if back.before < 0:
+        if conv.geometry(0, 0).transposed(conv.basis.size, 0, 0).before < 0:  # of any size
             return f"its padding of {conv.padding} is wider than the stencils reach"
         return None
 

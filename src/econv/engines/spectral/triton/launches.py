@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Geometry, memory_format
+from econv.engines.problem import Geometry, memory_format, tf32_allowed
 from econv.engines.spectral.hopper import kernels as hopper
 from econv.engines.spectral.hopper.schedule import ROWS, gains
 from econv.engines.spectral.operator import through
@@ -53,13 +53,8 @@ from econv.plan import plan_named
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    if dtype != torch.float32:
-        return "tf32"  # says nothing about products of float16
-    try:
-        allowed = torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # asked for in torch's newer words
-        allowed = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-    return "tf32" if allowed else "tf32x3"
+    exact = dtype == torch.float32 and not tf32_allowed()
+    return "tf32x3" if exact else "tf32"  # which says nothing about products of float16
 
 
 @lru_cache(maxsize=512)
