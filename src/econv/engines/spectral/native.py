@@ -38,7 +38,7 @@ from econv.files import processor as _processor
 from econv.fourier import butterflies
 from econv.plan import SpectralPlan
 
-__all__ = ["Native", "available", "reason", "run"]
+__all__ = ["Native", "available", "reason"]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _LARGEST = 9  # size of the stencils that the kernel is instantiated for
@@ -82,44 +82,40 @@ class Native(Torch):
             return f"it knows stencils of up to {_LARGEST}×{_LARGEST}; these are {size}×{size}"
         return super().why_not(problem) or reason(torch.promote_types(problem.dtype, torch.float32))
 
-    def product(self, *operands: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The layer, and the gradient to its weights."""
-        return run(*operands)
-
-
-def run(
-    x: Tensor,
-    weights: Tensor,
-    plan: SpectralPlan,
-    geometry: Geometry,
-    other: Tensor | None = None,
-    output: bool = True,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The layer, and with ``other`` the gradient to the weights of their inner product."""
-    library = _library(_REALS[x.dtype])
-    if isinstance(library, str):
-        raise RuntimeError(f"the native kernel is not available: {library}")
-    x, weights = _dense_images(x), weights.contiguous()
-    other = None if other is None else _dense_images(other)
-    out_fields, in_fields, _ = weights.shape
-    shape = (x.shape[0], out_fields * len(plan.synthesis), geometry.height, geometry.width)
-    nothing = not x.numel() or not geometry.height or not geometry.width
-    new, like = (x.new_zeros, torch.zeros_like) if nothing else (x.new_empty, torch.empty_like)
-    result = new(shape) if output else None
-    found = None if other is None else like(weights)
-    if nothing:
+    def product(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        plan: SpectralPlan,
+        geometry: Geometry,
+        other: Tensor | None = None,
+        output: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The layer, and with ``other`` the gradient to the weights of their inner product."""
+        library = _library(_REALS[x.dtype])
+        if isinstance(library, str):
+            raise RuntimeError(f"the native kernel is not available: {library}")
+        x, weights = _dense_images(x), weights.contiguous()
+        other = None if other is None else _dense_images(other)
+        out_fields, in_fields, _ = weights.shape
+        shape = (x.shape[0], out_fields * len(plan.synthesis), geometry.height, geometry.width)
+        nothing = not x.numel() or not geometry.height or not geometry.width
+        new, like = (x.new_zeros, torch.zeros_like) if nothing else (x.new_empty, torch.empty_like)
+        result = new(shape) if output else None
+        found = None if other is None else like(weights)
+        if nothing:
+            return result, found
+        program, _kept = _program(plan, x.dtype)
+        numbers = (torch.get_num_threads(), x.shape[0], *x.shape[2:], in_fields, out_fields)
+        strides = x.stride(0), 0 if other is None else other.stride(0)
+        images = [0 if t is None else t.data_ptr() for t in (x, weights, other, result, found)]
+        job = array("q", [*program, *geometry, *numbers, *strides, *images])
+        code = library.econv_spectral(job.buffer_info()[0], len(job))
+        if code:
+            stencils = f"expected stencils of up to {_LARGEST}×{_LARGEST}; got {plan.basis.size}"
+            wrong = {1: "another layout of its arguments", 2: stencils, 3: "no memory"}
+            raise RuntimeError(f"the native kernel failed: {wrong.get(code, code)}")
         return result, found
-    program, _kept = _program(plan, x.dtype)
-    numbers = (torch.get_num_threads(), x.shape[0], *x.shape[2:], in_fields, out_fields)
-    strides = x.stride(0), 0 if other is None else other.stride(0)
-    images = [0 if t is None else t.data_ptr() for t in (x, weights, other, result, found)]
-    job = array("q", [*program, *geometry, *numbers, *strides, *images])
-    code = library.econv_spectral(job.buffer_info()[0], len(job))
-    if code:
-        stencils = f"expected stencils of up to {_LARGEST}×{_LARGEST}; got {plan.basis.size}"
-        wrong = {1: "another layout of its arguments", 2: stencils, 3: "no memory"}
-        raise RuntimeError(f"the native kernel failed: {wrong.get(code, code)}")
-    return result, found
 
 
 def _dense_images(x: Tensor) -> Tensor:

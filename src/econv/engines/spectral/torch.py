@@ -79,10 +79,9 @@ class Torch(Spectral):
         if torch._C._is_tracing() or exporting():  # for any number of images
             return apply(x, weights, plan, geometry, other)
         pixels = x.shape[1] * len(plan.stencils) * geometry.height * geometry.width
-        step = _CHUNK_BYTES.get(x.device.type, 1 << 30) // max(1, pixels * x.element_size())
-        step = max(1, step)
-        found, total = [], None
-        others = () if other is None else other.split(step)
+        most = _CHUNK_BYTES.get(x.device.type, 1 << 30)
+        step = max(1, most // max(1, pixels * x.element_size()))
+        found, total, others = [], None, () if other is None else other.split(step)
         for images, targets in zip_longest(x.split(step), others):
             some, part = apply(images, weights, plan, geometry, targets)
             found.append(some)
@@ -126,13 +125,11 @@ _MADE: dict[tuple[SpectralPlan, torch.device, torch.dtype], dict[str, Tensor]] =
 
 def tables(plan: SpectralPlan, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """The `arrays` of a plan as tensors, made once for each device and dtype."""
-    found = _MADE.get((plan, device, dtype))
+    found, dtypes = _MADE.get((plan, device, dtype)), {"f": dtype}
     if found is None:
         with torch.inference_mode(False):
             found = {
-                name: torch.tensor(
-                    array, device=device, dtype=dtype if array.dtype.kind == "f" else None
-                )
+                name: torch.tensor(array, device=device, dtype=dtypes.get(array.dtype.kind))
                 for name, array in arrays(plan).items()
             }
         if type(found["stencils"]) is Tensor:  # not one of a mode that was on by chance
@@ -201,11 +198,9 @@ def apply(
 
 def _padded(maps: Tensor, size: int, geometry: Geometry) -> Tensor:
     """The input, spread and padded so that the stencils give the output without padding."""
-    if geometry.up > 1:
-        height, width = maps.shape[2:]
-        spread = maps.new_zeros(*maps.shape[:2], height * geometry.up, width * geometry.up)
-        spread[:, :, :: geometry.up, :: geometry.up] = maps
-        maps = spread
+    if more := geometry.up - 1:
+        maps = functional.pad(maps[:, :, :, None, :, None], (0, more, 0, 0, 0, more))
+        maps = maps.flatten(4, 5).flatten(2, 3)
     reach = geometry.dilation * (size - 1) + 1
     sides = []
     for length, wanted in zip(maps.shape[:1:-1], (geometry.width, geometry.height), strict=True):
