@@ -16,7 +16,6 @@ import ctypes
 import hashlib
 import itertools
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -31,7 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Geometry, Problem
+from econv.engines.problem import Problem
+from econv.engines.spectral.operator import Task
 from econv.engines.spectral.torch import Torch, arrays
 from econv.files import atomic, cache_folder
 from econv.files import processor as _processor
@@ -83,16 +83,10 @@ class Native(Torch):
         return super().why_not(problem) or reason(torch.promote_types(problem.dtype, torch.float32))
 
     def product(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        plan: SpectralPlan,
-        geometry: Geometry,
-        other: Tensor | None = None,
-        output: bool = True,
+        self, x: Tensor, weights: Tensor, task: Task, other: Tensor | None = None, out: bool = True
     ) -> tuple[Tensor | None, Tensor | None]:
         """The layer, and with ``other`` the gradient to the weights of their inner product."""
-        library = _library(_REALS[x.dtype])
+        library, plan, geometry = _library(_REALS[x.dtype]), task.plan, task.geometry
         if isinstance(library, str):
             raise RuntimeError(f"the native kernel is not available: {library}")
         x, weights = _dense_images(x), weights.contiguous()
@@ -101,7 +95,7 @@ class Native(Torch):
         shape = (x.shape[0], out_fields * len(plan.synthesis), geometry.height, geometry.width)
         nothing = not x.numel() or not geometry.height or not geometry.width
         new, like = (x.new_zeros, torch.zeros_like) if nothing else (x.new_empty, torch.empty_like)
-        result = new(shape) if output else None
+        result = new(shape) if out else None
         found = None if other is None else like(weights)
         if nothing:
             return result, found
@@ -165,9 +159,7 @@ def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np
     return numbers, kept
 
 
-def symmetry_classes(
-    stencils: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def symmetry_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
     """Stencils by the symmetric parts of a patch that they read: starts, stencils, adds, factors.
 
     The parts are those that `derivatives` in native.cpp forms: along each axis the middle, the sums
@@ -192,14 +184,11 @@ def symmetry_classes(
     parts = np.concatenate(classes).reshape(size**2, size**2)
     factors = stencils.reshape(count, -1) @ np.linalg.inv(parts)
     factors[np.abs(factors) <= 1e-14 * np.abs(factors).max(axis=1, keepdims=True)] = 0.0
-    start, chosen, adds, given = [0], [], [], []
-    for here in np.split(factors, np.cumsum([len(found) for found in classes])[:-1], axis=1):
-        found = np.flatnonzero(here.any(axis=1)).tolist()
-        adds += [int(stencil in chosen) for stencil in found]
-        chosen += found
-        given.append(here[found].ravel())
-        start.append(len(chosen))
-    return np.array(start), np.array(chosen), np.array(adds), np.concatenate(given)
+    each = np.split(factors, np.cumsum([len(found) for found in classes])[:-1], axis=1)
+    reads = np.array([here.any(axis=1) for here in each])  # [class, stencil]
+    given = np.concatenate([here[own].ravel() for here, own in zip(each, reads, strict=True)])
+    start = np.append(0, reads.sum(axis=1).cumsum())
+    return start, np.nonzero(reads)[1], (reads.cumsum(axis=0) > 1)[reads], given
 
 
 @lru_cache(maxsize=8)
@@ -223,7 +212,7 @@ def _load(real: str) -> ctypes.CDLL:
     source, openmp, asked = _SOURCE.read_bytes(), _loaded_openmp(), [compiler, "--version"]
     version = subprocess.run(asked, capture_output=True, timeout=60, check=True).stdout
     # What was tuned for this processor must not run on another that shares the folder.
-    parts = [source, version, compiler, real, openmp or "", _processor(), platform.machine()]
+    parts = [source, version, compiler, real, openmp or "", _processor()]
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
     with _folder() as folder:
         path = Path(folder) / f"spectral-{real}-{key}.so"

@@ -13,6 +13,7 @@ them (on GPUs the weight in Fourier space).
 from __future__ import annotations
 
 import logging
+from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -202,12 +203,9 @@ class _Form(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
         """One call for each member of a mapped dimension."""
-        found = []
-        for i in range(info.batch_size):
-            given = zip(inputs, in_dims, strict=True)
-            one = [value.select(dim, i) if isinstance(dim, int) else value for value, dim in given]
-            found.append(_Form.apply(*one))
-        parts = zip(*found, strict=True)
+        given = zip(inputs, in_dims, strict=True)
+        each = (t.unbind(dim) if isinstance(dim, int) else repeat(t) for t, dim in given)
+        parts = zip(*[_Form.apply(*one) for one in zip(*each, strict=False)], strict=True)
         return tuple(None if part[0] is None else torch.stack(part) for part in parts), 0
 
 
@@ -216,9 +214,8 @@ _NEITHER = (False, False)
 
 def _form(*given: Any) -> tuple[Any, ...]:
     """What `_Form` says; autograd and `torch.func` hear of it only where they have to."""
-    followed = torch.is_grad_enabled() or transformed()
-    if torch._C._is_tracing() or exporting():  # they know no functions of autograd
-        followed = False
+    apart = torch._C._is_tracing() or exporting()  # they know no functions of autograd
+    followed = not apart and (torch.is_grad_enabled() or transformed())
     found: tuple[Any, ...] = (_Form.apply if followed else _Form.forward)(*given)
     return found
 
