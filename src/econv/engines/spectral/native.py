@@ -94,9 +94,8 @@ class Native(Torch):
         out_fields, in_fields, _ = weights.shape
         shape = (x.shape[0], out_fields * len(plan.synthesis), geometry.height, geometry.width)
         nothing = not x.numel() or not geometry.height or not geometry.width
-        new, like = (x.new_zeros, torch.zeros_like) if nothing else (x.new_empty, torch.empty_like)
-        result = new(shape) if out else None
-        found = None if other is None else like(weights)
+        result = (x.new_zeros if nothing else x.new_empty)(shape) if out else None
+        found = None if other is None else torch.zeros_like(weights)
         if nothing:
             return result, found
         program, _kept = _program(plan, x.dtype)

@@ -115,22 +115,21 @@ class Spectral(Engine):
         prologue: Prologue | None = None,
     ) -> Tensor:
         """Borders, parts, groups and layout around the tasks."""
-        convolution, layout, dtype = problem.convolution, memory_format(x), problem.dtype
-        if prologue is not None and not (self.fuses and convolution.groups == 1):
+        conv, layout, dtype = problem.convolution, memory_format(x), problem.dtype
+        if prologue is not None and not (self.fuses and conv.groups == 1):
             x, prologue = prologue.apply(x), None
-        x, _ = bordered(convolution, x.to(dtype))
-        geometry = convolution.geometry(*x.shape[2:])
+        x, _ = bordered(conv, x.to(dtype))
+        geometry = conv.geometry(*x.shape[2:])
         affine = None if prologue is None else prologue.affine
         engine = self.name if problem.context == "traced" else self
-        sizes, found = [fields * convolution.width(kind) for kind, fields in convolution.parts], []
+        sizes = [fields * conv.width(kind) for kind, fields in conv.parts]
+        # One of one parts or chunks would have gradients that are copied.
         images = x.split(sizes, 1) if len(sizes) > 1 else [x]
-        for part, here, own in zip(
-            convolution.parts, images, weight.parts(convolution), strict=True
-        ):
-            task = Task(convolution.plan(part), geometry, problem.named)
-            pairs = [(here, own)]
-            if convolution.groups > 1:  # one of one chunks would have gradients that are copied
-                chunks = (t.chunk(convolution.groups, dim) for t, dim in ((here, 1), (own, 0)))
+        found = []
+        for part, here, own in zip(conv.parts, images, weight.parts(conv), strict=True):
+            task, pairs = Task(conv.plan(part), geometry, problem.named), [(here, own)]
+            if conv.groups > 1:
+                chunks = here.chunk(conv.groups, 1), own.chunk(conv.groups, 0)
                 pairs = list(zip(*chunks, strict=True))
             each = [_layer(*pair, affine, engine, task) for pair in pairs]
             found.append(each[0] if len(each) == 1 else torch.cat(each, dim=1))
@@ -250,10 +249,7 @@ def _moved(
 
 
 FAILED: dict[tuple[str, str], str] = {}
-"""Why an engine failed on a plan or a convolution, where nobody had asked for it by name.
-
-With each more, what was chosen before has to be chosen again.
-"""
+"""Why an engine failed on a plan or a convolution that nobody had asked it by name to run."""
 
 _log = logging.getLogger("econv.engines")
 
@@ -307,7 +303,7 @@ def _told(engine: str, plan: str, geometry: list[int], named: bool) -> tuple[Spe
 
 
 def _autograd(*given: Any) -> tuple[Tensor, Tensor]:
-    _, task = _told(*given[3:])
+    task = _told(*given[3:])[1]
     y, *_, known = _Form.apply(None, *given[:3], None, given[3], task, _NEITHER)
     return y, known
 

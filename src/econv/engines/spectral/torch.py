@@ -24,9 +24,6 @@ from econv.plan import SpectralPlan
 
 __all__ = ["Torch", "apply", "arrays", "tables"]
 
-_CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
-"""The derivatives that exist at a time: about a share of the cache, or of the device's memory."""
-
 
 class Torch(Spectral):
     """Operations of torch, on every device and in every dtype."""
@@ -68,12 +65,12 @@ class Torch(Spectral):
     ) -> tuple[Tensor | None, Tensor | None]:
         """The layer, and with ``other`` the gradient to the weights of their inner product.
 
-        Some images at a time, so that their derivatives stay small.
+        Some images at a time: their derivatives are a share of the cache, or of a GPU's memory.
         """
         if torch._C._is_tracing() or exporting():  # for any number of images
             return apply(x, weights, task.plan, task.geometry, other)
         pixels = x.shape[1] * len(task.plan.stencils) * task.geometry.height * task.geometry.width
-        most = _CHUNK_BYTES.get(x.device.type, 1 << 30)
+        most = 8 << 20 if x.device.type == "cpu" else 1 << 30
         step = max(1, most // max(1, pixels * x.element_size()))
         found, total, others = [], None, () if other is None else other.split(step)
         for images, targets in zip_longest(x.split(step), others):
