@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <exception>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -42,9 +41,7 @@ struct Vec {
 using Full = Vec<BYTES>;
 using V = Full::type;
 
-struct Block {
-  int64_t rows, inner, columns;
-};
+struct Block { int64_t rows, inner, columns; };
 
 struct Sparse {
   int64_t rows;
@@ -460,7 +457,7 @@ extern "C" int econv_spectral(const Job* job, int64_t count) {
   if (static_cast<int64_t>(memory.size()) < wanted) try {
       memory = std::vector<Real>();
       memory.resize(wanted);
-    } catch (const std::exception&) {
+    } catch (...) {
       return 3;
     }
   Real* const all = reinterpret_cast<Real*>(round_up(reinterpret_cast<int64_t>(memory.data()), 64));

@@ -193,36 +193,31 @@ def symmetry_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
 @lru_cache(maxsize=8)
 def _library(real: str) -> Any:
     """The loaded library, or the reason why there is none."""
-    try:
-        return _load(real)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return str(error)
-
-
-def _load(real: str) -> ctypes.CDLL:
     if sys.platform == "win32":
-        raise RuntimeError("not supported on Windows")
+        return "not supported on Windows"
     import fcntl
 
     names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
     compiler = next((found for name in names if name and (found := shutil.which(name))), None)
     if compiler is None:
-        raise RuntimeError("no C++ compiler found (CXX, c++, g++, clang++)")
-    source, openmp, asked = _SOURCE.read_bytes(), _loaded_openmp(), [compiler, "--version"]
-    version = subprocess.run(asked, capture_output=True, timeout=60, check=True).stdout
-    # What was tuned for this processor must not run on another that shares the folder.
-    parts = [source, version, compiler, real, openmp or "", _processor()]
-    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
-    with _folder() as folder:
-        path = Path(folder) / f"spectral-{real}-{key}.so"
-        with open(path.with_suffix(".lock"), "w", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time, however it ends
-            if not path.exists():
-                with atomic(path) as temporary:
-                    _compile(compiler, real, openmp, temporary)
-        library = ctypes.CDLL(str(path))
+        return "no C++ compiler found (CXX, c++, g++, clang++)"
+    openmp, asked = _loaded_openmp(), [compiler, "--version"]
+    try:
+        version = subprocess.run(asked, capture_output=True, timeout=60, check=True).stdout
+        # What was tuned for this processor must not run on another that shares the folder.
+        parts = [_SOURCE.read_bytes(), version, compiler, real, openmp or "", _processor()]
+        key = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+        with _folder() as folder:
+            path = Path(folder) / f"spectral-{real}-{key}.so"
+            with open(path.with_suffix(".lock"), "w", encoding="utf-8") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time, however it ends
+                if not path.exists():
+                    with atomic(path) as temporary:
+                        _compile(compiler, real, openmp, temporary)
+            library = ctypes.CDLL(str(path))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return str(error)
     library.econv_spectral.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    library.econv_spectral.restype = ctypes.c_int
     return library
 
 

@@ -208,19 +208,15 @@ class _Form(torch.autograd.Function):
         return tuple(None if part[0] is None else torch.stack(part) for part in parts), 0
 
 
-_NEITHER = (False, False)
-
-
-def _form(*given: Any) -> tuple[Any, ...]:
+def _form(*given: Any) -> Any:
     """What `_Form` says; autograd and `torch.func` hear of it only where they have to."""
     apart = torch._C._is_tracing() or exporting()  # they know no functions of autograd
     followed = not apart and (torch.is_grad_enabled() or transformed())
-    found: tuple[Any, ...] = (_Form.apply if followed else _Form.forward)(*given)
-    return found
+    return (_Form.apply if followed else _Form.forward)(*given)
 
 
 def _layer(x: Tensor, weight: Tensor, affine: Tensor | None, *rest: Any) -> Tensor:
-    return cast(Tensor, _form(None, x, weight, affine, None, *rest, _NEITHER)[0])
+    return cast(Tensor, _form(None, x, weight, affine, None, *rest, (False, False))[0])
 
 
 def _moved(
@@ -266,10 +262,8 @@ def _attempt(engine: Spectral, way: str, named: bool, task: Task, *given: Any) -
     if (engine.name, task.plan.name) not in FAILED:
         try:
             return getattr(engine, way)(task, *given)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
-            if not engine.compiled:
+            if not engine.compiled or isinstance(error, torch.OutOfMemoryError):
                 raise
             if named:
                 raise EngineError(f"{engine.name} failed: {error}") from error
@@ -304,7 +298,7 @@ def _told(engine: str, plan: str, geometry: list[int], named: bool) -> tuple[Spe
 
 def _autograd(*given: Any) -> tuple[Tensor, Tensor]:
     task = _told(*given[3:])[1]
-    y, *_, known = _Form.apply(None, *given[:3], None, given[3], task, _NEITHER)
+    y, *_, known = _Form.apply(None, *given[:3], None, given[3], task, (False, False))
     return y, known
 
 

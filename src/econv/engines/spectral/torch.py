@@ -186,9 +186,8 @@ def _padded(maps: Tensor, size: int, geometry: Geometry) -> Tensor:
     if more := geometry.up - 1:
         maps = functional.pad(maps[:, :, :, None, :, None], (0, more, 0, 0, 0, more))
         maps = maps.flatten(4, 5).flatten(2, 3)
-    reach = geometry.dilation * (size - 1) + 1
     sides = []
     for length, wanted in zip(maps.shape[:1:-1], (geometry.width, geometry.height), strict=True):
-        needed = (wanted - 1) * geometry.down + reach
+        needed = (wanted - 1) * geometry.down + geometry.dilation * (size - 1) + 1
         sides += [geometry.before, needed - geometry.before - length]
     return functional.pad(maps, sides) if any(sides) else maps
