@@ -542,7 +542,7 @@ def test_a_kernel_that_fails_is_told_from_a_wrong_call(monkeypatch, caplog):
 
     monkeypatch.setattr(choice, "_memory", {})
     monkeypatch.setattr(operator, "FAILED", {})
-    monkeypatch.setattr(native, "run", fail)
+    monkeypatch.setattr(native.Native, "product", fail)
     layer, x = GroupConv2d(8, 8, "p4"), torch.randn(2, 32, 8, 8)
     wanted = what_dense_gives(layer, x)
     assert called(layer, x) == "dense"

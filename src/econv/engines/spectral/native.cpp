@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <exception>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -42,9 +41,7 @@ struct Vec {
 using Full = Vec<BYTES>;
 using V = Full::type;
 
-struct Block {
-  int64_t rows, inner, columns;
-};
+struct Block { int64_t rows, inner, columns; };
 
 struct Sparse {
   int64_t rows;
@@ -81,7 +78,7 @@ struct Job {
   int64_t threads, batch, height, width, in_fields, out_fields;
   int64_t x_stride, other_stride;  // from one image to the next
   const Real *x, *w, *other;
-  Real *y, *w_gradient;  // each may be missing
+  Real *y, *w_gradient;  // each may be missing; the latter is added to
 };
 
 // Inlined into one another these functions run out of registers.
@@ -269,9 +266,8 @@ WITHIN void add_parts(const Job& j, int which, const Real*& factor,
   }
 }
 
-// The derivatives of one map at one vector of pixels. The patch is split into sums and differences
-// of opposite taps, along x, along y and across the diagonal, six classes in all; a stencil with
-// the symmetry of its operator reads one of them.
+// The derivatives of one map at one vector of pixels, from the symmetric parts of the patch that
+// `symmetry_classes` in native.py describes.
 template <int R, int B>
 APART void derivatives(const Real* at, const int64_t* row, const int64_t* column, const Job& j,
                        typename Vec<B>::type* found, int64_t step) {
@@ -458,14 +454,12 @@ extern "C" int econv_spectral(const Job* job, int64_t count) {
   const int64_t wanted = starts[ALL] * threads + c.matrices + 64;
   // Kept from call to call: fresh pages cost as much as the arithmetic.
   static thread_local std::vector<Real> memory;
-  if (static_cast<int64_t>(memory.size()) < wanted) {
-    memory = std::vector<Real>();
-    try {
+  if (static_cast<int64_t>(memory.size()) < wanted) try {
+      memory = std::vector<Real>();
       memory.resize(wanted);
-    } catch (const std::exception&) {
+    } catch (...) {
       return 3;
     }
-  }
   Real* const all = reinterpret_cast<Real*>(round_up(reinterpret_cast<int64_t>(memory.data()), 64));
   Real* const matrices = all + starts[ALL] * threads;
   each_entry<true>(j, [&](int64_t at, int64_t weight, Real sign) {
@@ -531,7 +525,6 @@ extern "C" int econv_spectral(const Job* job, int64_t count) {
   for (auto& thread : pool) thread.join();
 #endif
   if (!j.w_gradient) return 0;
-  std::memset(j.w_gradient, 0, j.out_fields * j.in_fields * j.weights * sizeof(Real));
   each_entry<false>(j, [&](int64_t at, int64_t weight, Real sign) {
     Real sum = 0;
     for (int64_t t = 0; t < threads; t++) sum += all[t * starts[ALL] + starts[SUMS] + at];

@@ -16,7 +16,6 @@ import ctypes
 import hashlib
 import itertools
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -31,14 +30,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Geometry, Problem
+from econv.engines.problem import Problem
+from econv.engines.spectral.operator import Task
 from econv.engines.spectral.torch import Torch, arrays
 from econv.files import atomic, cache_folder
 from econv.files import processor as _processor
 from econv.fourier import butterflies
 from econv.plan import SpectralPlan
 
-__all__ = ["Native", "available", "reason", "run"]
+__all__ = ["Native", "available", "reason"]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _LARGEST = 9  # size of the stencils that the kernel is instantiated for
@@ -82,44 +82,33 @@ class Native(Torch):
             return f"it knows stencils of up to {_LARGEST}×{_LARGEST}; these are {size}×{size}"
         return super().why_not(problem) or reason(torch.promote_types(problem.dtype, torch.float32))
 
-    def product(self, *operands: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The layer, and the gradient to its weights."""
-        return run(*operands)
-
-
-def run(
-    x: Tensor,
-    weights: Tensor,
-    plan: SpectralPlan,
-    geometry: Geometry,
-    other: Tensor | None = None,
-    output: bool = True,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The layer, and with ``other`` the gradient to the weights of their inner product."""
-    library = _library(_REALS[x.dtype])
-    if isinstance(library, str):
-        raise RuntimeError(f"the native kernel is not available: {library}")
-    x, weights = _dense_images(x), weights.contiguous()
-    other = None if other is None else _dense_images(other)
-    out_fields, in_fields, _ = weights.shape
-    shape = (x.shape[0], out_fields * len(plan.synthesis), geometry.height, geometry.width)
-    nothing = not x.numel() or not geometry.height or not geometry.width
-    new, like = (x.new_zeros, torch.zeros_like) if nothing else (x.new_empty, torch.empty_like)
-    result = new(shape) if output else None
-    found = None if other is None else like(weights)
-    if nothing:
+    def product(
+        self, x: Tensor, weights: Tensor, task: Task, other: Tensor | None = None, out: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The layer, and with ``other`` the gradient to the weights of their inner product."""
+        library, plan, geometry = _library(_REALS[x.dtype]), task.plan, task.geometry
+        if isinstance(library, str):
+            raise RuntimeError(f"the native kernel is not available: {library}")
+        x, weights = _dense_images(x), weights.contiguous()
+        other = None if other is None else _dense_images(other)
+        out_fields, in_fields, _ = weights.shape
+        shape = (x.shape[0], out_fields * len(plan.synthesis), geometry.height, geometry.width)
+        nothing = not x.numel() or not geometry.height or not geometry.width
+        result = (x.new_zeros if nothing else x.new_empty)(shape) if out else None
+        found = None if other is None else torch.zeros_like(weights)
+        if nothing:
+            return result, found
+        program, _kept = _program(plan, x.dtype)
+        numbers = (torch.get_num_threads(), x.shape[0], *x.shape[2:], in_fields, out_fields)
+        strides = x.stride(0), 0 if other is None else other.stride(0)
+        images = [0 if t is None else t.data_ptr() for t in (x, weights, other, result, found)]
+        job = array("q", [*program, *geometry, *numbers, *strides, *images])
+        code = library.econv_spectral(job.buffer_info()[0], len(job))
+        if code:
+            stencils = f"expected stencils of up to {_LARGEST}×{_LARGEST}; got {plan.basis.size}"
+            wrong = {1: "another layout of its arguments", 2: stencils, 3: "no memory"}
+            raise RuntimeError(f"the native kernel failed: {wrong.get(code, code)}")
         return result, found
-    program, _kept = _program(plan, x.dtype)
-    numbers = (torch.get_num_threads(), x.shape[0], *x.shape[2:], in_fields, out_fields)
-    strides = x.stride(0), 0 if other is None else other.stride(0)
-    images = [0 if t is None else t.data_ptr() for t in (x, weights, other, result, found)]
-    job = array("q", [*program, *geometry, *numbers, *strides, *images])
-    code = library.econv_spectral(job.buffer_info()[0], len(job))
-    if code:
-        stencils = f"expected stencils of up to {_LARGEST}×{_LARGEST}; got {plan.basis.size}"
-        wrong = {1: "another layout of its arguments", 2: stencils, 3: "no memory"}
-        raise RuntimeError(f"the native kernel failed: {wrong.get(code, code)}")
-    return result, found
 
 
 def _dense_images(x: Tensor) -> Tensor:
@@ -169,9 +158,7 @@ def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np
     return numbers, kept
 
 
-def symmetry_classes(
-    stencils: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def symmetry_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
     """Stencils by the symmetric parts of a patch that they read: starts, stencils, adds, factors.
 
     The parts are those that `derivatives` in native.cpp forms: along each axis the middle, the sums
@@ -196,49 +183,41 @@ def symmetry_classes(
     parts = np.concatenate(classes).reshape(size**2, size**2)
     factors = stencils.reshape(count, -1) @ np.linalg.inv(parts)
     factors[np.abs(factors) <= 1e-14 * np.abs(factors).max(axis=1, keepdims=True)] = 0.0
-    start, chosen, adds, given = [0], [], [], []
-    for here in np.split(factors, np.cumsum([len(found) for found in classes])[:-1], axis=1):
-        found = np.flatnonzero(here.any(axis=1)).tolist()
-        adds += [int(stencil in chosen) for stencil in found]
-        chosen += found
-        given.append(here[found].ravel())
-        start.append(len(chosen))
-    return np.array(start), np.array(chosen), np.array(adds), np.concatenate(given)
+    each = np.split(factors, np.cumsum([len(found) for found in classes])[:-1], axis=1)
+    reads = np.array([here.any(axis=1) for here in each])  # [class, stencil]
+    given = np.concatenate([here[own].ravel() for here, own in zip(each, reads, strict=True)])
+    start = np.append(0, reads.sum(axis=1).cumsum())
+    return start, np.nonzero(reads)[1], (reads.cumsum(axis=0) > 1)[reads], given
 
 
 @lru_cache(maxsize=8)
 def _library(real: str) -> Any:
     """The loaded library, or the reason why there is none."""
-    try:
-        return _load(real)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return str(error)
-
-
-def _load(real: str) -> ctypes.CDLL:
     if sys.platform == "win32":
-        raise RuntimeError("not supported on Windows")
+        return "not supported on Windows"
     import fcntl
 
     names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
     compiler = next((found for name in names if name and (found := shutil.which(name))), None)
     if compiler is None:
-        raise RuntimeError("no C++ compiler found (CXX, c++, g++, clang++)")
-    source, openmp, asked = _SOURCE.read_bytes(), _loaded_openmp(), [compiler, "--version"]
-    version = subprocess.run(asked, capture_output=True, timeout=60, check=True).stdout
-    # What was tuned for this processor must not run on another that shares the folder.
-    parts = [source, version, compiler, real, openmp or "", _processor(), platform.machine()]
-    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
-    with _folder() as folder:
-        path = Path(folder) / f"spectral-{real}-{key}.so"
-        with open(path.with_suffix(".lock"), "w", encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time, however it ends
-            if not path.exists():
-                with atomic(path) as temporary:
-                    _compile(compiler, real, openmp, temporary)
-        library = ctypes.CDLL(str(path))
+        return "no C++ compiler found (CXX, c++, g++, clang++)"
+    openmp, asked = _loaded_openmp(), [compiler, "--version"]
+    try:
+        version = subprocess.run(asked, capture_output=True, timeout=60, check=True).stdout
+        # What was tuned for this processor must not run on another that shares the folder.
+        parts = [_SOURCE.read_bytes(), version, compiler, real, openmp or "", _processor()]
+        key = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+        with _folder() as folder:
+            path = Path(folder) / f"spectral-{real}-{key}.so"
+            with open(path.with_suffix(".lock"), "w", encoding="utf-8") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time, however it ends
+                if not path.exists():
+                    with atomic(path) as temporary:
+                        _compile(compiler, real, openmp, temporary)
+            library = ctypes.CDLL(str(path))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return str(error)
     library.econv_spectral.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    library.econv_spectral.restype = ctypes.c_int
     return library
 
 

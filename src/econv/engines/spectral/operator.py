@@ -13,8 +13,8 @@ them (on GPUs the weight in Fourier space).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from itertools import repeat
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -76,8 +76,6 @@ class Spectral(Engine):
     def __init__(self) -> None:
         _MADE[self.name] = self
 
-    name = "spectral"
-
     def why_not(self, problem: Problem) -> str | None:
         """Why the engine cannot run a problem, as a sentence; nothing where it can."""
         try:
@@ -117,37 +115,28 @@ class Spectral(Engine):
         prologue: Prologue | None = None,
     ) -> Tensor:
         """Borders, parts, groups and layout around the tasks."""
-        convolution, layout, dtype = problem.convolution, memory_format(x), problem.dtype
-        if prologue is not None and not (self.fuses and convolution.groups == 1):
+        conv, layout, dtype = problem.convolution, memory_format(x), problem.dtype
+        if prologue is not None and not (self.fuses and conv.groups == 1):
             x, prologue = prologue.apply(x), None
-        x, _ = bordered(convolution, x.to(dtype))
-        geometry = convolution.geometry(*x.shape[2:])
+        x, _ = bordered(conv, x.to(dtype))
+        geometry = conv.geometry(*x.shape[2:])
         affine = None if prologue is None else prologue.affine
-        found, first = [], 0
-        for part, own in zip(convolution.parts, weight.parts(convolution), strict=True):
-            channels = part.fields * convolution.width(part.kind)
-            here = x if channels == x.shape[1] else x.narrow(1, first, channels)
-            first += channels
-            task = Task(convolution.plan(part), geometry, problem.named)
-            pairs = [(here, own)]
-            if convolution.groups > 1:  # one of one chunks would have gradients that are copied
-                chunks = (t.chunk(convolution.groups, dim) for t, dim in ((here, 1), (own, 0)))
+        engine = self.name if problem.context == "traced" else self
+        sizes = [fields * conv.width(kind) for kind, fields in conv.parts]
+        # One of one parts or chunks would have gradients that are copied.
+        images = x.split(sizes, 1) if len(sizes) > 1 else [x]
+        found = []
+        for part, here, own in zip(conv.parts, images, weight.parts(conv), strict=True):
+            task, pairs = Task(conv.plan(part), geometry, problem.named), [(here, own)]
+            if conv.groups > 1:
+                chunks = here.chunk(conv.groups, 1), own.chunk(conv.groups, 0)
                 pairs = list(zip(*chunks, strict=True))
-            each = [self._convolve(problem, task, *pair, affine) for pair in pairs]
+            each = [_layer(*pair, affine, engine, task) for pair in pairs]
             found.append(each[0] if len(each) == 1 else torch.cat(each, dim=1))
         if bias is not None:
             found.append(bias.to(dtype)[:, None, None])
         total = sum(found[1:], start=found[0])
         return total.contiguous(memory_format=layout)
-
-    def _convolve(
-        self, problem: Problem, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
-    ) -> Tensor:
-        if problem.context == "traced":
-            return _layer(x, weight, affine, _Traced(self.name), task)
-        if torch._C._is_tracing() or exporting():  # they know no functions of autograd
-            return self.forward(task, x, weight, affine)[0]
-        return _layer(x, weight, affine, self, task)
 
 
 class _Form(torch.autograd.Function):
@@ -156,7 +145,8 @@ class _Form(torch.autograd.Function):
     A gradient to one of the three depends on the other two alone, so that the derivative of any
     of these along changes of g, x and w is a sum of the same gradients with a change in the place
     of what changes (`_moved`). That is the backward pass, and forward-mode differentiation too.
-    With ``affine`` all that is said of x is said of what a prologue makes of it.
+    With ``affine`` all that is said of x is said of what a prologue makes of it. The name of an
+    engine stands for the operators that run it in a graph.
     """
 
     @staticmethod
@@ -164,15 +154,19 @@ class _Form(torch.autograd.Function):
         """Without ``g`` the layer, and last what is known; with it what is wanted of x and w."""
         *operands, engine, task, wanted = given
         saved = Saved(*operands)
-        if g is None:
-            y, known = _attempt(engine, task, True, lambda e: e.forward(task, *saved[:3]))
-            return y, None, None, None, known
-        if torch._C._functorch.is_legacy_batchedtensor(g):
+        if isinstance(engine, str):
+            found = _node(engine, task, g, saved, wanted)
+        elif g is None:
+            found = _attempt(engine, "forward", True, task, *saved[:3])
+        elif torch._C._functorch.is_legacy_batchedtensor(g):
             raise RuntimeError(
                 f"{engine.name} has no gradients that are batched (is_grads_batched, "
                 "vectorize=True): use torch.func.vmap, or econv.engine('dense')"
             )
-        found = _attempt(engine, task, task.named, lambda e: e.backward(task, g, saved, wanted))
+        else:
+            found = _attempt(engine, "backward", task.named, task, g, saved, wanted)
+        if g is None:
+            return found[0], None, None, None, found[1]
         kept = zip(found, (*wanted, wanted[0] and saved.affine is not None), strict=True)
         return None, *(t if keep else None for t, keep in kept), None
 
@@ -208,27 +202,21 @@ class _Form(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
         """One call for each member of a mapped dimension."""
-        found = []
-        for i in range(info.batch_size):
-            given = zip(inputs, in_dims, strict=True)
-            one = [value.select(dim, i) if isinstance(dim, int) else value for value, dim in given]
-            found.append(_Form.apply(*one))
-        parts = zip(*found, strict=True)
+        given = zip(inputs, in_dims, strict=True)
+        each = (t.unbind(dim) if isinstance(dim, int) else repeat(t) for t, dim in given)
+        parts = zip(*[_Form.apply(*one) for one in zip(*each, strict=False)], strict=True)
         return tuple(None if part[0] is None else torch.stack(part) for part in parts), 0
 
 
-_NEITHER = (False, False)
-
-
-def _form(*given: Any) -> tuple[Any, ...]:
+def _form(*given: Any) -> Any:
     """What `_Form` says; autograd and `torch.func` hear of it only where they have to."""
-    followed = torch.is_grad_enabled() or transformed()
-    found: tuple[Any, ...] = (_Form.apply if followed else _Form.forward)(*given)
-    return found
+    apart = torch._C._is_tracing() or exporting()  # they know no functions of autograd
+    followed = not apart and (torch.is_grad_enabled() or transformed())
+    return (_Form.apply if followed else _Form.forward)(*given)
 
 
 def _layer(x: Tensor, weight: Tensor, affine: Tensor | None, *rest: Any) -> Tensor:
-    return cast(Tensor, _form(None, x, weight, affine, None, *rest, _NEITHER)[0])
+    return cast(Tensor, _form(None, x, weight, affine, None, *rest, (False, False))[0])
 
 
 def _moved(
@@ -256,29 +244,8 @@ def _moved(
     return found
 
 
-class _Traced(Spectral):
-    """An engine in a graph: the operators that stand for it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def forward(self, task: Task, *operands: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return _SPECTRAL(*operands, *self._words(task))
-
-    def backward(self, task: Task, gradient: Tensor, saved: Saved, wanted: Any) -> Any:
-        return _BACKWARD(gradient, *saved, *self._words(task), *wanted)
-
-    def _words(self, task: Task) -> tuple[Any, ...]:
-        return self.name, task.plan.name, list(task.geometry), task.named
-
-
-_T = TypeVar("_T")
 FAILED: dict[tuple[str, str], str] = {}
-"""Why an engine failed on a plan or a convolution, where nobody had asked for it by name.
-
-With each more, what was chosen before has to be chosen again.
-"""
+"""Why an engine failed on a plan or a convolution that nobody had asked it by name to run."""
 
 _log = logging.getLogger("econv.engines")
 
@@ -290,20 +257,18 @@ def give_up(engine: str, name: str, what: object, error: Exception) -> None:
         _log.warning("%s failed on %s and is not chosen again: %s", engine, what, reason)
 
 
-def _attempt(engine: Spectral, task: Task, named: bool, run: Callable[[Spectral], _T]) -> _T:
-    """A pass; by operations of torch where kernels fail that were only chosen."""
+def _attempt(engine: Spectral, way: str, named: bool, task: Task, *given: Any) -> Any:
+    """A pass, forward or backward; by operations of torch where kernels fail that were chosen."""
     if (engine.name, task.plan.name) not in FAILED:
         try:
-            return run(engine)
-        except torch.OutOfMemoryError:
-            raise
+            return getattr(engine, way)(task, *given)
         except Exception as error:
-            if not engine.compiled:
+            if not engine.compiled or isinstance(error, torch.OutOfMemoryError):
                 raise
             if named:
                 raise EngineError(f"{engine.name} failed: {error}") from error
             give_up(engine.name, task.plan.name, repr(task.plan), error)
-    return run(_MADE["spectral/torch"])
+    return getattr(_MADE["spectral/torch"], way)(task, *given)
 
 
 def through(affine: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,20 +281,14 @@ def through(affine: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 # The operators of graphs
 
-_LIBRARY = torch.library.Library("econv", "FRAGMENT")
-_LIBRARY.define(
-    "spectral(Tensor x, Tensor weight, Tensor? affine, str engine, str plan, SymInt[] geometry,"
-    " bool named) -> (Tensor, Tensor)",
-    tags=(torch.Tag.needs_exact_strides,),
-)
-_LIBRARY.define(
-    "spectral_backward(Tensor g, Tensor x, Tensor weight, Tensor? affine, Tensor? known,"
-    " str engine, str plan, SymInt[] geometry, bool named, bool to_x, bool to_weight)"
-    " -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.needs_exact_strides,),
-)
-_SPECTRAL = torch.ops.econv.spectral.default
-_BACKWARD = torch.ops.econv.spectral_backward.default
+
+def _node(engine: str, task: Task, g: Tensor | None, saved: Saved, wanted: Any) -> Any:
+    """The results of an operator, by which a graph knows an engine."""
+    words = (engine, task.plan.name, list(task.geometry), task.named)
+    with torch._C._AutoDispatchBelowAutograd():
+        if g is None:
+            return torch.ops.econv.spectral(*saved[:3], *words)
+        return torch.ops.econv.spectral_backward(g, *saved, *words, *wanted)
 
 
 def _told(engine: str, plan: str, geometry: list[int], named: bool) -> tuple[Spectral, Task]:
@@ -337,26 +296,25 @@ def _told(engine: str, plan: str, geometry: list[int], named: bool) -> tuple[Spe
     return _MADE[engine], Task(plan_named(plan), Geometry(*geometry), named)
 
 
-def _run(x: Tensor, weight: Tensor, affine: Tensor | None, *words: Any) -> tuple[Tensor, Tensor]:
-    engine, task = _told(*words)
-    y, known = _attempt(engine, task, task.named, lambda e: e.forward(task, x, weight, affine))
-    if not known.numel():  # another engine may have run
-        known = engine.known_like(task, x, weight)
-    return y.contiguous(memory_format=memory_format(x)), known
-
-
-def _fake(x: Tensor, weight: Tensor, affine: Tensor | None, *words: Any) -> tuple[Tensor, Tensor]:
-    engine, task = _told(*words)
-    channels = weight.shape[0] * task.plan.synthesis.shape[0]
-    shape = (x.shape[0], channels, task.geometry.height, task.geometry.width)
-    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
-    return y, engine.known_like(task, x, weight)
-
-
 def _autograd(*given: Any) -> tuple[Tensor, Tensor]:
-    engine, task = _told(*given[3:])
-    y, *_, known = _Form.apply(None, *given[:3], None, _Traced(engine.name), task, _NEITHER)
+    task = _told(*given[3:])[1]
+    y, *_, known = _Form.apply(None, *given[:3], None, given[3], task, (False, False))
     return y, known
+
+
+def _run(*given: Any) -> tuple[Tensor, ...]:
+    engine, task = _told(*given[3:])
+    y, known = _attempt(engine, "forward", task.named, task, *given[:3])
+    if not known.numel():  # another engine may have run
+        known = engine.known_like(task, *given[:2])
+    return _laid_out((y, known), given[0], Tensor.contiguous)
+
+
+def _fake(x: Tensor, weight: Tensor, _: Tensor | None, *words: Any) -> tuple[Tensor, ...]:
+    engine, task = _told(*words)
+    channels = weight.shape[0] * len(task.plan.synthesis)
+    y = x.new_empty(x.shape[0], channels, task.geometry.height, task.geometry.width)
+    return _laid_out((y, engine.known_like(task, x, weight)), x, torch.empty_like)
 
 
 def _run_backward(*given: Any) -> tuple[Tensor, ...]:
@@ -364,27 +322,30 @@ def _run_backward(*given: Any) -> tuple[Tensor, ...]:
     return _laid_out(found[1:4], given[1], Tensor.contiguous)
 
 
-def _fake_backward(
-    g: Tensor, x: Tensor, weight: Tensor, affine: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    to_x, to_weight = rest[-2:]
+def _fake_backward(*given: Any) -> tuple[Tensor, ...]:
+    _, x, weight, affine, *_, to_x, to_weight = given
     like = (x if to_x else None, weight if to_weight else None, affine if to_x else None)
     return _laid_out(like, x, torch.empty_like)
 
 
 def _laid_out(found: tuple[Tensor | None, ...], x: Tensor, make: Any) -> tuple[Tensor, ...]:
-    """Gradients in the layouts that a graph expects; what is not wanted is empty."""
+    """Results in the layouts that a graph expects, the first in that of ``x``; none is empty."""
     layouts = (memory_format(x), torch.contiguous_format, torch.contiguous_format)
     return tuple(
         x.new_empty(0) if t is None else make(t, memory_format=layout)
-        for t, layout in zip(found, layouts, strict=True)
+        for t, layout in zip(found, layouts, strict=False)
     )
 
 
-for _name, _kernel, _meta in (
-    ("spectral", _run, _fake),
-    ("spectral_backward", _run_backward, _fake_backward),
+_LIBRARY = torch.library.Library("econv", "FRAGMENT")
+_OPERANDS = "Tensor x, Tensor weight, Tensor? affine"
+_WORDS = "str engine, str plan, SymInt[] geometry, bool named"
+_ALL = f"Tensor g, {_OPERANDS}, Tensor? known, {_WORDS}, bool to_x, bool to_weight"
+for _name, _schema, _kernel, _meta in (
+    ("spectral", f"({_OPERANDS}, {_WORDS}) -> (Tensor, Tensor)", _run, _fake),
+    ("spectral_backward", f"({_ALL}) -> (Tensor, Tensor, Tensor)", _run_backward, _fake_backward),
 ):
+    _LIBRARY.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"econv::{_name}", _meta, lib=_LIBRARY)
 _LIBRARY.impl("spectral", _autograd, "Autograd")

@@ -24,9 +24,6 @@ from econv.plan import SpectralPlan
 
 __all__ = ["Torch", "apply", "arrays", "tables"]
 
-_CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
-"""The derivatives that exist at a time: about a share of the cache, or of the device's memory."""
-
 
 class Torch(Spectral):
     """Operations of torch, on every device and in every dtype."""
@@ -39,7 +36,7 @@ class Torch(Spectral):
         """The layer; half precisions are rounded once, at the end."""
         made = x if affine is None else Prologue(affine).apply(x)
         _, weights = spectral_weights(task.plan, weight, x.dtype)
-        found, _ = self.product(made.to(weights.dtype), weights, task.plan, task.geometry)
+        found, _ = self.product(made.to(weights.dtype), weights, task)
         assert found is not None
         return found.to(x.dtype), self.known_like(task, x, weight)
 
@@ -52,8 +49,8 @@ class Torch(Spectral):
         table, weights = spectral_weights(task.plan, weight, x.dtype)
         turned = (weights @ table["adjoint_map"]).transpose(0, 1)
         other = made.to(weights.dtype) if wanted[1] else None
-        operands = (gradient.to(weights.dtype), turned, task.plan.adjoint, task.back(x))
-        to_x, total = self.product(*operands, other, wanted[0])
+        back = Task(task.plan.adjoint, task.back(x))
+        to_x, total = self.product(gradient.to(weights.dtype), turned, back, other, wanted[0])
         to_weight = to_affine = None
         if total is not None:
             to_weights = total.transpose(0, 1) @ table["adjoint_map"].T
@@ -64,27 +61,20 @@ class Torch(Spectral):
         return to_x, to_weight, to_affine
 
     def product(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        plan: SpectralPlan,
-        geometry: Geometry,
-        other: Tensor | None = None,
-        output: bool = True,
+        self, x: Tensor, weights: Tensor, task: Task, other: Tensor | None = None, out: bool = True
     ) -> tuple[Tensor | None, Tensor | None]:
         """The layer, and with ``other`` the gradient to the weights of their inner product.
 
-        Some images at a time, so that their derivatives stay small.
+        Some images at a time: their derivatives are a share of the cache, or of a GPU's memory.
         """
         if torch._C._is_tracing() or exporting():  # for any number of images
-            return apply(x, weights, plan, geometry, other)
-        pixels = x.shape[1] * len(plan.stencils) * geometry.height * geometry.width
-        step = _CHUNK_BYTES.get(x.device.type, 1 << 30) // max(1, pixels * x.element_size())
-        step = max(1, step)
-        found, total = [], None
-        others = () if other is None else other.split(step)
+            return apply(x, weights, task.plan, task.geometry, other)
+        pixels = x.shape[1] * len(task.plan.stencils) * task.geometry.height * task.geometry.width
+        most = 8 << 20 if x.device.type == "cpu" else 1 << 30
+        step = max(1, most // max(1, pixels * x.element_size()))
+        found, total, others = [], None, () if other is None else other.split(step)
         for images, targets in zip_longest(x.split(step), others):
-            some, part = apply(images, weights, plan, geometry, targets)
+            some, part = apply(images, weights, task.plan, task.geometry, targets)
             found.append(some)
             # Not in place: mapped tensors may meet ordinary ones.
             total = part if total is None or part is None else total + part
@@ -126,13 +116,11 @@ _MADE: dict[tuple[SpectralPlan, torch.device, torch.dtype], dict[str, Tensor]] =
 
 def tables(plan: SpectralPlan, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """The `arrays` of a plan as tensors, made once for each device and dtype."""
-    found = _MADE.get((plan, device, dtype))
+    found, dtypes = _MADE.get((plan, device, dtype)), {"f": dtype}
     if found is None:
         with torch.inference_mode(False):
             found = {
-                name: torch.tensor(
-                    array, device=device, dtype=dtype if array.dtype.kind == "f" else None
-                )
+                name: torch.tensor(array, device=device, dtype=dtypes.get(array.dtype.kind))
                 for name, array in arrays(plan).items()
             }
         if type(found["stencils"]) is Tensor:  # not one of a mode that was on by chance
@@ -156,16 +144,6 @@ def differentiate(x: Tensor, plan: SpectralPlan, geometry: Geometry) -> Iterator
         yield (one + two).unflatten(1, (block.rows, block.inner)).flatten(2, 3)
 
 
-def matrices(weights: Tensor, plan: SpectralPlan) -> Iterator[Tensor]:
-    """The spectral weights in order: for each block ``[columns * out, inner * in]``."""
-    table = tables(plan, weights.device, weights.dtype)
-    placed = weights.index_select(-1, table["entries"]) * table["signs"]
-    each = placed.split([block.entries.size for block in plan.blocks], dim=-1)
-    for block, here in zip(plan.blocks, each, strict=True):
-        here = here.unflatten(-1, (block.inner, block.columns))
-        yield here.permute(3, 0, 2, 1).flatten(0, 1).flatten(1, 2)
-
-
 def apply(
     x: Tensor, weights: Tensor, plan: SpectralPlan, geometry: Geometry, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -182,8 +160,12 @@ def apply(
         spectrum = torch.einsum("ns,bonp->bsop", synthesis, fields)
         spectra = spectrum.split([block.slots.size for block in blocks], dim=1)
     products, gradients = [], []
-    operands = (differentiate(x, plan, geometry), matrices(weights, plan), spectra, blocks)
-    for features, matrix, here, block in zip(*operands, strict=True):
+    placed = weights.index_select(-1, table["entries"]) * table["signs"]
+    each = placed.split([block.entries.size for block in blocks], dim=-1)
+    operands = (differentiate(x, plan, geometry), each, spectra, blocks)
+    for features, own, here, block in zip(*operands, strict=True):
+        own = own.unflatten(-1, (block.inner, block.columns)).permute(3, 0, 2, 1)
+        matrix = own.flatten(0, 1).flatten(1, 2)  # [columns * out, inner * in]
         product = matrix @ features  # [batch, rows, columns * out, pixels]
         products.append(product.unflatten(2, (-1, out_fields)).flatten(1, 2))
         if here is not None:
@@ -201,14 +183,11 @@ def apply(
 
 def _padded(maps: Tensor, size: int, geometry: Geometry) -> Tensor:
     """The input, spread and padded so that the stencils give the output without padding."""
-    if geometry.up > 1:
-        height, width = maps.shape[2:]
-        spread = maps.new_zeros(*maps.shape[:2], height * geometry.up, width * geometry.up)
-        spread[:, :, :: geometry.up, :: geometry.up] = maps
-        maps = spread
-    reach = geometry.dilation * (size - 1) + 1
+    if more := geometry.up - 1:
+        maps = functional.pad(maps[:, :, :, None, :, None], (0, more, 0, 0, 0, more))
+        maps = maps.flatten(4, 5).flatten(2, 3)
     sides = []
     for length, wanted in zip(maps.shape[:1:-1], (geometry.width, geometry.height), strict=True):
-        needed = (wanted - 1) * geometry.down + reach
+        needed = (wanted - 1) * geometry.down + geometry.dilation * (size - 1) + 1
         sides += [geometry.before, needed - geometry.before - length]
     return functional.pad(maps, sides) if any(sides) else maps
