@@ -7,8 +7,10 @@ fill in the features, and the copy engine the other factor. `source` makes kerne
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,40 +55,33 @@ def early_taps(layout: Scheme) -> dict[str, str]:
     others find them there.
     """
     reach = layout.coefficients.shape[-1] // 2
-    return {_early(dy): tap_offset(dy, 0) for dy in range(-reach, reach + 1)}
-
-
-def _early(dy: int) -> str:
-    return f"early{'_' if dy < 0 else ''}{abs(dy)}_"
+    downs = range(-reach, reach + 1)
+    return {f"early{'_' if dy < 0 else ''}{abs(dy)}_": tap_offset(dy, 0) for dy in downs}
 
 
 def _derivatives(
-    write: Writer,
-    layout: Scheme,
-    chunk: int,
-    fields: int,
-    first: dict[tuple[int, int], float] | None = None,
-) -> None:
-    """The derivatives ``d{stencil}_{word}`` of a chunk, divided by `_Normal.scales`."""
-    words, read = layout.width // 2, layout.derivatives(chunk)
+    write: Writer, layout: Scheme, chunk: int, fields: int, scales: dict[tuple[int, int], float]
+) -> dict[tuple[int, int], float]:
+    """The derivatives ``d{stencil}_{word}`` of a chunk, as `write_derivatives` has them."""
+    words, read = range(layout.width // 2), layout.derivatives(chunk)
+    early = {offset: name for name, offset in early_taps(layout).items()}
 
     def load(names: dict[str, tuple[int, int]]) -> None:
-        for name, (dy, dx) in names.items():
-            if not dx:
-                for word in range(words):
-                    write(f"{name}{word} = {_early(dy)}{word}")
-        later = {name: tap_offset(*tap) for name, tap in names.items() if tap[1]}
-        load_taps(write, fields, words, "centre", later)
+        offsets = {name: tap_offset(*tap) for name, tap in names.items()}
+        for name, offset in offsets.items():
+            for word in words if offset in early else ():
+                write(f"{name}{word} = {early[offset]}{word}")
+        later = {name: offset for name, offset in offsets.items() if offset not in early}
+        load_taps(write, fields, len(words), "centre", later)
 
-    of_word = [sorted(s for s, w in read if w == word) for word in range(words)]
-    scales = None if first is not None else _normal(layout, chunk).scales
-    write_derivatives(write, layout, of_word, load, scales, first)
+    of_word = [sorted(s for s, w in read if w == word) for word in words]
+    return write_derivatives(write, layout, of_word, load, scales)
 
 
 _LEAST = 0.2  # that a first tap counts: what is divided by it is at most five times as large
 
 
-class _Normal:
+class _Normal(NamedTuple):
     """Derivatives and features of a chunk as the kernels have them: first factors are one.
 
     A derivative begins with one of its taps (unless that counts little: then it stays as it is),
@@ -94,57 +89,37 @@ class _Normal:
     factor of their weights.
     """
 
-    def __init__(self, layout: Scheme, chunk: int) -> None:
-        self.layout = layout
-        found: dict[tuple[int, int], float] = {}
-        _derivatives(Writer("gl"), layout, chunk, FIELDS, found)
-        self.scales = {key: v if abs(v) >= _LEAST else 1.0 for key, v in found.items()}
-        self.gains: dict[int, float] = {}
-        for names in layout.lists[chunk]:
-            for one, two in zip(names[::2], names[1::2], strict=True):
-                if one < 0:
-                    continue
-                key = next(iter(layout.terms(one)))
-                self._gain(one, key)
-                if two >= 0:
-                    same = layout.alike(one, two)
-                    self._gain(two, key if same else next(iter(layout.terms(two))))
-
-    def _gain(self, feature: int, key: tuple[int, int]) -> None:
-        gain = self.layout.terms(feature)[key][1] * self.scales[key]
-        known = self.gains.setdefault(feature, gain)
-        if known != gain:
-            raise ArithmeticError(
-                f"expected one gain for feature {feature} of {self.layout.plan!r}; got {known} "
-                f"and {gain}"
-            )
-
-    def terms(self, feature: int) -> list[tuple[int, int, int, float]]:
-        """Stencil, pair of slots, which of the two, and factor."""
-        gain = self.gains[feature]
-        return [
-            (*key, side, factor * self.scales[key] / gain)
-            for key, (side, factor) in self.layout.terms(feature).items()
-        ]
+    scales: dict[tuple[int, int], float]
+    """What derivatives, (stencil, pair of slots), are divided by."""
+    gains: dict[int, float]
+    """What features are divided by."""
+    terms: dict[int, list[tuple[int, int, int, float]]]
+    """Of each feature: stencil, pair of slots, which of the two, and factor."""
 
 
 @lru_cache(maxsize=512)
 def _normal(layout: Scheme, chunk: int) -> _Normal:
-    return _Normal(layout, chunk)
+    first = _derivatives(Writer("gl"), layout, chunk, FIELDS, {})
+    found = _Normal({key: v if abs(v) >= _LEAST else 1.0 for key, v in first.items()}, {}, {})
+    for pair in layout.lists[chunk].reshape(-1, 2).tolist():
+        for feature in (f for f in pair if f >= 0):
+            terms = layout.terms(feature)
+            # Two that are alike begin with the same derivative.
+            key = next(iter(layout.terms(pair[0]) if layout.alike(*pair) else terms))
+            gain = found.gains[feature] = terms[key][1] * found.scales[key]
+            found.terms[feature] = [
+                (*key, side, factor * found.scales[key] / gain)
+                for key, (side, factor) in terms.items()
+            ]
+    return found
 
 
 def gains(layout: Scheme) -> np.ndarray:
     """What the weights of each feature are multiplied by, ``[batch * inner * 2]``."""
-    normal = [_normal(layout, chunk).gains for chunk in range(layout.chunks)]
-    rows = [
-        [
-            known.get(f, 1.0)
-            for known, rows in zip(normal, layout.lists, strict=True)
-            for f in rows[t]
-        ]
-        for t in range(layout.batch)
-    ]
-    return np.repeat(np.array(rows, dtype=np.float32).ravel(), 2)
+    known = {-1: 1.0}
+    for chunk in range(layout.chunks):
+        known |= _normal(layout, chunk).gains
+    return np.array([[known[f]] * 2 for f in layout.features.flat], dtype=np.float32).ravel()
 
 
 def fits(layout: Scheme) -> bool:
@@ -159,20 +134,17 @@ def fits(layout: Scheme) -> bool:
 def magnitudes(layout: Scheme, chunk: int) -> list[float]:
     """How large derivatives and features of a chunk can be where no channel is larger than one."""
     normal = _normal(layout, chunk)
-    slots = np.zeros(layout.chunks * layout.width)
-    slots[layout.positions] = np.abs(layout.plan.analysis).sum(axis=1)
-    slots = slots[chunk * layout.width :]
+    slots = np.abs(layout.analysis).sum(axis=0)[chunk * layout.width :].reshape(-1, 2)
     taps = np.abs(layout.plan.stencils).sum(axis=(1, 2))
-    found = [
-        float(taps[stencil] * slots[2 * word : 2 * word + 2].max() / abs(scale))
-        for (stencil, word), scale in normal.scales.items()
-    ]
-    for feature in normal.gains:
-        terms = (
-            abs(factor / normal.scales[stencil, word]) * taps[stencil] * slots[2 * word + side]
-            for stencil, word, side, factor in normal.terms(feature)
+    most = {key: taps[key[0]] / abs(scale) for key, scale in normal.scales.items()}
+    found = [factor * slots[word].max() for (_, word), factor in most.items()]
+    found += [
+        sum(
+            abs(factor) * most[stencil, word] * slots[word, side]
+            for stencil, word, side, factor in terms
         )
-        found.append(float(sum(terms)))
+        for terms in normal.terms.values()
+    ]
     return found
 
 
@@ -201,17 +173,17 @@ class _Words:
         name = f"f{one}_{two}"
         if name in self.taken:
             return name
-        left, right = (self.normal.terms(feature) for feature in (one, two))
+        left, right = (self.normal.terms[feature] for feature in (one, two))
         if self.layout.alike(one, two):  # in one order, so that halves come from one derivative
-            right.sort(key=lambda term: [t[:2] for t in left].index(term[:2]))
+            keys = [term[:2] for term in left]
+            right = sorted(right, key=lambda term: keys.index(term[:2]))
         found = None
-        for n in range(max(len(left), len(right))):
+        for a, b in itertools.zip_longest(left, right):
             # What one of them does not have counts nothing.
-            a = left[n] if n < len(left) else (*left[-1][:3], 0.0)
-            b = right[n] if n < len(right) else (*right[-1][:3], 0.0)
+            a, b = a or (*left[-1][:3], 0.0), b or (*right[-1][:3], 0.0)
             source = self._halves(a[:3], b[:3])
-            if a[3] == b[3] == 1.0:
-                found = source if found is None else self.write.sum(found, source)
+            if found is not None and a[3] == b[3] == 1.0:
+                found = self.write.sum(found, source)
             else:
                 found = self.write.scaled(source, a[3], b[3], found)
         assert found is not None
@@ -300,7 +272,7 @@ def differentiate_function(
     with write.function(f"differentiate{chunk}", given, "BP WARPS"):
         _items(write, fields)
         write("centre = source + here")
-        _derivatives(write, layout, chunk, fields)
+        _derivatives(write, layout, chunk, fields, _normal(layout, chunk).scales)
         write("centre = next_source + next_here")
         load_taps(write, fields, layout.width // 2, "centre", early_taps(layout))
         _features(write, layout, chunk, pieces, fields)

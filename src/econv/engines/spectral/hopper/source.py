@@ -35,8 +35,7 @@ from econv.engines.spectral.hopper.schedule import (
     zeros,
 )
 from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two
-from econv.engines.spectral.triton.writer import Writer, times_rows, twos
-from econv.fourier import butterflies
+from econv.engines.spectral.triton.writer import Writer, transform_back, twos
 
 _GRID = "pixels, height, width, down, dilation, pitch, image_pitch, grid_size"
 _GENERAL = "pixels height width pitch image_pitch grid_size tiles programs"
@@ -222,7 +221,6 @@ def _outputs(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
     Those wait where the channels of the same pixels and fields will be, for the second half.
     """
     channels = layout.plan.synthesis.shape[0]
-    pairs, rest = butterflies(layout.plan.synthesis.T)
     for part, size in enumerate(parts):
         # A thread holds both columns of a field, of every target.
         for target in range(layout.batch):
@@ -248,9 +246,7 @@ def _outputs(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
                     write(f"{name} = gl.convert_layout({name}, HELD{part}, assert_trivial=True)")
         divided = 2 * HEADROOM
         if layout.complete:
-            times_rows(write, rest.T, "s", "y")
-            for a, b in reversed(pairs):
-                write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
+            transform_back(write, layout.plan.synthesis)
             outputs = [f"y{c}" for c in range(channels)]
         else:
             outputs = [f"s{slot if slot >= 0 else layout.slots[0]}" for slot in layout.slots]
