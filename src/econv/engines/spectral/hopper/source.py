@@ -319,12 +319,12 @@ def _outputs(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
                 for name in filter(None, names):
                     write(f"{name} = gl.convert_layout({name}, HELD{part}, assert_trivial=True)")
         divided = 2 * HEADROOM
-        if layout.complete:
-            transform_back(write, layout.plan.synthesis)
-            outputs = [f"y{c}" for c in range(channels)]
-        else:
+        if layout.half and not layout.before:
             outputs = [f"s{slot if slot >= 0 else layout.slots[0]}" for slot in layout.slots]
             divided += _larger(layout)
+        else:
+            transform_back(write, layout.plan.synthesis)
+            outputs = [f"y{c}" for c in range(channels)]
         vector = min(power_of_two(len(outputs)), layout.vector)
         outputs += outputs[:1] * (-len(outputs) % vector)
         _output_offsets(write, f"STORED{part}", outputs[:vector], parts, part, channels)

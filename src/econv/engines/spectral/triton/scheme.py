@@ -74,11 +74,6 @@ class Scheme:
         return self.half or self.order
 
     @property
-    def complete(self) -> bool:
-        """Whether all slots are there, these and those before."""
-        return bool(self.before) or not self.half
-
-    @property
     def batch(self) -> int:
         """How many products are made at a time: a power of two, some of them of zeros."""
         return power_of_two(len(self.targets))
