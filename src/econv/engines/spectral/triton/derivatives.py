@@ -39,7 +39,7 @@ def write_derivatives(
                 first.setdefault((stencil, word), value)
                 write(f"d{stencil}_{word} = {write.scaled(name, value, value, old)}")
 
-    reach = layout.coefficients.shape[-1] // 2
+    reach, signs = layout.coefficients.shape[-1] // 2, {"p": 1, "m": -1}
     # Those that mirror each other on a diagonal come one after the other.
     order = sorted(np.ndindex(reach + 1, reach + 1), key=lambda tap: (max(tap), min(tap), tap[0]))
     for dy, dx in order:
@@ -48,8 +48,8 @@ def write_derivatives(
         if not layout.coefficients[:, rows][:, :, columns].any():
             continue
         downs, sides = "pm"[: len(rows)], "pm"[: len(columns)]
-        taps = itertools.product(zip(downs, (dy, -dy)), zip(sides, (dx, -dx)))  # noqa: B905
-        load({above + beside: (y, x) for (above, y), (beside, x) in taps})
+        names = itertools.product(downs, sides)
+        load({a + b: (signs[a] * dy, signs[b] * dx) for a, b in names})
         for word, stencils in enumerate(of_word):
             for sign, j in zip("+-", columns, strict=False):
                 read = [_read(layout.coefficients[stencils], i, j) for i in rows]

@@ -18,7 +18,8 @@ import triton
 
 from econv.engines.spectral.triton.derivatives import tap_offset, write_derivatives
 from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two
-from econv.engines.spectral.triton.writer import Writer, transform, transform_back, twos
+from econv.engines.spectral.triton.writer import Writer, times_rows, transform_back, twos
+from econv.fourier import butterflies
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 if VERSION < (3, 6):
@@ -154,7 +155,10 @@ def _transformed(
         write("c = c * factor")
         write(f"c = tl.reshape(c, [{_ITEMS}{', ' * (vector > 1)}{twos(vector)}])")
         write.split("c", [f"c{n}" if n < channels else None for n in range(first, first + vector)])
-    transform(write, analysis.T)
+    pairs, rest = butterflies(analysis.T)
+    for a, b in pairs:
+        write(f"c{a}, c{b} = c{a} + c{b}, c{a} - c{b}")
+    times_rows(write, rest, "c", "t")
 
 
 def _pack(write: Writer, layout: Scheme, parts: tuple[int, ...]) -> None:

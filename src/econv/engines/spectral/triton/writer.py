@@ -101,25 +101,17 @@ class Writer:
         return f"{self.language}.join({one}, {two})"
 
 
-def _times_rows(write: Writer, matrix: np.ndarray, source: str, result: str) -> None:
+def times_rows(write: Writer, matrix: np.ndarray, source: str, result: str) -> None:
     """Each row of a matrix times tensors that are named by a letter and the number of a column."""
     for number, row in enumerate(matrix):
         terms = [f"{source}{n} * {float(row[n])!r}" for n in np.flatnonzero(row)]
         write(f"{result}{number} = {' + '.join(terms) or f'{source}0 * 0.0'}")
 
 
-def transform(write: Writer, matrix: np.ndarray) -> None:
-    """Channels ``c0 …`` to slots ``t0 …``, by butterflies first."""
-    pairs, rest = butterflies(matrix)
-    for a, b in pairs:
-        write(f"c{a}, c{b} = c{a} + c{b}, c{a} - c{b}")
-    _times_rows(write, rest, "c", "t")
-
-
 def transform_back(write: Writer, matrix: np.ndarray) -> None:
     """Slots ``s0 …`` to channels ``y0 …``."""
     pairs, rest = butterflies(matrix.T)
-    _times_rows(write, rest.T, "s", "y")
+    times_rows(write, rest.T, "s", "y")
     for a, b in reversed(pairs):
         write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
 
