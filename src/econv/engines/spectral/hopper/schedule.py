@@ -1,14 +1,15 @@
-"""Generates the parts that all warp-specialised kernels share: the pipeline from taps to products.
+"""Generates the producers of the warp-specialised kernels: from taps to features.
 
-Producer warps differentiate. A thread of theirs owns a pixel and a field with all slots of a chunk,
-two float16 in each word. Consumer warps multiply. Stages in shared memory connect them: producers
-fill in the features, and the copy engine the other factor. `source` makes kernels of these parts.
+A thread owns a pixel and a field with all slots of a chunk, two float16 in each word. Producers
+hand features over in stages of shared memory. `source` makes kernels of them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,12 +20,16 @@ from econv.engines.spectral.triton.writer import Writer, twos
 ROWS = 64
 """Rows of a warp-specialised product."""
 
-_BOX = 256  # rows of a matrix that one copy brings, at most
+BOX = 256
+"""Rows of a matrix that one copy brings, at most."""
+
+_ITEMS = "ITEMS: gl.constexpr = gl.BlockedLayout([1, 1], [{}, {}], [1, WARPS], [0, 1])"
+"""How pixels and fields belong to threads."""
 
 
 def rows_of_a_copy(layout: Scheme, part: int) -> int:
     """Rows of weights that are copied at once: all targets of a part, if that can be."""
-    return min(_BOX, 2 * part * layout.batch)
+    return min(BOX, 2 * part * layout.batch)
 
 
 def weight_gradient_features(layout: Scheme) -> int:
@@ -32,7 +37,7 @@ def weight_gradient_features(layout: Scheme) -> int:
     return max(ROWS // FIELDS, power_of_two(layout.length))
 
 
-def load_taps(write: Writer, fields: int, words: int, centre: str, names: dict[str, str]) -> None:
+def _load_taps(write: Writer, fields: int, words: int, centre: str, names: dict[str, str]) -> None:
     """Load taps, each a name and its offset from the centre, and split them into words."""
     for name, offset in names.items():
         write(f"t = gl.load({centre}{offset})")
@@ -53,40 +58,33 @@ def early_taps(layout: Scheme) -> dict[str, str]:
     others find them there.
     """
     reach = layout.coefficients.shape[-1] // 2
-    return {_early(dy): tap_offset(dy, 0) for dy in range(-reach, reach + 1)}
-
-
-def _early(dy: int) -> str:
-    return f"early{'_' if dy < 0 else ''}{abs(dy)}_"
+    downs = range(-reach, reach + 1)
+    return {f"early{'_' if dy < 0 else ''}{abs(dy)}_": tap_offset(dy, 0) for dy in downs}
 
 
 def _derivatives(
-    write: Writer,
-    layout: Scheme,
-    chunk: int,
-    fields: int,
-    first: dict[tuple[int, int], float] | None = None,
-) -> None:
-    """The derivatives ``d{stencil}_{word}`` of a chunk, divided by `_Normal.scales`."""
-    words, read = layout.width // 2, layout.derivatives(chunk)
+    write: Writer, layout: Scheme, chunk: int, fields: int, scales: dict[tuple[int, int], float]
+) -> dict[tuple[int, int], float]:
+    """The derivatives ``d{stencil}_{word}`` of a chunk, as `write_derivatives` has them."""
+    words, read = range(layout.width // 2), layout.derivatives(chunk)
+    early = {offset: name for name, offset in early_taps(layout).items()}
 
     def load(names: dict[str, tuple[int, int]]) -> None:
-        for name, (dy, dx) in names.items():
-            if not dx:
-                for word in range(words):
-                    write(f"{name}{word} = {_early(dy)}{word}")
-        later = {name: tap_offset(*tap) for name, tap in names.items() if tap[1]}
-        load_taps(write, fields, words, "centre", later)
+        offsets = {name: tap_offset(*tap) for name, tap in names.items()}
+        for name, offset in offsets.items():
+            for word in words if offset in early else ():
+                write(f"{name}{word} = {early[offset]}{word}")
+        later = {name: offset for name, offset in offsets.items() if offset not in early}
+        _load_taps(write, fields, len(words), "centre", later)
 
-    of_word = [sorted(s for s, w in read if w == word) for word in range(words)]
-    scales = None if first is not None else _normal(layout, chunk).scales
-    write_derivatives(write, layout, of_word, load, scales, first)
+    of_word = [sorted(s for s, w in read if w == word) for word in words]
+    return write_derivatives(write, layout, of_word, load, scales)
 
 
 _LEAST = 0.2  # that a first tap counts: what is divided by it is at most five times as large
 
 
-class _Normal:
+class _Normal(NamedTuple):
     """Derivatives and features of a chunk as the kernels have them: first factors are one.
 
     A derivative begins with one of its taps (unless that counts little: then it stays as it is),
@@ -94,57 +92,37 @@ class _Normal:
     factor of their weights.
     """
 
-    def __init__(self, layout: Scheme, chunk: int) -> None:
-        self.layout = layout
-        found: dict[tuple[int, int], float] = {}
-        _derivatives(Writer("gl"), layout, chunk, FIELDS, found)
-        self.scales = {key: v if abs(v) >= _LEAST else 1.0 for key, v in found.items()}
-        self.gains: dict[int, float] = {}
-        for names in layout.lists[chunk]:
-            for one, two in zip(names[::2], names[1::2], strict=True):
-                if one < 0:
-                    continue
-                key = next(iter(layout.terms(one)))
-                self._gain(one, key)
-                if two >= 0:
-                    same = layout.alike(one, two)
-                    self._gain(two, key if same else next(iter(layout.terms(two))))
-
-    def _gain(self, feature: int, key: tuple[int, int]) -> None:
-        gain = self.layout.terms(feature)[key][1] * self.scales[key]
-        known = self.gains.setdefault(feature, gain)
-        if known != gain:
-            raise ArithmeticError(
-                f"expected one gain for feature {feature} of {self.layout.plan!r}; got {known} "
-                f"and {gain}"
-            )
-
-    def terms(self, feature: int) -> list[tuple[int, int, int, float]]:
-        """Stencil, pair of slots, which of the two, and factor."""
-        gain = self.gains[feature]
-        return [
-            (*key, side, factor * self.scales[key] / gain)
-            for key, (side, factor) in self.layout.terms(feature).items()
-        ]
+    scales: dict[tuple[int, int], float]
+    """What derivatives, (stencil, pair of slots), are divided by."""
+    gains: dict[int, float]
+    """What features are divided by."""
+    terms: dict[int, list[tuple[int, int, int, float]]]
+    """Of each feature: stencil, pair of slots, which of the two, and factor."""
 
 
 @lru_cache(maxsize=512)
 def _normal(layout: Scheme, chunk: int) -> _Normal:
-    return _Normal(layout, chunk)
+    first = _derivatives(Writer("gl"), layout, chunk, FIELDS, {})
+    found = _Normal({key: v if abs(v) >= _LEAST else 1.0 for key, v in first.items()}, {}, {})
+    for pair in layout.lists[chunk].reshape(-1, 2).tolist():
+        for feature in (f for f in pair if f >= 0):
+            terms = layout.terms(feature)
+            # Two that are alike begin with the same derivative.
+            key = next(iter(layout.terms(pair[0]) if layout.alike(*pair) else terms))
+            gain = found.gains[feature] = terms[key][1] * found.scales[key]
+            found.terms[feature] = [
+                (*key, side, factor * found.scales[key] / gain)
+                for key, (side, factor) in terms.items()
+            ]
+    return found
 
 
 def gains(layout: Scheme) -> np.ndarray:
     """What the weights of each feature are multiplied by, ``[batch * inner * 2]``."""
-    normal = [_normal(layout, chunk).gains for chunk in range(layout.chunks)]
-    rows = [
-        [
-            known.get(f, 1.0)
-            for known, rows in zip(normal, layout.lists, strict=True)
-            for f in rows[t]
-        ]
-        for t in range(layout.batch)
-    ]
-    return np.repeat(np.array(rows, dtype=np.float32).ravel(), 2)
+    known = {-1: 1.0}
+    for chunk in range(layout.chunks):
+        known |= _normal(layout, chunk).gains
+    return np.array([[known[f]] * 2 for f in layout.features.flat], dtype=np.float32).ravel()
 
 
 def fits(layout: Scheme) -> bool:
@@ -159,78 +137,58 @@ def fits(layout: Scheme) -> bool:
 def magnitudes(layout: Scheme, chunk: int) -> list[float]:
     """How large derivatives and features of a chunk can be where no channel is larger than one."""
     normal = _normal(layout, chunk)
-    slots = np.zeros(layout.chunks * layout.width)
-    slots[layout.positions] = np.abs(layout.plan.analysis).sum(axis=1)
-    slots = slots[chunk * layout.width :]
+    slots = np.abs(layout.analysis).sum(axis=0)[chunk * layout.width :].reshape(-1, 2)
     taps = np.abs(layout.plan.stencils).sum(axis=(1, 2))
-    found = [
-        float(taps[stencil] * slots[2 * word : 2 * word + 2].max() / abs(scale))
-        for (stencil, word), scale in normal.scales.items()
-    ]
-    for feature in normal.gains:
-        terms = (
-            abs(factor / normal.scales[stencil, word]) * taps[stencil] * slots[2 * word + side]
-            for stencil, word, side, factor in normal.terms(feature)
-        )
-        found.append(float(sum(terms)))
+    most = {key: taps[key[0]] / abs(scale) for key, scale in normal.scales.items()}
+    found = [factor * slots[word].max() for (_, word), factor in most.items()]
+    for terms in normal.terms.values():
+        found.append(sum(abs(f) * most[s, word] * slots[word, side] for s, word, side, f in terms))
     return found
-
-
-class _Words:
-    """Features two by two, written when they are first asked for."""
-
-    def __init__(self, write: Writer, layout: Scheme, chunk: int) -> None:
-        self.write, self.layout, self.normal = write, layout, _normal(layout, chunk)
-        self.taken: set[str] = set()
-
-    def _halves(self, one: tuple[int, int, int], two: tuple[int, int, int]) -> str:
-        """One half each of two derivatives, (stencil, word, side)."""
-        a, b = (f"d{stencil}_{word}" for stencil, word, _ in (one, two))
-        if a == b and (one[2], two[2]) == (0, 1):
-            return a
-        name = f"h{one[0]}_{one[1]}{one[2]}_{two[0]}_{two[1]}{two[2]}"
-        if name not in self.taken:
-            self.taken.add(name)
-            low, high = 2 * one[2], 4 + 2 * two[2]
-            selector = low | (low + 1) << 4 | high << 8 | (high + 1) << 12
-            self.write(f"{name} = {self.write.asm(f'prmt.b32 $0, $1, $2, {selector:#x};', a, b)}")
-        return name
-
-    def word(self, one: int, two: int) -> str:
-        """Two features side by side."""
-        name = f"f{one}_{two}"
-        if name in self.taken:
-            return name
-        left, right = (self.normal.terms(feature) for feature in (one, two))
-        if self.layout.alike(one, two):  # in one order, so that halves come from one derivative
-            right.sort(key=lambda term: [t[:2] for t in left].index(term[:2]))
-        found = None
-        for n in range(max(len(left), len(right))):
-            # What one of them does not have counts nothing.
-            a = left[n] if n < len(left) else (*left[-1][:3], 0.0)
-            b = right[n] if n < len(right) else (*right[-1][:3], 0.0)
-            source = self._halves(a[:3], b[:3])
-            if a[3] == b[3] == 1.0:
-                found = source if found is None else self.write.sum(found, source)
-            else:
-                found = self.write.scaled(source, a[3], b[3], found)
-        assert found is not None
-        self.taken.add(name)
-        self.write(f"{name} = {found}")
-        return name
 
 
 def _features(
     write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], fields: int
 ) -> None:
-    """The features ``v{piece}`` of a slot chunk, as they lie in the stage."""
-    words = _Words(write, layout, chunk)
+    """The features ``v{piece}`` of a slot chunk, as they lie in the stage.
+
+    Two by two, each pair written when it is first asked for.
+    """
+
+    @cache
+    def halves(one: tuple[int, int, int], two: tuple[int, int, int]) -> str:
+        """One half each of two derivatives, (stencil, word, side)."""
+        a, b = (f"d{stencil}_{word}" for stencil, word, _ in (one, two))
+        if a == b and (one[2], two[2]) == (0, 1):
+            return a
+        name = f"h{one[0]}_{one[1]}{one[2]}_{two[0]}_{two[1]}{two[2]}"
+        low, high = 2 * one[2], 4 + 2 * two[2]
+        selector = low | (low + 1) << 4 | high << 8 | (high + 1) << 12
+        write(f"{name} = {write.asm(f'prmt.b32 $0, $1, $2, {selector:#x};', a, b)}")
+        return name
+
+    @cache
+    def word(one: int, two: int) -> str:
+        """Two features side by side."""
+        left, right = (_normal(layout, chunk).terms[feature] for feature in (one, two))
+        if layout.alike(one, two):  # in one order, so that halves come from one derivative
+            keys = [term[:2] for term in left]
+            right = sorted(right, key=lambda term: keys.index(term[:2]))
+        found = None
+        for a, b in itertools.zip_longest(left, right):
+            # What one of them does not have counts nothing.
+            a, b = a or (*left[-1][:3], 0.0), b or (*right[-1][:3], 0.0)
+            source = halves(a[:3], b[:3])
+            if found is not None and a[3] == b[3] == 1.0:
+                found = write.sum(found, source)
+            else:
+                found = write.scaled(source, a[3], b[3], found)
+        write(f"f{one}_{two} = {found}")
+        return f"f{one}_{two}"
+
     for number in layout.filled(chunk, pieces):
         size = pieces[number]
-        columns = [
-            write.joined([words.word(*pair) for pair in column])
-            for column in layout.pairs(chunk, sum(pieces[:number]), size)
-        ]
+        pairs = layout.pairs(chunk, sum(pieces[:number]), size)
+        columns = [write.joined([word(*pair) for pair in column]) for column in pairs]
         # The inner axis is joined last, so that a thread holds neighbours along it.
         write(f"""
             v = gl.reshape({write.joined(columns)}, [{fields}, BP, {layout.batch}, {size // 2}])
@@ -239,17 +197,11 @@ def _features(
         """)
 
 
-def _items(write: Writer, fields: int) -> None:
-    """How pixels and fields belong to threads."""
-    threads = f"[{fields}, {32 // fields}]"
-    write(f"ITEMS: gl.constexpr = gl.BlockedLayout([1, 1], {threads}, [1, WARPS], [0, 1])")
-
-
-def thread_layouts(write: Writer, layout: Scheme, fields: int) -> None:
+def _thread_layouts(write: Writer, layout: Scheme, fields: int) -> None:
     """How threads lie, and what all tiles have in common."""
     words = layout.width // 2
     held = f"[1, 1, {words}], [{fields}, {32 // fields}, 1], [1, WARPS, 1], [2, 0, 1]"
-    _items(write, fields)
+    write(_ITEMS.format(fields, 32 // fields))
     # In 64 bits what is constant in the offset of a tap becomes part of the instruction.
     write(f"""
         VECTORS: gl.constexpr = gl.BlockedLayout({held})
@@ -264,7 +216,7 @@ def thread_layouts(write: Writer, layout: Scheme, fields: int) -> None:
     """)
 
 
-def tile_offsets(write: Writer, layout: Scheme, fields: int, tile: str, result: str) -> None:
+def _tile_offsets(write: Writer, layout: Scheme, fields: int, tile: str, result: str) -> None:
     """Where the centre taps of a tile lie; past the last pixel, those of the first."""
     words = layout.width // 2
     reach = layout.coefficients.shape[-1] // 2
@@ -298,16 +250,16 @@ def differentiate_function(
     early = _early_words(layout)
     given = f"source, here, next_source, next_here, row, column, {early}"
     with write.function(f"differentiate{chunk}", given, "BP WARPS"):
-        _items(write, fields)
+        write(_ITEMS.format(fields, 32 // fields))
         write("centre = source + here")
-        _derivatives(write, layout, chunk, fields)
+        _derivatives(write, layout, chunk, fields, _normal(layout, chunk).scales)
         write("centre = next_source + next_here")
-        load_taps(write, fields, layout.width // 2, "centre", early_taps(layout))
+        _load_taps(write, fields, layout.width // 2, "centre", early_taps(layout))
         _features(write, layout, chunk, pieces, fields)
         write(f"return {', '.join(f'v{n}' for n in layout.filled(chunk, pieces))}, {early}")
 
 
-def pipeline_step(
+def _pipeline_step(
     write: Writer, layout: Scheme, chunk: int, pieces: Sequence[int], source: str, here: str
 ) -> None:
     """The features of a tile and a chunk of slots, handed over.
@@ -332,110 +284,38 @@ def pipeline_step(
     """)
 
 
-def issue_function(
-    write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequence[int]
-) -> None:
-    """A function: copy the rows of one block to a stage."""
-    columns = 2 * sum(parts)
-    given = ", ".join(f"{name}_in, {name}" for name in weight_names(parts, pieces))
-    with write.function("issue", f"{given}, ready, stage, block, wanted, programs"):
-        total = columns * layout.batch * FIELDS * sum(pieces) * 2
-        write(f"mbarrier.expect(ready.index(stage), {total}, pred=wanted)")
-        write(f"first = (block * programs + gl.program_id(1)) * {layout.batch * columns}")
-        for number in range(len(pieces)):
-            done = 0
-            for part, size in enumerate(parts):
-                name = f"w{number}_{part}"
-                rows = 2 * size * layout.batch
-                for start in range(0, rows, _BOX):
-                    into = f"{name}.index(stage)"
-                    if rows > _BOX:
-                        into += f".slice({start}, {_BOX}, dim=0)"
-                    where = f"{name}_in, [first + {done + start}, 0], ready.index(stage), {into}"
-                    write(f"tma.async_copy_global_to_shared({where}, pred=wanted)")
-                done += rows
+def produce(write: Writer, layout: Scheme, pieces: Sequence[int]) -> None:
+    """Features of one tile after the other, of all its fields for one chunk of slots at a time."""
+    _thread_layouts(write, layout, FIELDS)
+    _tile_offsets(write, layout, FIELDS, "gl.program_id(0)", "here")
+    write(f"each = grid_size.to(gl.int64) * {FIELDS * layout.width // 2}")
+    write("source = x")
+    _load_taps(write, FIELDS, layout.width // 2, "(x + here)", early_taps(layout))
+    with write.block("for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):"):
+        _tile_offsets(write, layout, FIELDS, "(tile + gl.num_programs(0))", "later")
+        for chunk in range(layout.chunks):
+            write(f"source = x + {chunk} * each")
+            with write.block("for chunk in range(0, chunks):"):
+                after = (chunk + 1) % layout.chunks
+                write("last = chunk + 1 == chunks")
+                write(f"chunk_after = (chunk + 1) * {layout.chunks}")
+                write(f"ahead = gl.where(last, {after}, chunk_after + {chunk}) * each")
+                where = "here" if after else "gl.where(last, later, here)"
+                _pipeline_step(write, layout, chunk, pieces, "x + ahead", where)
+                write(f"source += {layout.chunks} * each")
+        write("here = later")
 
 
-def weight_names(parts: Sequence[int], pieces: Sequence[int]) -> list[str]:
-    return [f"w{number}_{part}" for number in range(len(pieces)) for part in range(len(parts))]
-
-
-def sum_layouts(write: Writer, parts: Sequence[int]) -> None:
-    """How threads hold the sums of products."""
-    for part, size in enumerate(parts):
-        shape = f"[16, {2 * size}, 16]"
-        layout = f"gl.NVMMADistributedLayout([3, 0], [WARPS, 1], {shape})"
-        write(f"SUMS{part}: gl.constexpr = {layout}")
-
-
-def zeros(write: Writer, layout: Scheme, parts: Sequence[int], rows: str) -> None:
-    for target in range(layout.batch):
-        for part, size in enumerate(parts):
-            shape = f"[{rows}, {2 * size}]"
-            write(f"a{target}_{part} = gl.zeros({shape}, gl.float32, layout=SUMS{part})")
-
-
-def products(
-    write: Writer, parts: Sequence[int], stage: str, factors: Sequence[tuple[int, int, str]]
-) -> None:
-    """Products are added to the sums, each of features and of what was copied to a stage.
-
-    Features go into registers, once for all columns, while the products before run. ``factors``:
-    the numbers of a piece and of a target, and where their features lie.
-    """
-
-    def fetch(index: int) -> None:
-        write(f"f{index} = {factors[index][2]}.load(gl.DotOperandLayout(0, SUMS0, 2))")
-
-    fetch(0)
-    for index, (number, target, _) in enumerate(factors):
-        if index + 1 < len(factors):
-            fetch(index + 1)
-        for part, size in enumerate(parts):
-            one, name = f"f{index}", f"a{target}_{part}"
-            if part:
-                layout = f"gl.DotOperandLayout(0, SUMS{part}, 2)"
-                one = f"gl.convert_layout({one}, {layout}, assert_trivial=True)"
-            two = f"w{number}_{part}.index({stage}).slice({target * 2 * size}, {2 * size}, dim=0)"
-            write(f"{name} = warpgroup_mma({one}, {two}.permute((1, 0)), {name}, is_async=True)")
-        before = factors[index - 1][1]
-        if index and before != target:
-            # Not the last products, but those before them: their registers are free.
-            names = ", ".join(f"a{before}_{part}" for part in range(len(parts)))
-            write(f"{names} = warpgroup_mma_wait({len(parts)}, deps=[{names}])")
-
-
-def awaited(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
-    """All products that are under way are done."""
-    names = ", ".join(f"a{t}_{p}" for t in range(layout.batch) for p in range(len(parts)))
-    write(f"{names} = warpgroup_mma_wait(0, deps=[{names}])")
-
-
-def specialise(write: Writer, partitions: int, consumed: str, produced: str) -> None:
-    """Consumers and producers run at the same time; what they are given."""
-    write("gl.warp_specialize([")
-    write(f"    (consume, ({consumed})),")
-    each = (f"BP // {partitions}", f"PRODUCERS // {partitions}", "STAGES")
-    for number in range(partitions):
-        last = ", ".join((*each, f"T{number}", f"{partitions}"))
-        write(f"    (produce, ({produced}, {last})),")
-    warps, registers = (", ".join([n] * partitions) for n in (each[1], "REGISTERS"))
-    write(f"], [{warps}], [{registers}])")
-
-
-def barriers(write: Writer, partitions: int, **lengths: str) -> None:
-    """What is full when all partitions have said so, and empty or ready when one thread has.
-
-    And the numbers of the partitions, ``T0 …``, as constants.
-    """
-    write("BARRIER: gl.constexpr = mbarrier.MBarrierLayout()")
-    for name, length in lengths.items():
-        write(f"""
-            {name} = gl.allocate_shared_memory(gl.int64, [{length}, 1], BARRIER)
-            for stage in gl.static_range({length}):
-                mbarrier.init({name}.index(stage), count={partitions if name == "full" else 1})
-        """)
-    write("fence_async_shared()")
-    write("thread_barrier()")
-    for partition in range(partitions):
-        write(f"T{partition}: gl.constexpr = {partition}")
+def produce_for_weights(write: Writer, layout: Scheme, chunk: int) -> None:
+    """Features of one tile after the other, of the fields of a program for one chunk of slots."""
+    features = weight_gradient_features(layout)
+    fields = ROWS // features
+    _thread_layouts(write, layout, fields)
+    write(f"source = (gl.program_id(0) * {layout.chunks} + {chunk}) * grid_size.to(gl.int64)")
+    write(f"source = x + source * {fields * layout.width // 2}")
+    _tile_offsets(write, layout, fields, "gl.program_id(2)", "here")
+    _load_taps(write, fields, layout.width // 2, "(source + here)", early_taps(layout))
+    with write.block("for tile in range(gl.program_id(2), tiles, gl.num_programs(2)):"):
+        _tile_offsets(write, layout, fields, "(tile + gl.num_programs(2))", "later")
+        _pipeline_step(write, layout, chunk, (features,), "source", "later")
+        write("here = later")

@@ -1,7 +1,8 @@
 """Generates the source of the warp-specialised kernels, in Gluon, for Hopper GPUs.
 
-Producer warps differentiate while consumer warps multiply. Features pass from the former to the
-latter through stages in shared memory. Consumers fetch them into registers, once for all columns.
+Producer warps differentiate (see `schedule`) while consumer warps multiply. Features pass from the
+former to the latter through stages in shared memory, and the copy engine brings the other factor.
+Consumers fetch features into registers, once for all columns.
 A program is persistent: it takes one tile of pixels after the other, and makes the features of the
 next tile while it writes the channels of the last.
 
@@ -12,31 +13,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from econv.engines.spectral.hopper.schedule import (
+    BOX,
     ROWS,
-    awaited,
-    barriers,
     differentiate_function,
-    early_taps,
-    issue_function,
-    load_taps,
-    pipeline_step,
-    products,
-    specialise,
-    sum_layouts,
-    thread_layouts,
-    tile_offsets,
+    produce,
+    produce_for_weights,
     weight_gradient_features,
-    weight_names,
-    zeros,
 )
 from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two
-from econv.engines.spectral.triton.writer import Writer, times_rows, twos
-from econv.fourier import butterflies
+from econv.engines.spectral.triton.writer import Writer, transform_back, twos
 
 _GRID = "pixels, height, width, down, dilation, pitch, image_pitch, grid_size"
 _GENERAL = "pixels height width pitch image_pitch grid_size tiles programs"
@@ -48,33 +38,19 @@ def convolution_source(layout: Scheme, parts: tuple[int, ...], partitions: int) 
 
     One program gives ``sum(parts)`` output fields, each of the parts a power of two.
     """
-    pieces = layout.used_pieces
-    write = Writer("gl")
+    write, pieces = Writer("gl"), layout.used_pieces
     for chunk in range(layout.chunks):
         differentiate_function(write, layout, chunk, pieces, FIELDS)
-    features = ", ".join(f"z{n}" for n in range(len(pieces)))
-    constants = "BP WARPS STAGES PARTITION PARTITIONS"
-    with write.function(
-        "produce", f"x, full, empty, {features}, {_GRID}, chunks, tiles", constants
-    ):
-        _produce(write, layout, pieces)
-    issue_function(write, layout, parts, pieces)
-    weights = ", ".join(f"{n}_in, {n}" for n in weight_names(parts, pieces))
-    consumed = f"y, x_largest, w_largest, full, empty, ready, {features}, {weights}"
-    last = "tiles, programs, out_fields, y_dot"
-    consumed += f", pixels, height, width, chunks, {last}"
-    with write.function("consume", consumed, "BP WARPS STAGES"):
-        _consume(write, layout, parts, pieces, weights)
-    copied = ", ".join(f"{n}_in" for n in weight_names(parts, pieces))
-    arguments = f"x, {copied}, y, x_largest, w_largest, {_GRID}, chunks, {last}"
-    general, constants = f"{_GENERAL} chunks out_fields", "BP PRODUCERS REGISTERS STAGES"
-    with write.function("forward", arguments, constants, general):
-        _memory(write, layout, parts, pieces, "STAGES")
-        barriers(write, partitions, full="STAGES", empty="STAGES", ready="STAGES")
-        words = ", ".join(f"z{n}_words" for n in range(len(pieces)))
-        produced = f"x, full, empty, {words}, {_GRID}, chunks, tiles"
-        specialise(write, partitions, f"{consumed}, BP, gl.num_warps(), STAGES", produced)
-    return write.text()
+    return _kernel(
+        *(write, layout, parts, pieces, partitions),
+        name="forward",
+        results="y, x_largest, w_largest",
+        shape="pixels, height, width, ",
+        last="chunks, tiles, programs, out_fields, y_dot",
+        general="chunks out_fields",
+        produce=lambda: produce(write, layout, pieces),
+        consume=lambda weights: _consume(write, layout, parts, pieces, weights),
+    )
 
 
 def weight_gradient_source(
@@ -85,38 +61,106 @@ def weight_gradient_source(
     Rows of its products are the features of `ROWS` // `weight_gradient_features` fields, columns
     those of ``sum(parts)`` output fields, and the inner dimension are pixels.
     """
-    features, piece = weight_gradient_features(layout), (ROWS // FIELDS,)
-    fields = ROWS // features
-    write = Writer("gl")
-    differentiate_function(write, layout, chunk, (features,), fields)
-    constants = "BP WARPS STAGES PARTITION PARTITIONS"
-    with write.function("produce", f"x, full, empty, z0, {_GRID}, tiles", constants):
-        thread_layouts(write, layout, fields)
-        write(f"source = (gl.program_id(0) * {layout.chunks} + {chunk}) * grid_size.to(gl.int64)")
-        write(f"source = x + source * {fields * layout.width // 2}")
-        tile_offsets(write, layout, fields, "gl.program_id(2)", "here")
-        load_taps(write, fields, layout.width // 2, "(source + here)", early_taps(layout))
-        with write.block("for tile in range(gl.program_id(2), tiles, gl.num_programs(2)):"):
-            tile_offsets(write, layout, fields, "(tile + gl.num_programs(2))", "later")
-            pipeline_step(write, layout, chunk, (features,), "source", "later")
-            write("here = later")
-    issue_function(write, layout, parts, piece)
-    weights = ", ".join(f"{n}_in, {n}" for n in weight_names(parts, piece))
-    last = "tiles, programs, in_padded, out_padded, again"
-    consumed = f"partial, x_largest, g_largest, full, empty, ready, z0, {weights}, {last}"
-    with write.function("consume", consumed, "BP WARPS STAGES READY COUNT"):
+    write, features = Writer("gl"), weight_gradient_features(layout)
+    differentiate_function(write, layout, chunk, (features,), ROWS // features)
+
+    def consume(weights: str) -> None:
         _accumulate(write, layout, parts, weights)
         _store_sums(write, layout, parts, chunk, features)
-    copied = ", ".join(f"{n}_in" for n in weight_names(parts, piece))
-    arguments = f"x, {copied}, partial, x_largest, g_largest, {_GRID}, {last}"
-    general, constants = f"{_GENERAL} in_padded again", "BP PRODUCERS REGISTERS STAGES READY COUNT"
-    with write.function("weight_gradient", arguments, constants, general):
-        _memory(write, layout, parts, piece, "READY")
-        barriers(write, partitions, full="STAGES", empty="STAGES", ready="READY")
-        produced = f"x, full, empty, z0_words, {_GRID}, tiles"
-        consumed += ", BP, gl.num_warps(), STAGES, READY, COUNT"
-        specialise(write, partitions, consumed, produced)
+
+    return _kernel(
+        *(write, layout, parts, (ROWS // FIELDS,), partitions),
+        name="weight_gradient",
+        results="partial, x_largest, g_largest",
+        shape="",
+        last="tiles, programs, in_padded, out_padded, again",
+        general="in_padded again",
+        constants="READY COUNT",
+        produce=lambda: produce_for_weights(write, layout, chunk),
+        consume=consume,
+    )
+
+
+def _kernel(
+    write: Writer,
+    layout: Scheme,
+    parts: Sequence[int],
+    pieces: Sequence[int],
+    partitions: int,
+    name: str,
+    results: str,
+    last: str,
+    general: str,
+    produce: Callable[[], None],
+    consume: Callable[[str], None],
+    shape: str = "",
+    constants: str = "",
+) -> str:
+    """A kernel of consumers and producers that run at the same time, with what each is given.
+
+    Stages of what is copied are as many as those of features, or ``READY``.
+    """
+    copies = "READY" if constants else "STAGES"
+    names = [f"w{number}_{part}" for number in range(len(pieces)) for part in range(len(parts))]
+    weights = ", ".join(f"{one}_in, {one}" for one in names)
+    features = ", ".join(f"z{number}" for number in range(len(pieces)))
+    produced = f"{_GRID}, {last.partition('tiles')[0]}tiles"
+    each = "BP WARPS STAGES PARTITION PARTITIONS"
+    with write.function("produce", f"x, full, empty, {features}, {produced}", each):
+        produce()
+    with write.function("issue", f"{weights}, ready, stage, block, wanted, programs"):
+        _issue(write, layout, parts, pieces)
+    consumed = f"{results}, full, empty, ready, {features}, {weights}, {shape}{last}"
+    with write.function("consume", consumed, f"BP WARPS STAGES {constants}"):
+        consume(weights)
+    arguments = ", ".join(["x", *(f"{one}_in" for one in names), results, _GRID, last])
+    given = f"BP PRODUCERS REGISTERS STAGES {constants}"
+    with write.function(name, arguments, given, f"{_GENERAL} {general}"):
+        _memory(write, layout, parts, pieces, copies)
+        write("BARRIER: gl.constexpr = mbarrier.MBarrierLayout()")
+        # Full when all partitions have said so, and empty or ready when one thread has.
+        lengths = {"full": "STAGES", "empty": "STAGES", "ready": copies}
+        for barrier, length in lengths.items():
+            count = partitions if barrier == "full" else 1
+            write(f"""
+                {barrier} = gl.allocate_shared_memory(gl.int64, [{length}, 1], BARRIER)
+                for stage in gl.static_range({length}):
+                    mbarrier.init({barrier}.index(stage), count={count})
+            """)
+        write("fence_async_shared()")
+        write("thread_barrier()")
+        for number in range(partitions):
+            write(f"T{number}: gl.constexpr = {number}")
+        write("gl.warp_specialize([")
+        more = ", ".join(["BP", "gl.num_warps()", "STAGES", *constants.split()])
+        write(f"    (consume, ({consumed}, {more})),")
+        words = ", ".join(f"z{number}_words" for number in range(len(pieces)))
+        warps = f"PRODUCERS // {partitions}"
+        for number in range(partitions):
+            more = f"BP // {partitions}, {warps}, STAGES, T{number}, {partitions}"
+            write(f"    (produce, (x, full, empty, {words}, {produced}, {more})),")
+        lists = (", ".join([one] * partitions) for one in (warps, "REGISTERS"))
+        write("], [{}], [{}])".format(*lists))
     return write.text()
+
+
+def _issue(write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequence[int]) -> None:
+    """The rows of one block are copied to a stage."""
+    columns = 2 * sum(parts) * layout.batch
+    write(f"""
+        mbarrier.expect(ready.index(stage), {2 * columns * FIELDS * sum(pieces)}, pred=wanted)
+        first = (block * programs + gl.program_id(1)) * {columns}
+    """)
+    for number in range(len(pieces)):
+        for part, size in enumerate(parts):
+            name, rows = f"w{number}_{part}", 2 * size * layout.batch
+            done = 2 * sum(parts[:part]) * layout.batch
+            for start in range(0, rows, BOX):
+                into = f"{name}.index(stage)"
+                if rows > BOX:
+                    into += f".slice({start}, {BOX}, dim=0)"
+                where = f"{name}_in, [first + {done + start}, 0], ready.index(stage), {into}"
+                write(f"tma.async_copy_global_to_shared({where}, pred=wanted)")
 
 
 def _memory(
@@ -124,15 +168,14 @@ def _memory(
 ) -> None:
     """Shared memory: features, as float16 and as words, and so many stages of what is copied."""
     for number, size in enumerate(pieces):
-        inner = FIELDS * size
-        swizzle = min(128, 2 * inner)
-        name, shape = f"z{number}", f"[STAGES, {layout.batch} * BP, {inner}]"
-        words = f"[STAGES, {layout.batch}, BP, {inner // 2}]"
+        inner, name = FIELDS * size, f"z{number}"
+        for kind, bits, rank in (("H", 16, 2), ("W", 32, 3)):
+            swizzled = f"gl.NVMMASharedLayout({min(128, 2 * inner)}, {bits}, rank={rank})"
+            write(f"{kind}{number}: gl.constexpr = {swizzled}")
+        shape, words = f"{layout.batch} * BP, {inner}", f"{layout.batch}, BP, {inner // 2}"
         write(f"""
-            H{number}: gl.constexpr = gl.NVMMASharedLayout({swizzle}, 16, rank=2)
-            W{number}: gl.constexpr = gl.NVMMASharedLayout({swizzle}, 32, rank=3)
-            {name} = gl.allocate_shared_memory(gl.float16, {shape}, H{number})
-            {name}_words = {name}._reinterpret(gl.int32, {words}, W{number})
+            {name} = gl.allocate_shared_memory(gl.float16, [STAGES, {shape}], H{number})
+            {name}_words = {name}._reinterpret(gl.int32, [STAGES, {words}], W{number})
         """)
         for part, fields in enumerate(parts):
             name = f"w{number}_{part}"
@@ -140,33 +183,65 @@ def _memory(
             write(f"{name} = gl.allocate_shared_memory(gl.float16, {shape}, {name}_in.layout)")
 
 
-def _produce(write: Writer, layout: Scheme, pieces: Sequence[int]) -> None:
-    """Features of one tile after the other, of all its fields for one chunk of slots at a time."""
-    thread_layouts(write, layout, FIELDS)
-    tile_offsets(write, layout, FIELDS, "gl.program_id(0)", "here")
-    write(f"each = grid_size.to(gl.int64) * {FIELDS * layout.width // 2}")
-    write("source = x")
-    load_taps(write, FIELDS, layout.width // 2, "(x + here)", early_taps(layout))
-    with write.block("for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):"):
-        tile_offsets(write, layout, FIELDS, "(tile + gl.num_programs(0))", "later")
-        for chunk in range(layout.chunks):
-            write(f"source = x + {chunk} * each")
-            with write.block("for chunk in range(0, chunks):"):
-                after = (chunk + 1) % layout.chunks
-                write("last = chunk + 1 == chunks")
-                write(f"chunk_after = (chunk + 1) * {layout.chunks}")
-                write(f"ahead = gl.where(last, {after}, chunk_after + {chunk}) * each")
-                where = "here" if after else "gl.where(last, later, here)"
-                pipeline_step(write, layout, chunk, pieces, "x + ahead", where)
-                write(f"source += {layout.chunks} * each")
-        write("here = later")
+def _zeros(write: Writer, layout: Scheme, parts: Sequence[int], rows: str) -> None:
+    for target in range(layout.batch):
+        for part, size in enumerate(parts):
+            shape = f"[{rows}, {2 * size}]"
+            write(f"a{target}_{part} = gl.zeros({shape}, gl.float32, layout=SUMS{part})")
+
+
+def _sum_layouts(write: Writer, parts: Sequence[int]) -> None:
+    """How threads hold the sums of products."""
+    for part, size in enumerate(parts):
+        layout = f"gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, {2 * size}, 16])"
+        write(f"SUMS{part}: gl.constexpr = {layout}")
+
+
+def _products(
+    write: Writer,
+    layout: Scheme,
+    parts: Sequence[int],
+    stage: str,
+    rows: str,
+    pieces: Sequence[int],
+) -> None:
+    """Products are added to the sums, each of features and of what was copied to a stage.
+
+    Features go into registers, once for all columns, while the products before run. ``rows`` says
+    where those of a piece and a target lie.
+    """
+    factors = list(itertools.product(pieces, range(layout.batch)))
+
+    def fetch(index: int) -> None:
+        features = rows.format(*factors[index])
+        write(f"f{index} = {features}.load(gl.DotOperandLayout(0, SUMS0, 2))")
+
+    def wait(targets: Iterable[int], running: int) -> None:
+        names = ", ".join(f"a{t}_{part}" for t in targets for part in range(len(parts)))
+        write(f"{names} = warpgroup_mma_wait({running}, deps=[{names}])")
+
+    fetch(0)
+    for index, (number, target) in enumerate(factors):
+        if index + 1 < len(factors):
+            fetch(index + 1)
+        for part, size in enumerate(parts):
+            one, name = f"f{index}", f"a{target}_{part}"
+            if part:
+                held = f"gl.DotOperandLayout(0, SUMS{part}, 2)"
+                one = f"gl.convert_layout({one}, {held}, assert_trivial=True)"
+            two = f"w{number}_{part}.index({stage}).slice({target * 2 * size}, {2 * size}, dim=0)"
+            write(f"{name} = warpgroup_mma({one}, {two}.permute((1, 0)), {name}, is_async=True)")
+        if index and layout.batch > 1:
+            # Not the last products, but those before them: their registers are free.
+            wait([factors[index - 1][1]], len(parts))
+    wait(range(layout.batch), 0)
 
 
 def _consume(
     write: Writer, layout: Scheme, parts: Sequence[int], pieces: Sequence[int], weights: str
 ) -> None:
     """The products of one tile after the other, and its outputs."""
-    sum_layouts(write, parts)
+    _sum_layouts(write, parts)
     write(f"""
         steps = {layout.chunks} * chunks
         mine = (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
@@ -183,7 +258,7 @@ def _consume(
             owner = gl.minimum(pixel, pixels - 1) // (height * width)
             largest = gl.load(x_largest + owner)
         """)
-        zeros(write, layout, parts, "BP")
+        _zeros(write, layout, parts, "BP")
         for there, run in itertools.groupby(
             range(layout.chunks), lambda chunk: layout.filled(chunk, pieces)
         ):
@@ -196,9 +271,7 @@ def _consume(
                     mbarrier.wait(full.index(stage), phase)
                 """)
                 rows = "z{}.index(stage).slice({} * BP, BP, dim=0)"
-                pairs = itertools.product(there, range(layout.batch))
-                products(write, parts, "stage", [(n, t, rows.format(n, t)) for n, t in pairs])
-                awaited(write, layout, parts)
+                _products(write, layout, parts, "stage", rows, there)
                 write(f"""
                     mbarrier.arrive(empty.index(stage), count=1)
                     later = step + STAGES
@@ -222,7 +295,6 @@ def _outputs(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
     Those wait where the channels of the same pixels and fields will be, for the second half.
     """
     channels = layout.plan.synthesis.shape[0]
-    pairs, rest = butterflies(layout.plan.synthesis.T)
     for part, size in enumerate(parts):
         # A thread holds both columns of a field, of every target.
         for target in range(layout.batch):
@@ -247,14 +319,12 @@ def _outputs(write: Writer, layout: Scheme, parts: Sequence[int]) -> None:
                 for name in filter(None, names):
                     write(f"{name} = gl.convert_layout({name}, HELD{part}, assert_trivial=True)")
         divided = 2 * HEADROOM
-        if layout.complete:
-            times_rows(write, rest.T, "s", "y")
-            for a, b in reversed(pairs):
-                write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
-            outputs = [f"y{c}" for c in range(channels)]
-        else:
+        if layout.half and not layout.before:
             outputs = [f"s{slot if slot >= 0 else layout.slots[0]}" for slot in layout.slots]
             divided += _larger(layout)
+        else:
+            transform_back(write, layout.plan.synthesis)
+            outputs = [f"y{c}" for c in range(channels)]
         vector = min(power_of_two(len(outputs)), layout.vector)
         outputs += outputs[:1] * (-len(outputs) % vector)
         _output_offsets(write, f"STORED{part}", outputs[:vector], parts, part, channels)
@@ -301,7 +371,7 @@ def _side_by_side(write: Writer, names: Sequence[str], size: int) -> str:
 
 def _accumulate(write: Writer, layout: Scheme, parts: Sequence[int], weights: str) -> None:
     """The products of all tiles of a program, added up."""
-    sum_layouts(write, parts)
+    _sum_layouts(write, parts)
     write(f"""
         SUBS: gl.constexpr = BP // {ROWS}
         split = gl.program_id(2)
@@ -315,7 +385,7 @@ def _accumulate(write: Writer, layout: Scheme, parts: Sequence[int], weights: st
 
     with write.block("for early in gl.static_range(READY):"):
         issue("early", "early")
-    zeros(write, layout, parts, f"{ROWS}")
+    _zeros(write, layout, parts, f"{ROWS}")
     write("step = 0")
     write("block = 0")
     with write.block("for tile in range(split, tiles, splits):"):
@@ -324,10 +394,8 @@ def _accumulate(write: Writer, layout: Scheme, parts: Sequence[int], weights: st
         with write.block("for sub in gl.static_range(SUBS):"):
             write("copied = block % READY")
             write("mbarrier.wait(ready.index(copied), block // READY & 1)")
-            rows = f"z0.index(stage).slice({{}} * BP + sub * {ROWS}, {ROWS}, dim=0).permute((1, 0))"
-            targets = range(layout.batch)
-            products(write, parts, "copied", [(0, t, rows.format(t)) for t in targets])
-            awaited(write, layout, parts)
+            rows = f"z{{}}.index(stage).slice({{}} * BP + sub * {ROWS}, {ROWS}, dim=0)"
+            _products(write, layout, parts, "copied", f"{rows}.permute((1, 0))", [0])
             write("later = block + READY")
             issue("copied", "later")
             write("block += 1")

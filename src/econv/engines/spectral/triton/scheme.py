@@ -6,8 +6,8 @@ It needs NumPy alone. `source` and `econv.engines.spectral.hopper.source` write 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from econv.plan import SpectralPlan
 
 _MANY = 16  # targets: those of which a layer is made by halves
 _BEGINNINGS = 4
+_IMPOSSIBLE = 1 << 16  # features
 
 FIELDS = 4
 """Fields of one tile: with four features each they fill the shortest product, 16."""
@@ -60,101 +61,17 @@ class Scheme:
     plan: SpectralPlan
     vector: int
     """Slots that a thread reads at a time."""
+    order: tuple[Target, ...]
+    """All targets of the plan, as their slots lie."""
+    half: tuple[Target, ...] = ()
+    """Those that this layout has, where it is one of two."""
+    before: tuple[int, ...] = ()
+    """Slots that another launch gave before this one."""
 
-    @cached_property
+    @property
     def targets(self) -> tuple[Target, ...]:
-        """What the products give, in the order in which their slots lie.
-
-        A target should find as many features in one chunk of slots as in another: irreps of
-        neighbouring angular frequencies alternate where that helps.
-        """
-        group = self.plan.basis.group
-        if self.plan.source != self.plan.target:
-            raise ValueError(f"expected equal fields before and after; got {self.plan!r}")
-        found: list[Target] = []
-        single: list[Target] = []
-        for block in self.plan.blocks:
-            if block.columns > 2:
-                raise ArithmeticError(
-                    f"expected blocks of one or two columns; {self.plan!r} has {block.columns}"
-                )
-            for row in range(block.rows):
-                entries = {
-                    (int(block.features[row, k]), n): (
-                        int(block.entries[k, n]),
-                        float(block.signs[k, n]),
-                    )
-                    for k, n in np.ndindex(block.entries.shape)
-                }
-                target = Target(tuple(block.slots[row].tolist()), entries, block.irrep)
-                (found if block.columns == 2 else single).append(target)
-        for first in range(0, len(single), 2):
-            slots, entries, irrep = single[first]
-            for other in single[first + 1 : first + 2]:
-                slots += other.slots
-                entries = entries | {(f, 1): value for (f, _), value in other.entries.items()}
-            found.append(Target((*slots, -1)[:2], entries, irrep))
-
-        def frequency(target: Target) -> int:
-            """The angular frequency of an irrep."""
-            irrep = group.irreps[target.irrep]
-            cosine = np.trace(irrep.matrices[1 % group.rotations]) / irrep.dimension
-            return round(np.arccos(np.clip(cosine, -1, 1)) * group.rotations / (2 * np.pi))
-
-        # Rows of one block read the same slots and stay together, before targets that stand alone.
-        rows = {block.irrep: block.rows for block in self.plan.blocks}
-        orders = [
-            sorted(found, key=lambda t: (frequency(t) % period, -rows[t.irrep]))
-            for period in (1, 2, 4)
-        ]
-        orders.append(sorted(found, key=lambda t: -rows[t.irrep]))
-        possible = [order for order in orders if self._counts(order) is not None]
-        best = min(possible, key=lambda order: sum(self._lengths(order)))
-        if power_of_two(len(best)) >= _MANY:
-            best = min(best, self._evened(best), key=lambda order: sum(self._lengths(order)))
-        return tuple(best)
-
-    def _evened(self, targets: Sequence[Target]) -> list[Target]:
-        """Targets in an order in which few find more than eight features in one chunk of slots.
-
-        Blocks are swapped as long as that helps, from several starts. Long chunks come first.
-        """
-        blocks = [list(rows) for _, rows in itertools.groupby(targets, lambda t: t.irrep)]
-
-        def listed(order: Sequence[int]) -> list[Target]:
-            return [target for number in order for target in blocks[number]]
-
-        def cost(order: Sequence[int]) -> tuple[int, ...]:
-            """Features beyond eight in a chunk, and how unevenly they come."""
-            found = self._counts(listed(order))
-            if found is None:
-                return (1, 0, 0)
-            return 0, int(np.maximum(found - 8, 0).sum()), int((found**2).sum())
-
-        make = np.random.default_rng(0)
-        best = order = sorted(range(len(blocks)), key=lambda number: -len(blocks[number]))
-        for _ in range(_BEGINNINGS):
-            now, before = cost(order), None
-            while now != before:
-                before = now
-                for one, two in itertools.combinations(range(len(order)), 2):
-                    other = list(order)
-                    other[one], other[two] = other[two], other[one]
-                    if (found := cost(other)) < now:
-                        order, now = other, found
-            best = min(best, order, key=cost)
-            order = make.permutation(len(order)).tolist()
-        if cost(best)[0]:
-            return list(targets)
-        evened = listed(best)
-        each, lengths = self._per_chunk(evened), self._lengths(evened)
-        full = sorted(range(len(evened) // each), key=lambda n: -lengths[n])
-        rest = evened[len(full) * each :]  # which do not fill their chunk: they stay behind
-        return [target for n in full for target in evened[n * each : (n + 1) * each]] + rest
-
-    def _per_chunk(self, targets: Sequence[Target]) -> int:
-        """How many targets have their slots in one chunk."""
-        return min(self.vector, 2 * power_of_two(len(targets))) // 2
+        """What the products give."""
+        return self.half or self.order
 
     @property
     def batch(self) -> int:
@@ -164,53 +81,48 @@ class Scheme:
     @cached_property
     def positions(self) -> np.ndarray:
         """Where each slot of the plan's spectrum lies."""
-        return self._positions(self.targets)
-
-    def _positions(self, targets: Sequence[Target]) -> np.ndarray:
-        found = np.zeros(self.plan.analysis.shape[0], dtype=np.int64)
-        for number, target in enumerate(targets):
-            for column, slot in enumerate(target.slots):
-                if slot >= 0:
-                    found[slot] = 2 * number + column
-        return found
+        slots = [slot for target in self.order for slot in target.slots]
+        found = np.zeros(len(self.plan.analysis) + 1, dtype=np.int64)
+        found[slots] = np.arange(len(slots))
+        return found[:-1]  # without that of −1
 
     @property
     def width(self) -> int:
         """Slots that are read at a time: the vector, or less for small groups."""
-        return min(self.vector, 2 * self.batch)
+        return min(self.vector, 2 * power_of_two(len(self.order)))
 
     @property
     def chunks(self) -> int:
         """How many times `width` slots the spectrum takes."""
-        return -(-2 * len(self.targets) // self.width)
+        return -(-2 * len(self.order) // self.width)
 
-    def _chunk_of(self, targets: Sequence[Target]) -> np.ndarray | None:
-        """The slot chunk that each feature reads; nothing if one reads two."""
-        plan = self.plan
-        chunk = self._positions(targets)[plan.feature_slots] // (2 * self._per_chunk(targets))
-        used = plan.feature_factors != 0
-        if (used.all(axis=1) & (chunk[:, 0] != chunk[:, 1])).any():
-            return None
-        return np.where(used[:, 0], chunk[:, 0], chunk[:, 1])
+    @cached_property
+    def _chunk_of(self) -> np.ndarray:
+        """The slot chunk that each feature reads; −1 if it reads two."""
+        used, chunk = self.plan.feature_factors != 0, self.positions // self.width
+        one, two = chunk[self.plan.feature_slots].T
+        return np.where(used.all(axis=1) & (one != two), -1, np.where(used[:, 0], one, two))
 
-    def _counts(self, targets: Sequence[Target]) -> np.ndarray | None:
-        """How many features each target finds in each slot chunk; nothing if one reads two."""
-        chunk_of = self._chunk_of(targets)
-        if chunk_of is None:
-            return None
-        chunks = chunk_of.max() + 1
-        return np.array([np.bincount(chunk_of[t.features], minlength=chunks) for t in targets])
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """How many features each target of the plan finds in each slot chunk.
 
-    def _lengths(self, targets: Sequence[Target]) -> list[int]:
+        More than can be if a feature reads two chunks: there are no kernels for that.
+        """
+        if (self._chunk_of < 0).any():
+            return np.full((len(self.order), self.chunks), _IMPOSSIBLE)
+        chunks = [self._chunk_of[target.features] for target in self.order]
+        return np.array([np.bincount(found, minlength=self.chunks) for found in chunks])
+
+    @cached_property
+    def lengths(self) -> list[int]:
         """The padded number of features of a target for each slot chunk."""
-        counts = self._counts(targets)
-        assert counts is not None
-        return [int(most + -most % 4) for most in counts.max(axis=0)]
+        return [int(most + -most % 4) for most in self.counts.max(axis=0)]
 
     @property
     def length(self) -> int:
-        """Features of a target in each slot chunk, with padding."""
-        return max(self._lengths(self.targets))
+        """Features of a target in each slot chunk, with padding: in both halves as many."""
+        return max(self.lengths)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -218,29 +130,11 @@ class Scheme:
         found = [slot for target in self.targets for slot in target.slots]
         return (*found, *[-1] * (2 * self.batch - len(found)))
 
-    @property
-    def before(self) -> tuple[int, ...]:
-        """Slots that another launch gave before this one."""
-        return ()
-
-    @property
-    def complete(self) -> bool:
-        """Whether all slots are there, these and those before."""
-        return True
-
     @cached_property
     def output_analysis(self) -> np.ndarray:
         """Channels to `slots`, ``[channels, 2 * batch]``."""
-        found = np.zeros((self.plan.analysis.shape[1], 2 * self.batch))
-        for offset, slot in enumerate(self.slots):
-            if slot >= 0:
-                found[:, offset] = self.plan.analysis[slot]
-        return found
-
-    def derivatives(self, chunk: int) -> set[tuple[int, int]]:
-        """What the features of a slot chunk read: (stencil, pair of slots)."""
-        features = (feature for row in self.lists[chunk] for feature in row if feature >= 0)
-        return {key for feature in features for key in self.terms(feature)}
+        slots = np.array(self.slots)
+        return np.where(slots >= 0, self.plan.analysis.T[:, slots], 0.0)
 
     @cached_property
     def analysis(self) -> np.ndarray:
@@ -250,30 +144,32 @@ class Scheme:
         return found
 
     @cached_property
-    def lists(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """For each slot chunk and target the features, −1 for padding: all lists are as long."""
-        chunk_of, length = self._chunk_of(self.targets), self.length
-        assert chunk_of is not None
-        found = []
-        for chunk in range(self.chunks):
-            rows = []
-            for target in self.targets:
-                names = self._paired([f for f in target.features if chunk_of[f] == chunk])
-                rows.append((*names, *[-1] * (length - len(names))))
-            rows += [(-1,) * length] * (self.batch - len(rows))
-            found.append(tuple(rows))
-        return tuple(found)
+    def lists(self) -> np.ndarray:
+        """The features of each slot chunk and target, ``[chunks, batch, length]``; −1: padding."""
+        found = np.full((self.chunks, self.batch, self.length), -1)
+        for chunk, (t, target) in itertools.product(range(self.chunks), enumerate(self.targets)):
+            names = self._paired([f for f in target.features if self._chunk_of[f] == chunk])
+            found[chunk, t, : len(names)] = names
+        return found
+
+    @property
+    def features(self) -> np.ndarray:
+        """`lists` target by target, ``[batch, inner]``."""
+        return self.lists.swapaxes(0, 1).reshape(self.batch, self.inner)
 
     def terms(self, feature: int) -> dict[tuple[int, int], tuple[int, float]]:
         """A feature's terms: (stencil, pair of slots) → which of the two, and the factor."""
-        plan = self.plan
-        found = {}
-        for t in range(2):
+        plan, found = self.plan, {}
+        for t in np.flatnonzero(plan.feature_factors[feature]):
+            slot = int(self.positions[plan.feature_slots[feature, t]]) % self.width
             factor = float(plan.feature_factors[feature, t])
-            if factor:
-                slot = int(self.positions[plan.feature_slots[feature, t]]) % self.width
-                found[int(plan.feature_stencils[feature, t]), slot // 2] = (slot % 2, factor)
+            found[int(plan.feature_stencils[feature, t]), slot // 2] = (slot % 2, factor)
         return found
+
+    def derivatives(self, chunk: int) -> set[tuple[int, int]]:
+        """What the features of a slot chunk read: (stencil, pair of slots)."""
+        features = self.lists[chunk][self.lists[chunk] >= 0].tolist()
+        return {key for feature in features for key in self.terms(feature)}
 
     def alike(self, one: int, two: int) -> bool:
         """Whether two features read the same derivatives, each the slot that the other does not.
@@ -289,17 +185,13 @@ class Scheme:
         Padding repeats features of the same target, whose weights are zero.
         """
         lists = self.lists[chunk]
-        spare = next(f for names in lists for f in names if f >= 0)
-        found = []
-        for k in range(first, first + size, 2):
-            column = []
-            for names in lists:
-                one, two = (*names[k : k + 2], -1, -1)[:2]
-                if one < 0:
-                    one, two = names[:2] if names[1] >= 0 else (spare, spare)
-                column.append((one, two if two >= 0 else one))
-            found.append(column)
-        return found
+        missing = max(0, first + size - self.length)
+        found = np.pad(lists, ((0, 0), (0, missing)), constant_values=-1).reshape(self.batch, -1, 2)
+        spare = np.where(found[:, :1, 1:] >= 0, found[:, :1], lists[lists >= 0][0])
+        found = np.where(found[:, :, :1] >= 0, found, spare)
+        found = np.where(found >= 0, found, found[:, :, :1])
+        columns = found.swapaxes(0, 1)[first // 2 : (first + size) // 2].tolist()
+        return [[(one, two) for one, two in column] for column in columns]
 
     def _paired(self, names: list[int]) -> list[int]:
         """The features in an order in which neighbours are alike, as far as there are such."""
@@ -322,8 +214,7 @@ class Scheme:
     @cached_property
     def unpadded(self) -> np.ndarray:
         """Which of all features stands at each offset, ``[batch, inner]``; −1: padding."""
-        rows = [[f for rows in self.lists for f in rows[t]] for t in range(self.batch)]
-        there = np.array(rows) >= 0
+        there = self.features >= 0
         return np.where(there, np.cumsum(there).reshape(there.shape) - 1, -1)
 
     @property
@@ -341,12 +232,8 @@ class Scheme:
 
     def filled(self, chunk: int, pieces: Sequence[int]) -> list[int]:
         """Which products of a slot chunk have features: others are padding for every target."""
-        found, first = [], 0
-        for number, size in enumerate(pieces):
-            if any(f >= 0 for names in self.lists[chunk] for f in names[first : first + size]):
-                found.append(number)
-            first += size
-        return found
+        parts = np.split(self.lists[chunk], np.cumsum(pieces), axis=1)[: len(pieces)]
+        return [number for number, part in enumerate(parts) if (part >= 0).any()]
 
     @cached_property
     def used_pieces(self) -> tuple[int, ...]:
@@ -357,24 +244,16 @@ class Scheme:
     @cached_property
     def piece_of(self) -> np.ndarray:
         """For each feature of a chunk where its piece begins and how long it is."""
-        rows: list[tuple[int, int]] = []
-        for size in self.pieces:
-            rows += [(len(rows), size)] * size
-        return np.array(rows, dtype=np.int32)
+        sizes = np.array(self.pieces, dtype=np.int32)
+        return np.repeat(np.stack([np.cumsum(sizes, dtype=np.int32) - sizes, sizes], 1), sizes, 0)
 
     @cached_property
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
         """The spectral weight (−1: none) and sign at each offset, ``[batch * inner * 2]``."""
-        entries = np.full((self.batch, self.inner, 2), -1, dtype=np.int32)
-        signs = np.zeros((self.batch, self.inner, 2), dtype=np.float32)
-        for t, target in enumerate(self.targets):
-            names = [f for rows in self.lists for f in rows[t]]
-            for k, feature in enumerate(names):
-                for column in range(2):
-                    known = target.entries.get((feature, column))
-                    if known is not None:
-                        entries[t, k, column], signs[t, k, column] = known
-        return entries.ravel(), signs.ravel()
+        known = {key: value for target in self.targets for key, value in target.entries.items()}
+        offsets = itertools.product(self.features.ravel().tolist(), range(2))
+        entries, signs = zip(*(known.get(key, (-1, 0.0)) for key in offsets), strict=True)
+        return np.array(entries, dtype=np.int32), np.array(signs, dtype=np.float32)
 
     @cached_property
     def adjoint_entries(self) -> tuple[np.ndarray, np.ndarray]:
@@ -382,33 +261,21 @@ class Scheme:
         matrix = self.plan.adjoint_map  # a permutation with signs
         if not ((matrix != 0).sum(axis=0) == 1).all():
             raise ArithmeticError(f"the adjoint of {self.plan!r} mixes spectral weights")
-        source = np.abs(matrix).argmax(axis=0)
         entries, signs = self.entries
-        adjoint = np.where(entries >= 0, source[entries], -1).astype(np.int32)
-        factor = np.where(entries >= 0, matrix[source[entries], entries], 0.0)
-        return adjoint, (signs * factor).astype(np.float32)
-
-    def owned(self, weight: int) -> bool:
-        """Whether a spectral weight is one of this layout's."""
-        return True
+        source = np.abs(matrix).argmax(axis=0)[entries]
+        adjoint = np.where(entries >= 0, source, -1).astype(np.int32)
+        return adjoint, (signs * matrix[source, entries]).astype(np.float32)
 
     @cached_property
     def owners(self) -> tuple[np.ndarray, np.ndarray]:
         """For each spectral weight where it stands and with which sign.
 
-        −1: nowhere; −2 where it is none of this layout's.
+        −1: nowhere else; −2 first where it is none of this layout's.
         """
         entries, signs = self.entries
-        lists = [np.flatnonzero(entries == n) for n in range(self.plan.weights)]
-        most = max(map(len, lists))
-        where = np.full((len(lists), most), -1, dtype=np.int32)
-        factors = np.zeros((len(lists), most), dtype=np.float32)
-        for number, found in enumerate(lists):
-            if not self.owned(number):
-                where[number] = -2
-            where[number, : len(found)] = found
-            factors[number, : len(found)] = signs[found]
-        return where, factors
+        found = [np.flatnonzero(entries == n).tolist() or [-2] for n in range(self.plan.weights)]
+        where = np.array([*itertools.zip_longest(*found, fillvalue=-1)], dtype=np.int32).T.copy()
+        return where, np.where(where >= 0, signs[where], np.float32(0))
 
     @cached_property
     def coefficients(self) -> np.ndarray:
@@ -428,96 +295,119 @@ class Scheme:
         found = np.einsum("ay,syx,bx->sab", fold, stencils, fold)
         return np.where(np.abs(found) <= 1e-12 * np.abs(found).max(), 0.0, found)
 
-    def mirrored(self) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
-        """Taps that mirror each other, as far as any stencil reads them.
 
-        How far down and across from the centre they lie, and where in `coefficients` the sums (and
-        differences) stand that they make along each axis.
-        """
-        reach = self.coefficients.shape[-1] // 2
-        for dy, dx in itertools.product(range(reach + 1), repeat=2):
-            rows = (dy, reach + dy) if dy else (0,)
-            columns = (dx, reach + dx) if dx else (0,)
-            if self.coefficients[:, rows][:, :, columns].any():
-                yield dy, dx, rows, columns
+def _targets(plan: SpectralPlan) -> list[Target]:
+    """The targets of a plan; blocks of one column two by two."""
+    if plan.source != plan.target:
+        raise ValueError(f"expected equal fields before and after; got {plan!r}")
+    found: list[Target] = []
+    single: list[Target] = []
+    for block in plan.blocks:
+        if block.columns > 2:
+            raise ArithmeticError(
+                f"expected blocks of one or two columns; {plan!r} has {block.columns}"
+            )
+        for features, slots in zip(block.features.tolist(), block.slots.tolist(), strict=True):
+            entries = {
+                (features[k], n): (int(block.entries[k, n]), float(block.signs[k, n]))
+                for k, n in np.ndindex(block.entries.shape)
+            }
+            target = Target(tuple(slots), entries, block.irrep)
+            (found if block.columns == 2 else single).append(target)
+    for first in range(0, len(single), 2):
+        both = single[first : first + 2]
+        slots = (*[target.slots[0] for target in both], -1)[:2]
+        entries = {(f, n): v for n, one in enumerate(both) for (f, _), v in one.entries.items()}
+        found.append(Target(slots, entries, both[0].irrep))
+    return found
 
 
-@dataclass(frozen=True, eq=False)
-class Half(Scheme):
-    """Half of the targets of a scheme, which read derivatives that no other target does.
+def _evened(layout: Scheme) -> Scheme:
+    """Targets in an order in which few find more than eight features in one chunk of slots.
+
+    Blocks are swapped as long as that helps, from several starts. Long chunks come first.
+    """
+    blocks = [list(rows) for _, rows in itertools.groupby(layout.order, lambda t: t.irrep)]
+
+    def arranged(order: Sequence[int]) -> Scheme:
+        targets = [target for number in order for target in blocks[number]]
+        return replace(layout, order=tuple(targets))
+
+    def cost(order: Sequence[int]) -> tuple[int, int]:
+        """Features beyond eight in a chunk, and how unevenly they come."""
+        counts = arranged(order).counts
+        return int(np.maximum(counts - 8, 0).sum()), int((counts**2).sum())
+
+    make = np.random.default_rng(0)
+    best = order = sorted(range(len(blocks)), key=lambda number: -len(blocks[number]))
+    for _ in range(_BEGINNINGS):
+        now, before = cost(order), None
+        while now != before:
+            before = now
+            for one, two in itertools.combinations(range(len(order)), 2):
+                other = list(order)
+                other[one], other[two] = other[two], other[one]
+                if (found := cost(other)) < now:
+                    order, now = other, found
+        best = min(best, order, key=cost)
+        order = make.permutation(len(order)).tolist()
+    evened = arranged(best)
+    each = evened.width // 2
+    # Targets that do not fill their chunk stay behind.
+    full = sorted(range(len(evened.order) // each), key=lambda n: -evened.lengths[n])
+    places = [n * each + k for n in full for k in range(each)]
+    places += range(len(places), len(evened.order))
+    return replace(layout, order=tuple(evened.order[place] for place in places))
+
+
+@lru_cache(maxsize=512)
+def scheme(plan: SpectralPlan, vector: int) -> Scheme:
+    """The scheme of a plan whose kernels read ``vector`` slots at a time.
+
+    A target should find as many features in one chunk of slots as in another: irreps of
+    neighbouring angular frequencies alternate where that helps.
+    """
+    group = plan.basis.group
+
+    def frequency(target: Target) -> int:
+        """The angular frequency of an irrep."""
+        irrep = group.irreps[target.irrep]
+        cosine = np.trace(irrep.matrices[1 % group.rotations]) / irrep.dimension
+        return round(np.arccos(np.clip(cosine, -1, 1)) * group.rotations / (2 * np.pi))
+
+    def total(layout: Scheme) -> int:
+        return sum(layout.lengths)
+
+    # Rows of one block read the same slots and stay together, before targets that stand alone.
+    rows = {block.irrep: block.rows for block in plan.blocks}
+    orders = [
+        sorted(_targets(plan), key=lambda t: (frequency(t) % period, -rows[t.irrep]))
+        for period in (1, 2, 4)
+    ]
+    best = min((Scheme(plan, vector, tuple(order)) for order in orders), key=total)
+    if best.batch >= _MANY:
+        best = min(best, _evened(best), key=total)
+    if best.length >= _IMPOSSIBLE:
+        raise ArithmeticError(f"a feature of {plan!r} reads slots that do not lie together")
+    return best
+
+
+@lru_cache(maxsize=512)
+def halves(layout: Scheme) -> tuple[Scheme, Scheme] | None:
+    """Two layouts of half of the targets each; nothing where these have derivatives in common.
 
     Turning by a half circle changes the sign of derivatives of odd frequency, and of slots of odd
     irreps. Targets of even irreps read even derivatives of even slots and odd ones of odd slots;
     those of odd irreps read the rest. So each half of the targets takes half of the derivatives.
     """
-
-    whole: Scheme
-    numbers: tuple[int, ...]
-    """Of its targets."""
-    first: Half | None
-    """The half that comes before this one."""
-
-    @cached_property
-    def targets(self) -> tuple[Target, ...]:
-        return tuple(self.whole.targets[number] for number in self.numbers)
-
-    @property
-    def before(self) -> tuple[int, ...]:
-        return () if self.first is None else self.first.slots
-
-    @property
-    def complete(self) -> bool:
-        return self.first is not None
-
-    @cached_property
-    def positions(self) -> np.ndarray:
-        return self.whole.positions
-
-    @property
-    def width(self) -> int:
-        return self.whole.width
-
-    @property
-    def chunks(self) -> int:
-        return self.whole.chunks
-
-    def owned(self, weight: int) -> bool:
-        """Whatever the other half does not have is the first one's."""
-        if self.first is None:
-            _, other = halves(self.whole) or (None, self)
-            return not (other.entries[0] == weight).any()
-        return bool((self.entries[0] == weight).any())
-
-    def _chunk_of(self, targets: Sequence[Target]) -> np.ndarray | None:
-        return self.whole._chunk_of(self.whole.targets)
-
-    @property
-    def length(self) -> int:
-        """As many as in the other half: their launches are cut alike."""
-        return self.whole.length
-
-
-@lru_cache(maxsize=512)
-def halves(layout: Scheme) -> tuple[Half, Half] | None:
-    """Both halves of a scheme; nothing where its targets have derivatives in common."""
-    plan = layout.plan
-    owner = list(range(len(layout.targets)))
-    readers: dict[tuple[int, int], int] = {}
-    for number, target in enumerate(layout.targets):
-        for feature in target.features:
-            for t in np.flatnonzero(plan.feature_factors[feature]):
-                pair = int(layout.positions[plan.feature_slots[feature, t]]) // 2
-                key = int(plan.feature_stencils[feature, t]), pair
-                other = owner[readers.setdefault(key, number)]
-                owner = [owner[number] if o == other else o for o in owner]
-    groups = [tuple(n for n, o in enumerate(owner) if o == one) for one in dict.fromkeys(owner)]
-    if len(groups) != 2 or len(groups[0]) != len(groups[1]):
+    reads = [
+        {(c, key) for c, row in enumerate(rows) for f in row[row >= 0] for key in layout.terms(f)}
+        for rows in layout.lists.swapaxes(0, 1)[: len(layout.targets)]
+    ]
+    shared = np.array([[bool(one & two) for two in reads] for one in reads])
+    connected = np.linalg.matrix_power(shared, len(reads))
+    groups = sorted({tuple(np.flatnonzero(row).tolist()) for row in connected})
+    if [len(group) for group in groups] != [len(reads) // 2] * 2:
         return None
-    one = Half(plan, layout.vector, layout, groups[0], None)
-    return one, Half(plan, layout.vector, layout, groups[1], one)
-
-
-@lru_cache(maxsize=512)
-def scheme(plan: SpectralPlan, vector: int) -> Scheme:
-    """The scheme of a plan whose kernels read ``vector`` slots at a time."""
-    return Scheme(plan, vector)
+    one, two = (replace(layout, half=tuple(layout.order[n] for n in group)) for group in groups)
+    return one, replace(two, before=one.slots)

@@ -18,7 +18,7 @@ import triton
 
 from econv.engines.spectral.triton.derivatives import tap_offset, write_derivatives
 from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two
-from econv.engines.spectral.triton.writer import Writer, times_rows, twos
+from econv.engines.spectral.triton.writer import Writer, times_rows, transform_back, twos
 from econv.fourier import butterflies
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -48,11 +48,11 @@ def _features(write: Writer, layout: Scheme, chunk: int) -> None:
 
     with write.function(f"features{chunk}", "centre, row, column", "BF BP"):
         stencils = sorted({stencil for stencil, _ in layout.derivatives(chunk)})
-        write_derivatives(write, layout, [stencils], load)
+        write_derivatives(write, layout, [stencils], load, {})
         for stencil in stencils:
             write(f"d = tl.reshape(d{stencil}_0, [{_ITEMS}, {twos(layout.width)}])")
             write.split("d", [f"d{stencil}_{slot}" for slot in range(layout.width)])
-        for feature in sorted({f for names in layout.lists[chunk] for f in names if f >= 0}):
+        for feature in np.unique(layout.lists[chunk][layout.lists[chunk] >= 0]).tolist():
             text = ""
             for (stencil, pair), (side, factor) in layout.terms(feature).items():
                 text += f" {'-' if factor < 0 else '+'} d{stencil}_{2 * pair + side}"
@@ -93,47 +93,44 @@ def _analyse(write: Writer, layout: Scheme, fields: int = FIELDS) -> None:
     for activated in (False, True):
         name, first = ("analyse_activated", "x, affine") if activated else ("analyse", "x")
         with write.function(name, f"{first}, {last}", "BP", general):
-            _analyse_body(write, layout, fields, activated)
-
-
-def _analyse_body(write: Writer, layout: Scheme, fields: int, activated: bool) -> None:
-    write(f"""
-        BF: tl.constexpr = {fields}
-        SC: tl.constexpr = {layout.width}
-        offset = tl.program_id(0) * BP + tl.arange(0, BP)
-        chunk = tl.program_id(1)
-        field = chunk * BF + tl.arange(0, BF)
-        row = offset // pitch
-        image = row // lines
-        line = row - image * lines - before
-        dot = offset - row * pitch - before
-        inside = (image < images) & (line >= 0) & (line < height * up)
-        inside = inside & (dot >= 0) & (dot < width * up)
-        inside = inside & (line % up == 0) & (dot % up == 0)
-        base = image.to(tl.int64) * x_image + (line // up) * x_line + (dot // up) * x_dot
-        power = exponent(tl.load(largest + image * each, mask=image < images, other=1.0))
-        factor = two_to({HEADROOM} - power)
-    """)
-    if activated:
-        write("there = field < fields")
-        for row, number in enumerate(("centre", "scale", "shift")):
-            write(f"{number} = tl.load(affine + {row} * fields + field, mask=there, other=0.0)")
-        write("factor = tl.where(inside, factor, 0.0)")
-    write(f"factor = factor[{_PIXEL}, None]")
-    _transformed(write, layout, layout.analysis, activated)
-    write(f"""
-        where = offset[{_PIXEL}, None] * BF + tl.arange(0, BF)[{_FIELD}, None]
-        where = where * SC + tl.arange(0, SC)[None, None, :]
-        kept = (offset < grid_size)[{_PIXEL}, None]
-        into = out + chunk.to(tl.int64) * grid_size * (BF * SC * {layout.chunks})
-    """)
-    for part in range(layout.chunks):
-        names = [f"t{part * layout.width + n}" for n in range(layout.width)]
-        found = f"tl.reshape({write.joined(names)}, [{_ITEMS}, SC])"
-        write(f"found = {found}.to(out.dtype.element_ty)")
-        write("tl.store(into + where, found, mask=kept)")
-        if part + 1 < layout.chunks:
-            write("into += grid_size * (BF * SC)")
+            write(f"""
+                BF: tl.constexpr = {fields}
+                SC: tl.constexpr = {layout.width}
+                offset = tl.program_id(0) * BP + tl.arange(0, BP)
+                chunk = tl.program_id(1)
+                field = chunk * BF + tl.arange(0, BF)
+                row = offset // pitch
+                image = row // lines
+                line = row - image * lines - before
+                dot = offset - row * pitch - before
+                inside = (image < images) & (line >= 0) & (line < height * up)
+                inside = inside & (dot >= 0) & (dot < width * up)
+                inside = inside & (line % up == 0) & (dot % up == 0)
+                base = image.to(tl.int64) * x_image + (line // up) * x_line + (dot // up) * x_dot
+                power = exponent(tl.load(largest + image * each, mask=image < images, other=1.0))
+                factor = two_to({HEADROOM} - power)
+            """)
+            if activated:
+                write("there = field < fields")
+                for row, name in enumerate(("centre", "scale", "shift")):
+                    at = f"affine + {row} * fields + field"
+                    write(f"{name} = tl.load({at}, mask=there, other=0.0)")
+                write("factor = tl.where(inside, factor, 0.0)")
+            write(f"factor = factor[{_PIXEL}, None]")
+            _transformed(write, layout, layout.analysis, activated)
+            write(f"""
+                where = offset[{_PIXEL}, None] * BF + tl.arange(0, BF)[{_FIELD}, None]
+                where = where * SC + tl.arange(0, SC)[None, None, :]
+                kept = (offset < grid_size)[{_PIXEL}, None]
+                into = out + chunk.to(tl.int64) * grid_size * (BF * SC * {layout.chunks})
+            """)
+            for part in range(layout.chunks):
+                names = [f"t{part * layout.width + n}" for n in range(layout.width)]
+                found = f"tl.reshape({write.joined(names)}, [{_ITEMS}, SC])"
+                write(f"found = {found}.to(out.dtype.element_ty)")
+                write("tl.store(into + where, found, mask=kept)")
+                if part + 1 < layout.chunks:
+                    write("into += grid_size * (BF * SC)")
 
 
 def _transformed(
@@ -164,11 +161,6 @@ def _transformed(
     times_rows(write, rest, "c", "t")
 
 
-_PACKED = (
-    "x, largest, out, pixels, fields, height, width, programs, x_image, x_channel, x_line, x_dot"
-)
-
-
 def _pack(write: Writer, layout: Scheme, parts: tuple[int, ...]) -> None:
     """The kernel ``pack``: the spectrum of an output's gradient, in rows of pixels.
 
@@ -176,8 +168,23 @@ def _pack(write: Writer, layout: Scheme, parts: tuple[int, ...]) -> None:
     """
     fields = sum(parts)
     names = [f"t{n}" for n in range(2 * layout.batch)]
-    with write.function("pack", _PACKED, "BP", "pixels fields height width programs"):
-        _gradient_spectrum(write, layout)
+    arguments = "x, largest, out, pixels, fields, height, width, programs"
+    arguments += ", x_image, x_channel, x_line, x_dot"
+    with write.function("pack", arguments, "BP", "pixels fields height width programs"):
+        write(f"""
+            BF: tl.constexpr = {FIELDS}
+            TARGETS: tl.constexpr = {layout.batch}
+            pixel = tl.program_id(0) * BP + tl.arange(0, BP)
+            field = tl.program_id(1) * BF + tl.arange(0, BF)
+            inside = pixel < pixels
+            row = pixel // width
+            dot = pixel - row * width
+            image = row // height
+            line = row - image * height
+            base = image.to(tl.int64) * x_image + line * x_line + dot * x_dot
+            factor = two_to({HEADROOM} - exponent(tl.load(largest)))
+        """)
+        _transformed(write, layout, layout.output_analysis)
         write(f"""
             found = tl.reshape({write.joined(names)}, [{_ITEMS}, TARGETS, 2])
             found = tl.trans(found, {"(2, 0, 3, 1)" if FIRST else "(2, 1, 3, 0)"})
@@ -194,24 +201,6 @@ def _pack(write: Writer, layout: Scheme, parts: tuple[int, ...]) -> None:
             where = row.to(tl.int64)[:, :, :, None] * BP + tl.arange(0, BP)[None, None, None, :]
             tl.store(out + where, found.to(out.dtype.element_ty))
         """)
-
-
-def _gradient_spectrum(write: Writer, layout: Scheme) -> None:
-    """The spectrum ``t0 …`` of a gradient at the pixels and for the fields of a program."""
-    write(f"""
-        BF: tl.constexpr = {FIELDS}
-        TARGETS: tl.constexpr = {layout.batch}
-        pixel = tl.program_id(0) * BP + tl.arange(0, BP)
-        field = tl.program_id(1) * BF + tl.arange(0, BF)
-        inside = pixel < pixels
-        row = pixel // width
-        dot = pixel - row * width
-        image = row // height
-        line = row - image * height
-        base = image.to(tl.int64) * x_image + line * x_line + dot * x_dot
-        factor = two_to({HEADROOM} - exponent(tl.load(largest)))
-    """)
-    _transformed(write, layout, layout.output_analysis)
 
 
 _GRID = "pixels, height, width, down, dilation, pitch, image_pitch, grid_size"
@@ -287,7 +276,6 @@ def _forward(write: Writer, layout: Scheme, parts: tuple[int, ...]) -> None:
 
 def _channels(write: Writer, layout: Scheme, parts: tuple[int, ...]) -> None:
     """From sums to channels of the output."""
-    pairs, rest = butterflies(layout.plan.synthesis.T)
     channels = layout.plan.synthesis.shape[0]
     padded = power_of_two(channels)
     write(f"""
@@ -305,9 +293,7 @@ def _channels(write: Writer, layout: Scheme, parts: tuple[int, ...]) -> None:
             s = tl.reshape(s, [BP, {size}, {twos(2 * layout.batch)}])
         """)
         write.split("s", [f"s{n}" if n >= 0 else None for n in layout.slots])
-        times_rows(write, rest.T, "s", "y")
-        for a, b in reversed(pairs):
-            write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
+        transform_back(write, layout.plan.synthesis)
         write(f"""
             o = tl.program_id(1) * {sum(parts)} + {sum(parts[:part])} + tl.arange(0, {size})
             found = tl.reshape({write.joined(outputs)}, [BP, {size}, {padded}])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from textwrap import dedent
+from textwrap import dedent, indent
 
 import numpy as np
+
+from econv.fourier import butterflies
 
 
 class Writer:
@@ -26,8 +28,7 @@ class Writer:
 
     def __call__(self, text: str) -> None:
         """Write lines, without the indentation that they have in common."""
-        for line in dedent(text).strip("\n").split("\n"):
-            self.lines.append("    " * self.depth + line)
+        self.lines.append(indent(dedent(text).strip("\n"), "    " * self.depth))
 
     @contextmanager
     def block(self, text: str) -> Iterator[None]:
@@ -71,13 +72,11 @@ class Writer:
         return self.asm(f"{'add' if sign == '+' else 'sub'}.f16x2 $0, $1, $2;", one, other)
 
     def scaled(self, one: str, low: float, high: float, other: str | None) -> str:
-        """One times ``low``, in odd elements times ``high``, plus the other."""
+        """One times ``low``, of two float16 the second times ``high``, plus the other."""
+        if other is None and low == high == 1.0:
+            return one
         if not self.f16x2:
-            if low == high:
-                product = f"{one} * {low!r}"
-            else:  # +1 and −1 in alternation
-                product = f"{one} * signs" if low > 0 else f"{one} * -signs"
-            return product if other is None else f"{product} + {other}"
+            return f"{one} * {low!r}" + ("" if other is None else f" + {other}")
         bits = int(np.array([low, high], dtype=np.float16).view(np.uint32)[0])
         start = f"{{ .reg .b32 c; mov.b32 c, {bits:#x};"
         if other is None:
@@ -107,6 +106,14 @@ def times_rows(write: Writer, matrix: np.ndarray, source: str, result: str) -> N
     for number, row in enumerate(matrix):
         terms = [f"{source}{n} * {float(row[n])!r}" for n in np.flatnonzero(row)]
         write(f"{result}{number} = {' + '.join(terms) or f'{source}0 * 0.0'}")
+
+
+def transform_back(write: Writer, matrix: np.ndarray) -> None:
+    """Slots ``s0 …`` to channels ``y0 …``."""
+    pairs, rest = butterflies(matrix.T)
+    times_rows(write, rest.T, "s", "y")
+    for a, b in reversed(pairs):
+        write(f"y{a}, y{b} = y{a} + y{b}, y{a} - y{b}")
 
 
 def twos(length: int) -> str:
