@@ -362,7 +362,7 @@ def test_images_that_lie_elsewhere_are_found_out(monkeypatch):
     with tiles(bytes=1):
         found = results(layer, x, probe, "spectral")
     for ours, theirs in zip(found, wanted, strict=True):
-        assert error(ours, theirs) > 0.1
+        assert not error(ours, theirs) <= 0.1  # NaN is found out, too
 
 
 CPU = torch.device("cpu")
