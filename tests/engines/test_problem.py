@@ -255,7 +255,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "unavailable", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(kernels, "warp_specialised", lambda *given: True)
+    monkeypatch.setattr(kernels, "_specialised", lambda *given: True)
     return monkeypatch
 
 
@@ -288,7 +288,7 @@ HOPPER = [
     ((9, 0), torch.bfloat16, True, True, "spectral/hopper"),
     ((9, 0), torch.float16, True, True, "spectral/hopper"),
     ((9, 0), torch.float32, True, True, "spectral/triton"),
-    ((9, 0), torch.bfloat16, False, True, "spectral/triton"),
+    ((9, 0), torch.bfloat16, False, True, "spectral/hopper"),
     ((9, 0), torch.bfloat16, True, False, "spectral/triton"),
     ((8, 0), torch.bfloat16, True, True, "spectral/triton"),
     ((10, 0), torch.bfloat16, True, True, "spectral/triton"),
@@ -300,7 +300,7 @@ def test_warp_specialised_kernels_run_on_what_they_are_made_for(
     on_a_gpu, capability, dtype, last, fits, engine
 ):
     on_a_gpu.setattr(kernels, "_is_hopper", lambda device: capability == (9, 0))
-    on_a_gpu.setattr(kernels, "warp_specialised", lambda *given: fits)
+    on_a_gpu.setattr(kernels, "_specialised", lambda *given: fits)
     given = problem(GroupConv2d(16, 16, "p8"), (8, 16, 16), dtype, "cuda", last)
     assert registry.first_able("spectral", given).name == engine
 

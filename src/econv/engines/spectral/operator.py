@@ -273,10 +273,13 @@ def _attempt(engine: Spectral, way: str, named: bool, task: Task, *given: Any) -
 
 def through(affine: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients to ``x`` and ``affine`` from that to what a prologue makes of them."""
-    with torch.enable_grad():
-        ours, numbers = x.detach().requires_grad_(), affine.detach().requires_grad_()
-        to_x, to_affine = torch.autograd.grad(Prologue(numbers).apply(ours), (ours, numbers), g)
-    return to_x, to_affine
+    centre, scale, shift = affine[:, :, None, None, None]
+    distance, passed = (t.unflatten(1, (len(scale), -1)).to(affine.dtype) for t in (x, g))
+    distance = distance - centre
+    passed = torch.where(distance * scale + shift <= 0, 0, passed)
+    total, product = (t.sum((0, 2, 3, 4)) for t in (passed, passed * distance))
+    to_affine = torch.stack([-affine[1] * total, product, total])
+    return (passed * scale).flatten(1, 2).to(x.dtype), to_affine
 
 
 # The operators of graphs
