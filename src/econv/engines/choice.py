@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,8 +43,10 @@ _T = TypeVar("_T")
 _TINY = {"cpu": 20_000_000, "cuda": 2_000_000_000}
 """Multiplications of the dense engine below which measuring takes longer than it can save."""
 
-_LAUNCHES = 1.05
-"""What times of the device count in graphs, but for the dense engine: others launch more."""
+_LAUNCHES = {"cuda": 1.2e-4}
+"""Seconds that Python takes in a compiled graph for the launches of a spectral engine: some thirty
+of them, where the dense one has a few."""
+
 
 _MOST_SIZES = 16  # of one convolution that are measured; later ones run as the largest did
 
@@ -53,6 +56,9 @@ class Times(NamedTuple):
 
     call: float
     device: float
+
+
+_KINDS = ("call", "device", "traced")
 
 
 # For the whole process, as torch's own switches are: what a compiler can follow and guard.
@@ -115,15 +121,15 @@ def choose(problem: Problem) -> Engine:
     """The engine for a problem: of the name that was asked for, or by what ``"auto"`` knows."""
     if problem.named:
         return first_able(problem.engine, problem)
-    device_only = problem.context == "traced" or _capturing(problem.device)
+    kind = _kind(problem)
     circumstances = (may_measure(), _tf32(problem), _store() is not None, len(operator.FAILED))
-    key = (problem, device_only, circumstances)
+    key = (problem, kind, circumstances)
     found = _memory.get(key)
     if found is None:
-        found = _decide(problem, device_only)
+        found = _decide(problem, kind)
         if len(_memory) >= _MOST_MEMORIES:
             _memory.clear()
-        if not (device_only and problem.context == "eager"):  # a captured step: measured later
+        if not (kind == "device" and problem.context == "eager"):  # captured: measured later
             _memory[key] = found
     return found
 
@@ -144,38 +150,47 @@ def candidates(problem: Problem) -> list[Engine]:
     return [ENGINES["dense"]]
 
 
-def _decide(problem: Problem, device_only: bool) -> Engine:
+def _kind(problem: Problem) -> str:
+    """What counts: the time of a call, of the device alone, or of a traced graph's launches."""
+    if problem.context != "traced":
+        return "device" if _capturing(problem.device) else "call"
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    return "device" if inductor and inductor.triton.cudagraphs else "traced"
+
+
+def _decide(problem: Problem, kind: str) -> Engine:
     able = {one.name: one for one in candidates(problem)}
-    by_rule = rule(problem, list(able.values()), device_only)
+    by_rule = rule(problem, list(able.values()), kind != "call")
     small = problem.multiplications < _TINY.get(problem.device.type, math.inf)
     if small or problem.context not in ("eager", "traced") or not may_measure():
         return by_rule
     text, store, quiet = _text(problem), _store(), _capturing(problem.device)
-    keys = [f"{kind}: {text}" for kind in Times._fields]
+    keys = {one: f"{one}: {text}" for one in _KINDS}
     with _lock:
         if store is None or torch.distributed.get_rank() == 0:
-            names = _settled(problem, keys, device_only, able)
+            names = _settled(problem, keys, kind, able)
             if store is not None and not quiet:
                 store.set(f"econv {text}", json.dumps(names))
         else:
             if len(able) > 1 and not quiet:
                 _hear(store, text)
             names = _decided
-        call, in_graphs = (able.get(names.get(key, "")) for key in keys)
-        if problem.device.type == "cuda" and not device_only and in_graphs not in (None, call):
+        best = {one: able.get(names.get(key, "")) for one, key in keys.items()}
+        later = best["device"]
+        if problem.device.type == "cuda" and kind == "call" and later not in (None, best["call"]):
             # A CUDA graph captured later takes it, and cannot compile it. What fails is told then.
             with _undisturbed(problem.device), contextlib.suppress(Exception):
-                _pass(in_graphs, problem)()
-    return (in_graphs if device_only else call) or by_rule
+                _pass(later, problem)()
+    return best[kind] or by_rule
 
 
 def _settled(
-    problem: Problem, keys: list[str], device_only: bool, able: dict[str, Engine]
+    problem: Problem, keys: dict[str, str], kind: str, able: dict[str, Engine]
 ) -> dict[str, str]:
     """What runs, as a call and in graphs, as far as it is known; one of them is written down."""
     if len(able) == 1:
-        return dict.fromkeys(keys, "dense")
-    key = keys[device_only]
+        return dict.fromkeys(keys.values(), "dense")
+    key = keys[kind]
     new = _decided.get(key) not in able
     alike = [one for one in _decided if one.rpartition(" ")[0] == key.rpartition(" ")[0]]
     if new and len(alike) >= _MOST_SIZES:
@@ -184,13 +199,17 @@ def _settled(
         new = False
     times = measured(problem, may_run=new and not _capturing(problem.device))
     usable = {n: pair for n, pair in times.items() if n in able and math.isfinite(pair.call)}
-    fair = {n: (t.call, t.device * _LAUNCHES ** (n != "dense")) for n, t in usable.items()}
-    best = [min(fair, key=lambda n: fair[n][kind], default="") for kind in (0, 1)]
+    more = _LAUNCHES.get(problem.device.type, 0.0)
+    counts = {
+        name: {"call": t.call, "device": t.device, "traced": t.device + more * (name != "dense")}
+        for name, t in usable.items()
+    }
+    best = {one: min(counts, key=lambda n: counts[n][one], default="") for one in keys}
     if new and usable:
-        _decided[key] = best[device_only]
-        others = ", ".join(f"{n} {1e3 * t[device_only]:.3g} ms" for n, t in usable.items())
+        _decided[key] = best[kind]
+        others = ", ".join(f"{n} {1e3 * found[kind]:.3g} ms" for n, found in counts.items())
         _log.info("%s: %s (%s)", problem, _decided[key], others)
-    return {key: _decided.get(key, name) for key, name in zip(keys, best, strict=True)}
+    return {key: _decided.get(key, best[one]) for one, key in keys.items()}
 
 
 def rule(problem: Problem, able: list[Engine], device_only: bool) -> Engine:
