@@ -487,6 +487,20 @@ def test_in_traced_graphs_launches_count(measuring, monkeypatch, device, name):
         assert choice.choose(traced).name == "spectral/native"
 
 
+def test_by_rule_a_captured_step_takes_what_its_first_runs_took(measuring, monkeypatch):
+    """Another engine would have to be compiled, which a graph that is captured forbids."""
+    monkeypatch.setenv("ECONV_MEASURE", "0")
+    asked = []
+    monkeypatch.setattr(choice, "rule", lambda given, able, graph: asked.append(graph) or able[0])
+    layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
+    eager = Problem.of(layer.convolution, x, layer.weight)
+    choice.choose(eager)
+    monkeypatch.setattr(choice, "_capturing", lambda device: True)
+    choice.choose(eager)
+    choice.choose(eager._replace(context="traced"))
+    assert asked == [False, False, True]
+
+
 def test_while_a_graph_is_captured_nothing_is_measured(measuring, monkeypatch):
     installed(monkeypatch)
     capturing = [True]

@@ -305,6 +305,14 @@ def test_warp_specialised_kernels_run_on_what_they_are_made_for(
     assert registry.first_able("spectral", given).name == engine
 
 
+def test_kernels_of_a_gpu_are_not_for_images_that_they_cannot_count(on_a_gpu):
+    layer = GroupConv2d(1, 1, "p8")
+    for side, covered in ((8192, False), (8100, True)):
+        reason = ENGINES["spectral/triton"].why_not(problem(layer, (1, side, side), device="cuda"))
+        assert (reason is None) == covered
+        assert covered or "32 bits" in reason
+
+
 @pytest.mark.parametrize("context", ["watched", "transformed"])
 def test_kernels_of_a_gpu_are_not_for_tracers(on_a_gpu, context):
     layer = GroupConv2d(16, 16, "p8")

@@ -30,7 +30,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from econv.engines import dense
-from econv.engines.problem import Engine, Problem, Weight, tf32_allowed, without_autocast
+from econv.engines.problem import Engine, Problem, Prologue, Weight, tf32_allowed, without_autocast
 from econv.engines.registry import ENGINES, check_name, first_able
 from econv.engines.spectral import operator
 from econv.files import cache_folder, processor_name, write_atomically
@@ -160,7 +160,8 @@ def _kind(problem: Problem) -> str:
 
 def _decide(problem: Problem, kind: str) -> Engine:
     able = {one.name: one for one in candidates(problem)}
-    by_rule = rule(problem, list(able.values()), kind != "call")
+    # A captured step takes what its first runs took: no other engine has been compiled.
+    by_rule = rule(problem, list(able.values()), problem.context == "traced")
     small = problem.multiplications < _TINY.get(problem.device.type, math.inf)
     if small or problem.context not in ("eager", "traced") or not may_measure():
         return by_rule
@@ -170,17 +171,19 @@ def _decide(problem: Problem, kind: str) -> Engine:
         if store is None or torch.distributed.get_rank() == 0:
             names = _settled(problem, keys, kind, able)
             if store is not None and not quiet:
-                store.set(f"econv {text}", json.dumps(names))
+                known = {key: name for key, name in names.items() if name}
+                store.set(f"econv {keys[kind]}", json.dumps(known))
         else:
             if len(able) > 1 and not quiet:
-                _hear(store, text)
+                _hear(store, keys[kind])
             names = _decided
         best = {one: able.get(names.get(key, "")) for one, key in keys.items()}
         later = best["device"]
         if problem.device.type == "cuda" and kind == "call" and later not in (None, best["call"]):
             # A CUDA graph captured later takes it, and cannot compile it. What fails is told then.
             with _undisturbed(problem.device), contextlib.suppress(Exception):
-                _pass(later, problem)()
+                for fused in {False, later.fuses and problem.convolution.groups == 1}:
+                    _pass(later, problem, fused)()
     return best[kind] or by_rule
 
 
@@ -332,7 +335,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _pass(one: Engine, problem: Problem) -> Callable[[], None]:
+def _pass(one: Engine, problem: Problem, fused: bool = False) -> Callable[[], None]:
     """A forward pass, and a backward pass where gradients follow, on numbers of its own."""
     problem = problem._replace(context="eager")
     conv, device, into = problem.convolution, problem.device, problem.convolution.channels[0]
@@ -351,10 +354,11 @@ def _pass(one: Engine, problem: Problem) -> Callable[[], None]:
     weight = Weight(learned, tuple(t.to(learned) if t.is_floating_point() else t for t in tables))
     needed = ((x, problem.to_input), (learned, problem.to_weight))
     wanted = [tensor.requires_grad_() for tensor, need in needed if need]
+    prologue = Prologue(torch.ones(3, conv.parts[0].fields, device=device)) if fused else None
 
     def run() -> None:
         with torch.set_grad_enabled(bool(wanted)):
-            y = one.run(problem, x, weight)
+            y = one.run(problem, x, weight, None, prologue)
             if wanted:
                 torch.autograd.grad(y, wanted, y.detach())  # a gradient as good as any
 

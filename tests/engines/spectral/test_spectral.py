@@ -353,6 +353,21 @@ def test_half_precisions_are_rounded_once(dtype, ran):
     assert error <= torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("engine", ["spectral/torch", "spectral/native"])
+def test_a_backward_pass_inside_autocast_is_the_same(engine):
+    layer = GroupConv2d(2, 3, "p8", engine=engine)
+    x = torch.randn(2, 16, 9, 9)
+    found = []
+    for inside in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = layer(x).sum()
+            if inside:
+                found.append(torch.autograd.grad(out, layer.weight)[0])
+        if not inside:
+            found.append(torch.autograd.grad(out, layer.weight)[0])
+    assert torch.equal(*found)
+
+
 def test_autocast_gives_its_dtype(ran):
     layer = GroupConv2d(2, 2, "p4", engine="spectral", bias=True)
     x = torch.randn(1, 8, 6, 6)

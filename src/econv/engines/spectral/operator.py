@@ -29,6 +29,7 @@ from econv.engines.problem import (
     exporting,
     memory_format,
     transformed,
+    without_autocast,
 )
 from econv.plan import ParityError, SpectralPlan, plan_named
 
@@ -259,6 +260,11 @@ def give_up(engine: str, name: str, what: object, error: Exception) -> None:
 
 def _attempt(engine: Spectral, way: str, named: bool, task: Task, *given: Any) -> Any:
     """A pass, forward or backward; by operations of torch where kernels fail that were chosen."""
+    with without_autocast(given[0].device):  # which may be on around a backward pass, too
+        return _attempted(engine, way, named, task, *given)
+
+
+def _attempted(engine: Spectral, way: str, named: bool, task: Task, *given: Any) -> Any:
     if (engine.name, task.plan.name) not in FAILED:
         try:
             return getattr(engine, way)(task, *given)

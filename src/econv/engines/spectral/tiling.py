@@ -308,7 +308,8 @@ def image_groups(
     while (left := batch - sum(sizes)) > 0:  # from the last group on, which has the remainder
         over = 0 if sizes else batch % 4
         room = min(max(free, sum(sizes) * written - each), _COUNTED * x.dtype.itemsize)
-        sizes.append(min(_multiple(room // each - over, whole) + over, left))
+        several = _multiple(room // each - over, whole) + over
+        sizes.append(min(several, left, max(1, _COUNTED * x.dtype.itemsize // each)))
     return sizes[::-1]
 
 
@@ -336,7 +337,8 @@ def weight_gradient_memory(
     splits = min(chosen.splits or splits, units(batch * pixels, tiling.pixels))
     free = min(chosen.bytes or free - sums * splits, _COUNTED * x.dtype.itemsize)
     each = _spectrum_bytes(x, layout, geometry) + tiling.packed * pixels * x.dtype.itemsize
-    return splits, rounded_up(units(batch, units(batch, _multiple(free // each))), 4)
+    images = rounded_up(units(batch, units(batch, _multiple(free // each))), 4)
+    return splits, min(images, max(1, _COUNTED * x.dtype.itemsize // each))
 
 
 def _spectrum_bytes(x: Like, layout: Scheme, geometry: Geometry) -> int:

@@ -58,6 +58,9 @@ class Triton(Spectral):
             return "a tracer or a transformation must see operations of torch"
         if conv.geometry(0, 0).transposed(conv.basis.size, 0, 0).before < 0:  # of any size
             return f"its padding of {conv.padding} is wider than the stencils reach"
+        rim = 2 * conv.padding + conv.dilation * conv.basis.size
+        if (problem.height + rim) * (problem.width + rim) >= 2**26:  # with 32 numbers each
+            return "its kernels count what they keep of an image in 32 bits"
         return None
 
     def forward(
@@ -115,6 +118,7 @@ class Triton(Spectral):
                 to_x = self._launch(back, gradient, found, weights, w_largest, None, x)
                 if affine is not None:
                     to_x, to_affine = launches.activation_backward(to_x, x, affine)
+                to_x = to_x.contiguous(memory_format=memory_format(x))
         return to_x, to_weight, to_affine
 
     def _launch(
@@ -178,6 +182,10 @@ def _not_installed(device: torch.device) -> str | None:
         return "it runs on NVIDIA GPUs"
     if find_spec("triton") is None:
         return "Triton is not installed"
+    try:
+        _launches()
+    except ImportError as error:  # of an older Triton
+        return str(error)
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
         return "the GPU is older than Ampere"
     return None
