@@ -155,7 +155,7 @@ def test_a_graph_is_chosen_for_by_the_devices_time(measuring, monkeypatch):
     torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(2, 8, 8, 8))
     assert dense.calls > 1  # measured while the graph was traced
     ((key, name),) = engines.kept().items()
-    assert key.startswith("device: ")
+    assert key.startswith("traced: ")
     assert name == fake.name
 
 
