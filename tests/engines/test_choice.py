@@ -426,6 +426,11 @@ def test_on_another_gpu_than_the_current_one_that_one_is_timed(measuring, monkey
     assert choice.choose(problem) is dense
     assert seen == [[second]] * 3  # what a CUDA graph would take has run once
     assert around == []
+    monkeypatch.setattr(fake, "fuses", True)
+    monkeypatch.setattr(choice, "_memory", {})
+    monkeypatch.setattr(choice, "_pass", lambda *given: lambda: seen.append(given[2]))
+    choice.choose(problem)
+    assert sorted(seen[3:]) == [False, True]  # and with a prologue, if that is fused
 
 
 def test_threads_measure_a_problem_once(measuring, monkeypatch):

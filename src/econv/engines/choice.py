@@ -2,8 +2,8 @@
 
 At a problem's first call ``"auto"`` times the engines that can run it, as cuDNN's benchmark mode
 does, and remembers. Two times are kept of each: that of a call from Python, and that of the
-device alone, which is what counts in compiled graphs and in CUDA graphs. A short `rule` decides
-where nothing may be measured.
+device alone, which counts in CUDA graphs. In compiled graphs launches count as well. A short `rule`
+decides where nothing may be measured.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _TINY = {"cpu": 20_000_000, "cuda": 2_000_000_000}
 """Multiplications of the dense engine below which measuring takes longer than it can save."""
 
 _LAUNCHES = {"cuda": 1.2e-4}
-"""Seconds that Python takes in a compiled graph for the launches of a spectral engine: some thirty
-of them, where the dense one has a few."""
+"""Seconds that Python takes in a compiled graph for the launches of a spectral engine, as an
+estimate: some thirty of them, of four microseconds."""
 
 
 _MOST_SIZES = 16  # of one convolution that are measured; later ones run as the largest did

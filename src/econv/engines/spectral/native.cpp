@@ -49,8 +49,8 @@ struct Sparse {
   const Real* factor;
 };
 
-// A matrix as three: the first gives places; of pairs of places, one after the other, the sum and
-// the difference are taken; the last reads the places.
+// A matrix as three: the first gives values; of pairs of values, one after the other, the sum and
+// the difference are taken; the last reads the values.
 struct Transform {
   Sparse first;
   int64_t pairs;
@@ -69,7 +69,7 @@ struct Job {
   const int64_t* class_stencil;  // of each entry
   const int64_t* class_adds;     // whether it adds to what an earlier class gave
   const Real* class_factor;      // its factors, as many as its class has parts
-  const int64_t* feature_place;  // [features, 2], into in_channels × stencils
+  const int64_t* feature_offset;  // [features, 2], into in_channels × stencils
   const Real* feature_factor;    // [features, 2]
   const Block* block;
   const int64_t* entry;  // which weight stands where, block after block: [inner, columns]
@@ -144,7 +144,7 @@ Cut cut_up(const Job& j) {
 // written as far as it can be.
 template <int N>
 APART void transform_some(const Transform& t, const Real* in, int64_t in_step, int64_t readable,
-                          Real* out, int64_t out_step, int64_t writable, V* place) {
+                          Real* out, int64_t out_step, int64_t writable, V* value) {
   V sum[N];
   const auto add_up = [&](const Sparse& m, int64_t row, const auto& read) {
     for (int n = 0; n < N; n++) sum[n] = V{};
@@ -161,10 +161,10 @@ APART void transform_some(const Transform& t, const Real* in, int64_t in_step, i
       std::memcpy(&some, from, readable * sizeof(Real));
       return some;
     });
-    for (int n = 0; n < N; n++) place[p * N + n] = sum[n];
+    for (int n = 0; n < N; n++) value[p * N + n] = sum[n];
   }
   for (int64_t p = 0; p < t.pairs; p++) {
-    V *a = place + t.pair[2 * p] * N, *b = place + t.pair[2 * p + 1] * N;
+    V *a = value + t.pair[2 * p] * N, *b = value + t.pair[2 * p + 1] * N;
     for (int n = 0; n < N; n++) {
       const V gap = a[n] - b[n];
       a[n] += b[n];
@@ -172,7 +172,7 @@ APART void transform_some(const Transform& t, const Real* in, int64_t in_step, i
     }
   }
   for (int64_t r = 0; r < t.last.rows; r++) {
-    add_up(t.last, r, [&](int64_t p, int n) { return place[p * N + n]; });
+    add_up(t.last, r, [&](int64_t p, int n) { return value[p * N + n]; });
     Real* to = out + r * out_step;
     if (N > 1 || writable >= LANES)
       for (int n = 0; n < N; n++) Full::store(to + n * LANES, sum[n]);
@@ -192,14 +192,14 @@ void transform(const Transform& t, int64_t count, const Real* in, int64_t in_ste
 }
 
 // Some lines of the spectrum of a region, counted from the first that it reads: [field, slot, line,
-// phase, column]. Column c of the padded, spread line lies at phase c % down, place c / down, so
+// phase, column]. Column c of the padded, spread line lies at phase c % down, offset c / down, so
 // that strided reads are dense; line l lies at l % ring.
 APART void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, int64_t left,
                    int64_t from, int64_t to, Real* spectrum, Real* line, Real* scratch) {
   const int64_t plane = j.height * j.width;
   const int64_t first_row = top * j.down - j.before, first = left * j.down - j.before;
   const int64_t needed = (c.region_columns - 1) * j.down + j.dilation * (j.size - 1) + 1;
-  // Source columns whose place `column * up - first` lies within the needed ones.
+  // Source columns whose offset `column * up - first` lies within the needed ones.
   const int64_t begin = first > 0 ? ceil_div(first, j.up) : 0;
   const int64_t end = std::min(j.width, needed + first > 0 ? ceil_div(needed + first, j.up) : 0);
   const int64_t length = end - begin, start = begin * j.up - first;
@@ -217,8 +217,8 @@ APART void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, i
                 plain ? c.map : j.width, length, scratch);
       for (int64_t slot = 0; !plain && slot < j.in_channels; slot++)
         for (int64_t u = 0; u < length; u++) {
-          const int64_t place = start + u * j.up;
-          target[slot * c.map + place % j.down * c.phase_pitch + place / j.down] =
+          const int64_t offset = start + u * j.up;
+          target[slot * c.map + offset % j.down * c.phase_pitch + offset / j.down] =
               line[slot * j.width + u];
         }
     }
@@ -294,14 +294,14 @@ APART void derivatives(const Real* at, const int64_t* row, const int64_t* column
 template <int B, int N>
 APART void combine(const Job& j, int64_t pixels, int64_t field, const typename Vec<B>::type* found,
                    Real* z) {
-  const int64_t* place = j.feature_place;
+  const int64_t* offset = j.feature_offset;
   const Real* factor = j.feature_factor;
   for (int64_t b = 0; b < j.blocks; b++) {
     const int64_t inner = j.block[b].inner;
     for (int64_t r = 0; r < j.block[b].rows; r++) {
       Real* to = z + field * inner * pixels;
-      for (const int64_t* end = place + 2 * inner; place < end; place += 2, factor += 2) {
-        const auto *one = found + place[0] * N, *two = found + place[1] * N;
+      for (const int64_t* end = offset + 2 * inner; offset < end; offset += 2, factor += 2) {
+        const auto *one = found + offset[0] * N, *two = found + offset[1] * N;
         const Real f = factor[0], g = factor[1];
         for (int n = 0; n < N; n++)
           Vec<B>::store(to + n * Vec<B>::lanes, f * one[n] + g * two[n]);
@@ -405,7 +405,7 @@ APART void multiply(const Job& j, const Cut& c, const Real* z, const Real* matri
 // stands, in tiles or with rows padded to whole vectors, where its weight does, and its sign.
 template <bool TILED, class Visit>
 void each_entry(const Job& j, const Visit& visit) {
-  int64_t at = 0, place = 0;
+  int64_t at = 0, offset = 0;
   for (const Block* b = j.block; b < j.block + j.blocks; b++) {
     const int64_t inner = b->inner * j.in_fields, wide = b->columns * j.out_fields;
     const int64_t padded = round_up(wide, LANES), height = TILED ? tile_height(wide) : padded;
@@ -413,7 +413,7 @@ void each_entry(const Job& j, const Visit& visit) {
       for (int64_t k = 0; k < b->inner; k++, row++) {
         int64_t r = 0, next = height, base = at + row * height;  // of the tile
         for (int64_t n = 0; n < b->columns; n++) {
-          const int64_t entry = place + k * b->columns + n, weight = f * j.weights + j.entry[entry];
+          const int64_t entry = offset + k * b->columns + n, weight = f * j.weights + j.entry[entry];
           const Real sign = j.sign[entry];
           for (int64_t o = 0; o < j.out_fields; o++, r++) {
             if (TILED && r == next) {
@@ -425,7 +425,7 @@ void each_entry(const Job& j, const Visit& visit) {
         }
       }
     at += inner * padded;
-    place += b->inner * b->columns;
+    offset += b->inner * b->columns;
   }
 }
 

@@ -124,7 +124,7 @@ def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np
     real = np.float32 if dtype == torch.float32 else np.float64
     kept: list[np.ndarray] = []
 
-    def place(table: Any) -> int:
+    def address(table: Any) -> int:
         found = np.asarray(table)
         kept.append(np.ascontiguousarray(found, real if found.dtype.kind == "f" else np.int64))
         return int(kept[-1].ctypes.data)
@@ -132,10 +132,10 @@ def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np
     def sparse(matrix: np.ndarray) -> list[int]:
         rows, columns = np.nonzero(matrix)
         start = np.searchsorted(rows, np.arange(len(matrix) + 1))
-        return [len(matrix), *map(place, (start, columns, matrix[rows, columns]))]
+        return [len(matrix), *map(address, (start, columns, matrix[rows, columns]))]
 
     def fast(matrix: np.ndarray, turned: bool = False) -> list[int]:
-        """Three factors; the first, or turned the last, has all pairs with no place in common."""
+        """Three factors; the first, or turned the last, has all pairs with no value in common."""
         pairs, last = butterflies(matrix)
         first, free = np.eye(matrix.shape[1]), set(range(matrix.shape[1]))
         while pairs and free.issuperset(pairs[0]):
@@ -144,7 +144,7 @@ def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np
             free -= {a, b}
         if turned:
             first, pairs, last = last.T, pairs[::-1], first
-        return [*sparse(first), len(pairs), place(np.array(pairs, dtype=np.int64)), *sparse(last)]
+        return [*sparse(first), len(pairs), address(np.array(pairs, dtype=np.int64)), *sparse(last)]
 
     blocks = [[block.rows, block.inner, block.columns] for block in plan.blocks]
     slots = tables["synthesis"].T
@@ -153,7 +153,7 @@ def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np
         *(plan.basis.size, len(plan.stencils), len(slots), plan.weights, len(blocks)),
         *(len(plan.analysis), len(plan.synthesis)),
         *(*fast(plan.analysis), *fast(slots, turned=True), *fast(slots)),
-        *map(place, (*pointers, tables["entries"], tables["signs"])),
+        *map(address, (*pointers, tables["entries"], tables["signs"])),
     ]
     return numbers, kept
 

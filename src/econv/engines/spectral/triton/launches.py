@@ -173,7 +173,7 @@ class ConvolutionRun:
         if tiling.warp_specialised:
             several = [hopper.forward(one, cut.parts, chosen.partitions) for one in tiling.layouts]
             forward = [
-                partial(Launch, kernel, BP=tiling.pixels, **_roles(chosen), STAGES=stages)
+                partial(Launch, kernel, BP=tiling.pixels, **_producers(chosen), STAGES=stages)
                 for kernel, stages in zip(several, tiling.stages, strict=True)
             ]
         else:
@@ -290,7 +290,7 @@ class WeightGradientRun:
         if tiling.warp_specialised:
             length = math.prod(self.packed) // ROWS
             self.copies = [hopper.Copies(one, cut.parts, length, [ROWS]) for one in tiling.layouts]
-            options |= {**_roles(chosen), "STAGES": 2}
+            options |= {**_producers(chosen), "STAGES": 2}
             gradients = [
                 [
                     partial(Launch, kernel, **options, READY=ready, COUNT=tiling.features)
@@ -365,7 +365,7 @@ convolution_run = lru_cache(maxsize=1024)(ConvolutionRun)
 weight_gradient_run = lru_cache(maxsize=1024)(WeightGradientRun)
 
 
-def _roles(chosen: Tiles) -> dict[str, Any]:
+def _producers(chosen: Tiles) -> dict[str, Any]:
     """Of the warps of a warp-specialised program: four multiply."""
     # With more registers of a producer thread, consumers would wait for every product.
     return {"PRODUCERS": chosen.producers, "REGISTERS": 128, "num_warps": 4}
