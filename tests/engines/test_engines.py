@@ -286,12 +286,32 @@ def test_engine_functions_work_on_plain_arrays():
     """The dense functions need no layer: arrays of a basis and a weight suffice."""
     basis = filter_basis("p4", "paper", Central())
     weight = torch.randn(2, 3, 9, dtype=torch.float64)
-    synthesis = torch.tensor(basis.synthesis.swapaxes(0, 1))
     known = engines.convolution(basis, (engines.Part("scalar", 3),), "regular", 2)
+    synthesis = torch.tensor(dense.tables(known)["synthesis"])
     found = dense.filters(known, engines.Weight(weight, (synthesis,)))
     coefficients = weight @ torch.tensor(basis.to_coefficients(1.0))
     wanted = reference.lift_filters(coefficients, "p4", "paper", "central", 3)
     assert distance(found, wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("operators", ["paper", "order<=0"])
+@pytest.mark.parametrize("target", ["regular", "vector"])
+def test_filters_expanded_as_one_kernel_are_the_same(operators, target):
+    """What a compiler fuses on a GPU: filters, and the gradient of the weight."""
+    basis = filter_basis("p4m", operators, Central())
+    known = engines.convolution(basis, (engines.Part("regular", 3),), target, 2)
+    tables = tuple(torch.tensor(array) for array in dense.tables(known).values())
+    fields = 4 if target == "vector" else 2
+    coordinates = len(tables[0])
+    weight = torch.randn(fields, 3, 8, coordinates, dtype=torch.float64, requires_grad=True)
+    found = {}
+    for fused in (None, torch.float64):
+        bank = dense.filters(known, engines.Weight(weight, tables), fused)
+        (slope,) = torch.autograd.grad(bank.sin().sum(), weight)
+        found[fused] = bank, slope
+    for one, other in zip(*found.values(), strict=True):
+        assert one.shape == other.shape
+        assert distance(one, other) <= 1e-13
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (3, 0)])

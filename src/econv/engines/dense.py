@@ -30,6 +30,10 @@ from econv.engines.problem import (
 __all__ = ["Dense", "convolve", "filter_offsets", "filters", "tables"]
 
 
+_SMALL = 1 << 25
+"""Products in filter banks that are expanded as one kernel; more are worth those of matrices."""
+
+
 class Dense(Engine):
     """`conv2d` with an expanded filter bank: it runs everything."""
 
@@ -45,7 +49,8 @@ class Dense(Engine):
     ) -> Tensor:
         """Expand the filters in the weight's own dtype, and convolve."""
         x = (x if prologue is None else prologue.apply(x)).to(problem.dtype)
-        bank = filters(problem.convolution, weight).to(problem.dtype)
+        fused = problem.dtype if problem.context == "traced" and x.is_cuda else None
+        bank = filters(problem.convolution, weight, fused).to(problem.dtype)
         bias = None if bias is None else bias.to(problem.dtype)
         return convolve(problem.convolution, x, bank, bias)
 
@@ -54,7 +59,8 @@ def tables(convolution: Convolution) -> dict[str, npt.NDArray[Any]]:
     """The fixed arrays that `filters` reads, by name, in its order."""
     basis, group = convolution.basis, convolution.basis.group
     # Operators first, so that one matrix product with the weight gives every filter.
-    found: dict[str, npt.NDArray[Any]] = {"synthesis": basis.synthesis.swapaxes(0, 1)}
+    synthesis = basis.synthesis.swapaxes(0, 1).reshape(-1, group.order, basis.size**2)
+    found: dict[str, npt.NDArray[Any]] = {"synthesis": np.ascontiguousarray(synthesis)}
     if convolution.parts[0].kind == "regular":
         in_fields = convolution.parts[0].fields // convolution.groups
         offsets = filter_offsets(group.relative, in_fields)
@@ -66,17 +72,20 @@ def tables(convolution: Convolution) -> dict[str, npt.NDArray[Any]]:
     return found
 
 
-def filters(convolution: Convolution, weight: Weight) -> Tensor:
-    """The filter bank that `conv2d` takes, ``[out channels, in channels / groups, size, size]``."""
+def filters(convolution: Convolution, weight: Weight, fused: torch.dtype | None = None) -> Tensor:
+    """The filter bank that `conv2d` takes, ``[out channels, in channels / groups, size, size]``.
+
+    ``fused`` is the dtype wanted by a compiler that makes one kernel of sums of products.
+    """
     learned, (synthesis, *more) = weight
+    pixels = (convolution.basis.size,) * 2
     if convolution.parts[0].kind == "regular":
-        found = _expand(learned, synthesis).flatten(1, 3)  # [out, (in, k, A), size, size]
-        found = _permuted(found, *more[:2]).unflatten(1, (synthesis.shape[1], -1))
+        found = _turned(learned, synthesis, more[0], more[1], fused).unflatten(-1, pixels)
         if convolution.target == "regular":
             return found.flatten(0, 1)
         # out(x) = Σ_A A·[s₁(x, A), s₂(x, A)]
         return torch.einsum("gdc,vcgiyx->vdiyx", more[2], found.unflatten(0, (-1, 2))).flatten(0, 1)
-    bank = _expand(learned, synthesis)  # [out, in, order, size, size]
+    bank = _expand(learned, synthesis).unflatten(-1, pixels)  # [out, in, order, size, size]
     scalars = sum(fields for kind, fields in convolution.parts if kind == "scalar")
     if len(more):  # vectors come last, and are read in frame A as A⁻¹v
         pairs = bank[:, scalars:].unflatten(1, (-1, 2))
@@ -123,20 +132,40 @@ def _on_blocks_of_pixels(
     for n in (x.shape[3], x.shape[2]):
         windows = (n + 2 * padding - size) // stride + 1
         sides += [padding, stride * (windows + reach - 1) - n - padding]
-    blocks = functional.pixel_unshuffle(functional.pad(x, sides), stride)
     more = stride * reach - size
+    even = (0, 0, 0, 0, 0, -x.shape[1] * stride**2 % 8)  # channels, as tensor cores want them
+    blocks = functional.pixel_unshuffle(functional.pad(x, sides), stride)
+    blocks = functional.pad(blocks, even)
     bank = functional.pixel_unshuffle(functional.pad(bank, (0, more, 0, more)), stride)
+    bank = functional.pad(bank, even)
     blocks = blocks.contiguous(memory_format=memory_format(x))
     return functional.conv2d(blocks, bank, bias)
 
 
+def _turned(
+    weight: Tensor, synthesis: Tensor, order: Tensor, back: Tensor, fused: torch.dtype | None
+) -> Tensor:
+    """The filters of each frame in its own order, ``[out, A, (in, B), pixels]``."""
+    small = weight.numel() * synthesis.shape[1:].numel() <= _SMALL
+    if fused is not None and small and not _functions_unknown():
+        found: Tensor = _Fused.apply(weight, synthesis, order, back, fused)
+        return found
+    found = _permuted(_expand(weight, synthesis).flatten(1, 3), order, back)
+    return found.unflatten(1, (synthesis.shape[1], -1))
+
+
 def _permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """The second axis in another order."""
-    traced = torch.compiler.is_dynamo_compiling() or exporting() or torch._C._is_tracing()
-    if traced or transformed():  # they know no functions of ours
+    if _functions_unknown():
         return x.index_select(1, order)
     found: Tensor = _Permute.apply(x, order, back)
     return found
+
+
+def _functions_unknown() -> bool:
+    """Whether what follows the calls knows no autograd functions of ours."""
+    traced = torch.compiler.is_dynamo_compiling() or exporting() or torch._C._is_tracing()
+    return traced or transformed()
 
 
 class _Permute(torch.autograd.Function):
@@ -156,8 +185,34 @@ class _Permute(torch.autograd.Function):
         return _permuted(gradients[0], back, order), None, None
 
 
+class _Fused(torch.autograd.Function):
+    """Expansion and order at once, both ways: a compiler makes one kernel of each.
+
+    As matrix products they are three and more, each launched for a few microseconds of work.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, synthesis: Tensor, order: Tensor, *more: Any) -> Tensor:
+        back, dtype = more
+        ctx.save_for_backward(synthesis, back)
+        ctx.relative = weight.shape[2]
+        frames = synthesis.shape[1]
+        read = weight.flatten(1, 2).index_select(1, order // frames)  # [out, (A, in, B), s]
+        read = read.unflatten(1, (frames, 1, -1))
+        found = (read * synthesis.movedim(0, -1)[:, :, None]).sum(-1)  # [out, A, pixels, (in, B)]
+        return found.to(dtype).transpose(2, 3)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        synthesis, back = ctx.saved_tensors
+        turned = gradients[0].flatten(1, 2).index_select(1, back)  # [out, (in, k, A), pixels]
+        turned = turned.unflatten(1, (-1, 1, synthesis.shape[1])).to(synthesis.dtype)
+        found = (turned * synthesis).sum((3, 4))  # [out, (in, k), s]
+        return found.unflatten(1, (-1, ctx.relative)), None, None, None, None
+
+
 def _expand(weight: Tensor, synthesis: Tensor) -> Tensor:
-    """Every weight as filters in every frame, ``[*, s]`` → ``[*, order, k, k]``."""
+    """Every weight as filters in every frame, ``[*, s]`` → ``[*, order, pixels]``."""
     if len(synthesis) == 1:  # no sum: what compilers fuse, and matrix products are slow at
-        return weight[..., None, None] * synthesis[0]
+        return weight[..., None] * synthesis[0]
     return (weight @ synthesis.flatten(1)).unflatten(-1, synthesis.shape[1:])
