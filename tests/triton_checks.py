@@ -27,6 +27,7 @@ from test_engines import run_reference
 from test_pooled import stats
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+TRITON = "spectral/triton"  # on a Hopper GPU "spectral" stands for other kernels
 FLOAT32 = 1e-6 if INTERPRETED else 1e-5  # a GPU multiplies with 21 digits of 24
 
 # What the interpreter does with the bounds of loops, and with numbers that are none.
@@ -99,13 +100,13 @@ def exact(layer, x, probe, run=None):
 
 
 def case(group, fields=(2, 3), shape=(2, 7, 6), dtype=torch.float32, **options):
-    layer = GroupConv2d(*fields, group, engine="spectral", device=DEVICE, **options)
+    layer = GroupConv2d(*fields, group, engine=TRITON, device=DEVICE, **options)
     layer = layer.to(dtype)
     shape = (shape[0], layer.in_channels, *shape[1:])
     x = torch.randn(shape).to(device=DEVICE, dtype=dtype)
     with econv.engine() as ran:
         out = layer(x)
-    assert set(ran) == {"spectral/triton"}
+    assert set(ran) == {TRITON}
     return layer, x, torch.randn_like(out)
 
 
@@ -127,7 +128,7 @@ REFERENCE = {
 def test_outputs_and_gradients_equal_the_reference(options):
     layer, x, probe = case("p4", **options)
     wanted = exact(layer, x, probe, run_reference)
-    for ours, theirs in zip(results(layer, x, probe, "spectral"), wanted, strict=True):
+    for ours, theirs in zip(results(layer, x, probe, TRITON), wanted, strict=True):
         assert error(ours, theirs) <= FLOAT32
 
 
@@ -146,7 +147,7 @@ GROUPS += [
 def test_every_kind_of_group_equals_the_dense_engine_in_float64(group, options):
     layer, x, probe = case(group, **{"shape": (1, 6, 5), **options})
     wanted = exact(layer, x, probe)
-    for ours, theirs in zip(results(layer, x, probe, "spectral"), wanted, strict=True):
+    for ours, theirs in zip(results(layer, x, probe, TRITON), wanted, strict=True):
         assert error(ours, theirs) <= FLOAT32
 
 
@@ -159,7 +160,7 @@ HALF += [("p8m", torch.bfloat16, 1.5), ("p8", torch.float16, 2.5)]
 def test_half_precisions_err_little_more_than_the_dense_engine(group, dtype, factor):
     layer, x, probe = case(group, shape=(2, 6, 7), dtype=dtype, bias=True)
     wanted = exact(layer, x, probe)
-    ours, theirs = (results(layer, x, probe, engine) for engine in ("spectral", "dense"))
+    ours, theirs = (results(layer, x, probe, engine) for engine in (TRITON, "dense"))
     for a, b, truth in zip(ours, theirs, wanted, strict=True):
         assert a.dtype == dtype
         assert error(a, truth) <= factor * error(b, truth)
@@ -266,7 +267,7 @@ def test_a_launch_finds_its_kernel_once_for_addresses_that_are_aligned():
 @pytest.mark.parametrize(("group", "dtype"), [("p6", torch.float32), ("p4", torch.bfloat16)])
 def test_buffers_are_filled_before_they_are_read(monkeypatch, group, dtype):
     layer, x, probe = case(group, (5, 3), (1, 5, 7), dtype, stride=2)
-    wanted = results(layer, x, probe, "spectral")
+    wanted = results(layer, x, probe, TRITON)
     shapes = []
 
     def poisoned(shape, dtype, device):
@@ -274,7 +275,7 @@ def test_buffers_are_filled_before_they_are_read(monkeypatch, group, dtype):
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
     monkeypatch.setattr(triton_launches, "_empty", poisoned)
-    for ours, theirs in zip(results(layer, x, probe, "spectral"), wanted, strict=True):
+    for ours, theirs in zip(results(layer, x, probe, TRITON), wanted, strict=True):
         assert torch.equal(ours, theirs)
     assert len(shapes) == 8  # two for each convolution, four for the gradient to the weights
 
@@ -322,7 +323,7 @@ def test_poison_that_is_read_is_seen(monkeypatch, kernel):
     """The check above says no where one kernel leaves its buffer as it is."""
     layer, x, probe = case("p4")
     left_out = poisoned_without(monkeypatch, kernel)
-    found = results(layer, x, probe, "spectral")
+    found = results(layer, x, probe, TRITON)
     assert left_out
     assert any(tensor.isnan().any() for tensor in found)
 
@@ -347,20 +348,21 @@ def test_images_in_groups_and_programs_that_share_pixels_give_the_same(name):
 
     if name != "plain":
         x = x.contiguous(memory_format=torch.channels_last)
-    wanted = results(layer, x, probe, "spectral", run)
+    wanted = results(layer, x, probe, TRITON, run)
     with tiles(bytes=1, splits=3):
-        found = results(layer, x, probe, "spectral", run)
-    assert torch.equal(found[0], wanted[0])
-    assert torch.equal(found[1], wanted[1])
+        found = results(layer, x, probe, TRITON, run)
+    for ours, theirs in zip(found[:2], wanted[:2], strict=True):
+        # The interpreter's products round by where a row lies in a matrix, on some processors.
+        assert torch.equal(ours, theirs) or (INTERPRETED and error(ours, theirs) <= FLOAT32)
     assert error(found[2], wanted[2]) <= (1e-2 if x.dtype == torch.bfloat16 else FLOAT32)
 
 
 def test_images_that_lie_elsewhere_are_found_out(monkeypatch):
     layer, x, probe = case("p4", (5, 3), (9, 5, 6))
-    wanted = results(layer, x, probe, "spectral")
+    wanted = results(layer, x, probe, TRITON)
     monkeypatch.setattr(triton_launches._Group, "of", lambda self, images: images[: self.images])
     with tiles(bytes=1):
-        found = results(layer, x, probe, "spectral")
+        found = results(layer, x, probe, TRITON)
     for ours, theirs in zip(found, wanted, strict=True):
         assert not error(ours, theirs) <= 0.1  # NaN is found out, too
 
@@ -512,9 +514,9 @@ TILES = {
 @pytest.mark.parametrize("chosen", TILES.values(), ids=TILES.keys())
 def test_every_way_to_cut_gives_the_same(chosen):
     layer, x, probe = case("p4", (3, 13), dtype=torch.float16)
-    wanted = results(layer, x, probe, "spectral")
+    wanted = results(layer, x, probe, TRITON)
     with tiles(**chosen):
-        found = results(layer, x, probe, "spectral")
+        found = results(layer, x, probe, TRITON)
     for ours, theirs in zip(found, wanted, strict=True):
         assert error(ours, theirs) <= 1e-3
 
@@ -543,7 +545,7 @@ def two_halves(code, registers, operands, dtype, is_pure, pack):
 @pytest.mark.parametrize("group", ["p8", "p4m"])
 def test_sums_of_two_halves_at_a_time_are_the_same(monkeypatch, forgotten, group):
     layer, x, probe = case(group, (2, 2), dtype=torch.float16)
-    wanted = results(layer, x, probe, "spectral")
+    wanted = results(layer, x, probe, TRITON)
     seen = []
 
     def read(source, layout):
@@ -555,7 +557,7 @@ def test_sums_of_two_halves_at_a_time_are_the_same(monkeypatch, forgotten, group
     monkeypatch.setattr(triton_kernels.tl, "two_halves", two_halves, raising=False)
     monkeypatch.setattr(triton_launches, "_f16x2", lambda dtype: True)
     forget()
-    found = results(layer, x, probe, "spectral")
+    found = results(layer, x, probe, TRITON)
     triton_kernels.convolution_kernels.cache_clear()
     triton_kernels.weight_gradient_kernels.cache_clear()
     assert min(seen) > 50
@@ -582,8 +584,8 @@ def test_gradients_of_gradients_equal_the_dense_engine_in_float64():
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_the_layout_of_the_input_is_that_of_the_output(layout):
     layer, x, probe = case("p4", shape=(2, 6, 5))
-    wanted = results(layer, x, probe, "spectral")
-    found = results(layer, x.to(memory_format=layout), probe.to(memory_format=layout), "spectral")
+    wanted = results(layer, x, probe, TRITON)
+    found = results(layer, x.to(memory_format=layout), probe.to(memory_format=layout), TRITON)
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(ours, theirs)
     assert found[0].is_contiguous(memory_format=layout)
@@ -600,8 +602,8 @@ def test_a_view_with_gaps_is_read_as_it_lies():
 def test_autocast_runs_in_its_own_precision():
     layer, x, probe = case("p4")
     with torch.autocast(DEVICE, torch.bfloat16), econv.engine() as ran:
-        found = results(layer, x, probe, "spectral")
-    assert ran == ["spectral/triton"]
+        found = results(layer, x, probe, TRITON)
+    assert ran == [TRITON]
     assert found[0].dtype == torch.bfloat16
     assert [gradient.dtype for gradient in found[1:]] == [torch.float32] * 2
     for ours, theirs in zip(found, exact(layer, x, probe), strict=True):
@@ -619,17 +621,18 @@ def test_no_images_give_no_output_and_no_gradient():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_the_kernels_do_not_know_runs_otherwise(monkeypatch):
     layer, x, _ = case("p4")
-    assert ran_by(copy.deepcopy(layer).double(), x.double())[0] != "spectral/triton"
+    layer.engine = "spectral"
+    assert ran_by(copy.deepcopy(layer).double(), x.double())[0] != TRITON
     padded = GroupConv2d(2, 3, "p4", engine="spectral", padding=5, device=DEVICE)
-    assert ran_by(padded, x)[0] != "spectral/triton"
+    assert ran_by(padded, x)[0] != TRITON
     assert ran_by(econv.LiftConv2d(2, 3, "p4", engine="spectral", device=DEVICE), x[:, :2])[
         0
-    ] not in ("spectral/triton", "dense")
+    ] not in (TRITON, "dense")
     _, tangent = torch.func.jvp(layer, (x,), (x,))
     assert error(tangent, layer(x)) <= 1e-5
     monkeypatch.setenv("ECONV_TRITON", "0")
     triton_engine._not_installed.cache_clear()
-    assert ran_by(layer, x)[0] != "spectral/triton"
+    assert ran_by(layer, x)[0] != TRITON
 
 
 def operands(group="p4"):
@@ -652,7 +655,7 @@ def test_the_operators_pass_the_checks_of_torch(activated, layout):
     x, weight = x.to(memory_format=layout), learned(plan)
     affine = torch.randn(3, 2, device=DEVICE) if activated else None
     known = Triton()._know(Task(plan, geometry), x, weight, affine)
-    rest = ("spectral/triton", plan.name, list(geometry), True)
+    rest = (TRITON, plan.name, list(geometry), True)
     for wanted in ((True, True), (True, False), (False, True)):
         inputs = (g, x, weight, affine, known, *rest, *wanted)
         torch.library.opcheck(torch.ops.econv.spectral_backward.default, inputs)
@@ -710,7 +713,7 @@ def test_a_compiled_layer_is_one_graph_with_the_operator_in_it():
     inputs = [x.requires_grad_(), *layer.parameters()]
     out = compiled(x)
     found = [out, *torch.autograd.grad(out, inputs, probe)]
-    for ours, theirs in zip(found, results(layer, x, probe, "spectral"), strict=True):
+    for ours, theirs in zip(found, results(layer, x, probe, TRITON), strict=True):
         torch.testing.assert_close(ours, theirs)
     forward, backward = graphs
     assert "econv.spectral.default" in forward
@@ -728,12 +731,12 @@ def test_an_exported_layer_is_made_of_operations_of_torch():
 def test_results_repeat_to_the_last_bit():
     layer, x, probe = case("p8", shape=(3, 6, 5), dtype=torch.bfloat16)
     for first, second in zip(
-        *(results(layer, x, probe, "spectral") for _ in range(2)), strict=True
+        *(results(layer, x, probe, TRITON) for _ in range(2)), strict=True
     ):
         assert torch.equal(first, second)
 
 
-FUSED = "spectral/triton" + door.FUSED
+FUSED = TRITON + door.FUSED
 
 
 class PreActivated(torch.nn.Module):
@@ -765,7 +768,7 @@ def pre_activated(group="p4", fields=(2, 3), shape=(2, 7, 6), norm=None, dtype=N
     return PreActivated(normed, conv), 2 * x + 1, probe
 
 
-def step(pair, x, probe, engine="spectral", fuse=True, wanted=None):
+def step(pair, x, probe, engine=TRITON, fuse=True, wanted=None):
     """Output, all gradients, and the statistics after it; what ran is what was wanted."""
     pair = copy.deepcopy(pair)
     pair.fuse, pair.conv.engine = fuse, engine
@@ -817,7 +820,7 @@ STATISTICS += [(None, torch.bfloat16, False), (0.1, torch.bfloat16, True)]
 def test_running_statistics_are_those_of_the_norm(momentum, dtype, affine):
     """Over several batches, as large means make it hard, and with parameters of another dtype."""
     norm = GroupBatchNorm2d(5, "p6", momentum=momentum, affine=affine, device=DEVICE).to(dtype)
-    conv = GroupConv2d(5, 1, "p6", operators="order<=0", device=DEVICE, engine="spectral")
+    conv = GroupConv2d(5, 1, "p6", operators="order<=0", device=DEVICE, engine=TRITON)
     pair, twin = PreActivated(norm, conv.to(dtype)), copy.deepcopy(norm).cpu().double()
     versions = [kept._version for kept in (norm.running_mean, norm.running_var)]
     for n in range(3):
@@ -855,11 +858,11 @@ def test_what_is_trained_in_float16_runs_as_the_modules_do():
     """What the statistics take off a gradient may be more than float16 holds."""
     pair, x, probe = pre_activated(dtype=torch.float16)
     wanted = step(pair, x, probe, fuse=False)
-    found = step(pair, x, probe, wanted="spectral/triton")
+    found = step(pair, x, probe, wanted=TRITON)
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(ours, theirs)
     pair.eval()
-    with torch.no_grad(), econv.engine("spectral") as ran:
+    with torch.no_grad(), econv.engine(TRITON) as ran:
         norm_relu_conv(pair.norm, pair.conv, x)
     assert ran == [FUSED]
 
@@ -925,7 +928,7 @@ def test_activated_views_with_gaps_are_read_as_they_lie():
     for images in (view, view.contiguous()):
         given = [t.detach().requires_grad_() for t in (images, weight, affine)]
         out, _ = torch.ops.econv.spectral(
-            *given, "spectral/triton", plan.name, list(geometry), True
+            *given, TRITON, plan.name, list(geometry), True
         )
         results.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
     for ours, theirs in zip(*results, strict=True):
@@ -995,7 +998,7 @@ def test_gradients_of_gradients_of_an_activated_layer():
 
 
 def test_blocks_of_a_network_use_it_by_themselves():
-    options = {"engine": "spectral", "operators": "order<=2", "size": 3}
+    options = {"engine": TRITON, "operators": "order<=2", "size": 3}
     network = econv.models.ResNet("p4", 8, (2, 2, 3), options=options).to(DEVICE)
     x = torch.randn(2, 3, 12, 12).to(DEVICE)
     twin = copy.deepcopy(network).double().cpu()
@@ -1003,7 +1006,7 @@ def test_blocks_of_a_network_use_it_by_themselves():
         found = network(x)
     # Two of three blocks have a shortcut, which reads the activated map as well.
     assert ran.count(FUSED) == 4
-    assert ran.count("spectral/triton") == 4
+    assert ran.count(TRITON) == 4
     for module in twin.modules():
         if isinstance(module, econv.layers.PDOConv2d):
             module.engine = "dense"

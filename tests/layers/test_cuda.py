@@ -88,15 +88,17 @@ def test_quarter_turns_are_exact_on_the_device():
 # torch warns of its own deprecated parts while the compiler is imported.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32 tensor cores")
 def test_a_compiled_network_is_one_graph_and_trains_the_same():
+    """In float64: with fewer digits a maximum may be that of another orientation."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
-    network = ResNet("p8", depth=8, fields=(2, 3, 4), pool="max", exact=True).cuda()
+    network = ResNet("p8", depth=8, fields=(2, 3, 4), pool="max", exact=True).double().cuda()
     compiled = torch.compile(copy.deepcopy(network), fullgraph=True)
-    x = torch.randn(4, 3, 32, 32, device="cuda")
+    x = torch.randn(4, 3, 32, 32, device="cuda", dtype=torch.float64)
     for module in (network, compiled):
         loss = nn.functional.cross_entropy(module(x), torch.arange(4, device="cuda"))
         loss.backward()
     for plain, other in zip(network.parameters(), compiled.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, plain.grad, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(other.grad, plain.grad, rtol=1e-8, atol=1e-8)
 
 
 def test_autocast_keeps_the_filters_exact_until_the_convolution():
@@ -109,6 +111,7 @@ def test_autocast_keeps_the_filters_exact_until_the_convolution():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32 tensor cores")
 def test_gradients_of_a_compiled_network_in_bfloat16_are_numbers():
+    torch._dynamo.reset()  # of the sizes here, whatever was compiled before
     torch.manual_seed(0)
     network = create_model("convnet6_p8", pool="max", dropout=0.0).cuda()
     x = torch.randn(8, 1, 28, 28, device="cuda")
