@@ -100,9 +100,33 @@ def plain_form(layer: nn.Module) -> nn.Module:
 
 @plain_form.register
 def _(layer: PDOConv2d) -> nn.Module:
+    steps = [*_before(layer).values(), _conv(layer)]
+    return nn.Sequential(*steps) if len(steps) > 1 else steps[0]
+
+
+def _before(layer: PDOConv2d) -> dict[str, nn.Module]:
+    """What a plain convolution needs before it, by what it has done to the input."""
+    steps: dict[str, nn.Module] = {}
     if layer.centred:
-        return nn.Sequential(_graph(_Recentre(layer), "Recentre"), _conv(layer))
-    return _conv(layer)
+        steps["recentred"] = _graph(_Recentre(layer), "Recentre")
+    if borders := plain_borders(layer)[0]:
+        steps["padded"] = borders[0] if len(borders) == 1 else nn.Sequential(*borders)
+    return steps
+
+
+def plain_borders(layer: PDOConv2d) -> tuple[list[nn.Module], dict[str, Any]]:
+    """What pads the input of `Conv2d` as a layer's is padded, and the arguments of `Conv2d`."""
+    padding, mode = layer.padding, layer.padding_mode
+    if isinstance(mode, str):
+        return [], {"padding": padding, "padding_mode": mode}
+    kinds = {
+        "reflect": nn.ReflectionPad2d,
+        "replicate": nn.ReplicationPad2d,
+        "circular": nn.CircularPad2d,
+    }
+    sides = ((0, 0, padding, padding), (padding, padding, 0, 0))
+    pads = [kinds[m](side) for m, side in zip(mode, sides, strict=True) if m != "zeros"]
+    return pads, {"padding": tuple(padding if m == "zeros" else 0 for m in mode)}
 
 
 def _conv(layer: PDOConv2d) -> nn.Conv2d:
@@ -112,11 +136,10 @@ def _conv(layer: PDOConv2d) -> nn.Conv2d:
         layer.out_channels,
         layer.basis.size,
         layer.stride,
-        layer.padding,
-        layer.dilation,
-        layer.groups,
+        dilation=layer.dilation,
+        groups=layer.groups,
         bias=layer.bias is not None,
-        padding_mode=layer.padding_mode,  # type: ignore[arg-type]  # checked by the layer
+        **plain_borders(layer)[1],
         device=filters.device,
         dtype=filters.dtype,
     )
@@ -540,12 +563,13 @@ def _with_forms(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
                 layer = _graph(_Enlarge(), "Enlarge")
             elif _is_layer(layer):
                 form: Callable[[Any], nn.Module] = plain_form
-                if isinstance(layer, PDOConv2d) and layer.centred:
+                if isinstance(layer, PDOConv2d) and (steps := _before(layer)):
+                    form = _conv
                     # Apart, so that a norm can be folded into the convolution.
-                    form, name = _conv, f"{node.target}_recentred"
-                    targets[name] = _graph(_Recentre(layer), "Recentre")
-                    with graph.inserting_before(node):
-                        node.args = (graph.call_module(name, node.args),)
+                    for done, step in steps.items():
+                        targets[name := f"{node.target}_{done}"] = step
+                        with graph.inserting_before(node):
+                            node.args = (graph.call_module(name, node.args),)
                 if id(layer) not in forms:
                     forms[id(layer)] = form(layer)
                 layer = forms[id(layer)]

@@ -14,7 +14,7 @@ from econv.groups import Group, GroupLike
 from econv.operators import OperatorsLike, operator_set
 from econv.stencils import StencilsLike, stencil_set
 
-__all__ = ["convolve", "group_filters", "lift_filters", "recentre", "vector_filters"]
+__all__ = ["convolve", "group_filters", "lift_filters", "pad", "recentre", "vector_filters"]
 
 
 def lift_filters(
@@ -153,6 +153,30 @@ def convolve(
                 tap = torch.einsum("oc,bcyx->boyx", filters[o, :, r, s], padded[:, c, down, right])
                 out[:, o] += tap
     return out if bias is None else out + bias.double()[:, None, None]
+
+
+def pad(x: Tensor, padding: int, modes: tuple[str, str]) -> Tensor:
+    """The image with a border, as ``padding_mode=(y, x)`` says; pixel by pixel."""
+    batch, channels, height, width = x.shape
+    out = torch.zeros(batch, channels, height + 2 * padding, width + 2 * padding).double()
+    for i in range(out.shape[2]):
+        for j in range(out.shape[3]):
+            row = _inside(i - padding, height, modes[0])
+            column = _inside(j - padding, width, modes[1])
+            if row is not None and column is not None:
+                out[:, :, i, j] = x[:, :, row, column].double()
+    return out
+
+
+def _inside(place: int, size: int, mode: str) -> int | None:
+    """The pixel of a line that a place on it or beyond its ends repeats; none for zeros."""
+    if mode == "zeros":
+        return place if 0 <= place < size else None
+    if mode == "circular":
+        return place % size
+    if mode == "replicate":
+        return min(max(place, 0), size - 1)
+    return size - 1 - abs(size - 1 - abs(place))  # reflect
 
 
 def recentre(x: Tensor, height: int, width: int) -> Tensor:

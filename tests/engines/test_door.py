@@ -468,9 +468,10 @@ def test_forward_over_reverse_is_that_of_the_dense_engine(engine):
     torch.testing.assert_close(curvature(engine), curvature("dense"), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("mode", ["replicate", ("replicate", "circular"), ("zeros", "reflect")])
 @pytest.mark.parametrize("engine", ON_A_CPU)
-def test_repeated_borders_compile_in_every_layout(engine):
-    layer = GroupConv2d(1, 1, "p4", padding_mode="replicate", engine=engine)
+def test_repeated_borders_compile_in_every_layout(engine, mode):
+    layer = GroupConv2d(1, 1, "p4", padding_mode=mode, engine=engine)
     x = torch.randn(2, 4, 9, 9).to(memory_format=torch.channels_last).requires_grad_()
     out = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
     torch.testing.assert_close(out, layer(x), rtol=1e-5, atol=1e-5)

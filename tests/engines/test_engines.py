@@ -67,7 +67,9 @@ def run_reference(layer, x):
     """The layer as the reference runs it, differentiable through the coefficients."""
     bias = None if layer.bias is None else layer.bias.repeat_interleave(layer.group.order)
     mode, padding = layer.padding_mode, layer.padding
-    if mode != "zeros":
+    if not isinstance(mode, str):
+        x, padding = reference.pad(x, padding, mode), 0
+    elif mode != "zeros":
         x, padding = functional.pad(x, (padding,) * 4, mode=mode), 0
     return reference.convolve(
         x, reference_filters(layer), bias, layer.stride, padding, layer.dilation, layer.groups
@@ -144,6 +146,9 @@ FORWARD = {
     "reflect": {"padding_mode": "reflect"},
     "replicate": {"padding_mode": "replicate", "stride": 2},
     "circular": {"padding_mode": "circular", "bias": True},
+    "a channel": {"padding_mode": ("zeros", "circular"), "bias": True},
+    "a chute": {"padding_mode": ("circular", "replicate"), "stride": 2},
+    "a mirror": {"padding_mode": ("reflect", "zeros")},
     "accuracy": {"accuracy": 4, "stencils": "central", "padding": "valid", "bias": True},
     "everything": {"stride": 2, "padding": 3, "dilation": 2, "groups": 2, "bias": True},
 }
@@ -247,6 +252,8 @@ def test_padding_modes_equal_explicit_padding(mode, padding):
     wanted = functional.conv2d(padded, layer.filters())
     assert layer.padding == pixels
     assert distance(layer(x), wanted) <= 1e-12
+    padded = reference.pad(x, pixels, (mode, mode))
+    assert distance(reference.convolve(padded, layer.filters()), wanted) <= 1e-12
 
 
 @pytest.mark.parametrize("group", ["p4", "p8"])

@@ -50,6 +50,8 @@ OTHERS = [
     {"stride": 2},
     {"padding": 1},
     {"padding_mode": "circular"},
+    {"padding_mode": ("zeros", "circular")},
+    {"padding_mode": ("circular", "zeros")},
     {"dilation": 2},
     {"groups": 2},
     {"size": 7},

@@ -54,6 +54,10 @@ LAYERS = {
     "GroupConv2d reflect": lambda: GroupConv2d(2, 3, "p4", padding_mode="reflect"),
     "GroupConv2d replicate": lambda: GroupConv2d(2, 3, "p4", padding_mode="replicate"),
     "GroupConv2d circular": lambda: GroupConv2d(2, 3, "p4", padding_mode="circular"),
+    "GroupConv2d channel": lambda: GroupConv2d(2, 3, "p4", padding_mode=("zeros", "circular")),
+    "GroupConv2d mirror": lambda: GroupConv2d(
+        2, 3, "p4", padding_mode=("reflect", "replicate"), stride=2, centred=True
+    ),
     "GroupConv2d 1×1": lambda: GroupConv2d(2, 3, "p4", operators="order<=0"),
     "VectorConv2d": lambda: VectorConv2d(2, 3, "p4"),
     "GroupUpsampleConv2d": lambda: GroupUpsampleConv2d(2, 3, "p4"),

@@ -76,7 +76,7 @@ class Convolution:
     groups: int = 1
     stride: int = 1
     padding: int = 0
-    padding_mode: str = "zeros"
+    padding_mode: str | tuple[str, str] = "zeros"  # a pair is that of (y, x)
     dilation: int = 1
 
     def __post_init__(self) -> None:
@@ -274,19 +274,22 @@ def bordered(convolution: Convolution, x: Tensor) -> tuple[Tensor, int]:
     padding, mode = convolution.padding, convolution.padding_mode
     if mode == "zeros" or not padding:
         return x, padding
-    if mode == "replicate":
-        padded = replicate(x, padding, padding)
-    else:
-        padded = functional.pad(x, (padding,) * 4, mode=mode)
+    padded, modes = x, {(2, 3): mode} if isinstance(mode, str) else {(2,): mode[0], (3,): mode[1]}
+    for axes, way in modes.items():
+        if way == "replicate":
+            padded = replicate(padded, padding, padding, axes)
+        else:
+            sides = [padding * (axis in axes) for axis in (3, 3, 2, 2)]
+            padded = functional.pad(padded, sides, mode="constant" if way == "zeros" else way)
     return padded.contiguous(memory_format=memory_format(x)), 0
 
 
-def replicate(x: Tensor, before: int, after: int) -> Tensor:
+def replicate(x: Tensor, before: int, after: int, axes: tuple[int, ...] = (2, 3)) -> Tensor:
     """The image with its outermost pixels repeated, so often before and after each axis.
 
     Unlike that of `torch.nn.functional.pad`, its gradient can be compiled in every memory format.
     """
-    for dim in (2, 3):
+    for dim in axes:
         first, last = x.narrow(dim, 0, 1), x.narrow(dim, -1, 1)
         x = torch.cat([*[first] * before, x, *[last] * after], dim)
     return x

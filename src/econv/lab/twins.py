@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from econv.export import plain_borders
 from econv.layers import (
     FieldParameter,
     GroupBatchNorm2d,
@@ -50,19 +51,20 @@ def _twin(module: nn.Module) -> nn.Module:
         twin = nn.Linear(module.in_channels, module.out_channels, bias, **options)
         nn.init.kaiming_normal_(twin.weight, nonlinearity="relu")
     elif isinstance(module, PDOConv2d):
-        twin = nn.Conv2d(
+        borders, padding = plain_borders(module)
+        conv = nn.Conv2d(
             module.in_channels,
             module.out_channels,
             module.basis.size,
             module.stride,
-            module.padding,
-            module.dilation,
-            module.groups,
-            module.bias is not None,
-            module.padding_mode,  # type: ignore[arg-type]  # one of the four that torch knows
+            dilation=module.dilation,
+            groups=module.groups,
+            bias=module.bias is not None,
+            **padding,
             **options,
         )
-        nn.init.kaiming_normal_(twin.weight, nonlinearity="relu")
+        nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
+        twin = nn.Sequential(*borders, conv) if borders else conv
     elif isinstance(module, GroupBatchNorm2d | GroupInstanceNorm2d):
         plain = nn.BatchNorm2d if isinstance(module, GroupBatchNorm2d) else nn.InstanceNorm2d
         twin = plain(

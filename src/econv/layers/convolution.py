@@ -45,7 +45,7 @@ class ConvOptions(TypedDict, total=False):
     accuracy: int
     stride: int
     padding: int | str
-    padding_mode: str
+    padding_mode: str | tuple[str, str]
     bias: bool
     groups: int
     dilation: int
@@ -83,7 +83,7 @@ class PDOConv2d(WithConstants):
         accuracy: int = 2,
         stride: int = 1,
         padding: int | str = "same",
-        padding_mode: str = "zeros",
+        padding_mode: str | tuple[str, str] = "zeros",
         bias: bool = False,
         groups: int = 1,
         dilation: int = 1,
@@ -106,9 +106,7 @@ class PDOConv2d(WithConstants):
             raise ValueError(f"expected a positive spacing; got {spacing!r}")
         self.spacing = float(spacing)
         self.padding = self._read_padding(padding)
-        if padding_mode not in _PADDING_MODES:
-            raise ValueError(f"expected padding_mode in {_PADDING_MODES}; got {padding_mode!r}")
-        self.padding_mode = padding_mode
+        self.padding_mode = _read_padding_mode(padding_mode)
         self.centred = _read_centred(centred)
         self.engine = engines.check_name(engine)
         self.basis.scale(init)  # an unknown name fails here, not at the first reset
@@ -305,7 +303,9 @@ class PDOConv2d(WithConstants):
             )
         # Wider than this, reflection and wrapping would read beyond the other side.
         most = {"zeros": math.inf, "replicate": math.inf, "circular": 0, "reflect": -1}
-        if self.padding > min(height, width) + most[self.padding_mode]:
+        mode = self.padding_mode
+        modes = (mode, mode) if isinstance(mode, str) else mode
+        if any(self.padding > n + most[m] for n, m in zip((height, width), modes, strict=True)):
             raise ValueError(
                 f"expected an image larger than the padding of {self.padding} for "
                 f"padding_mode={self.padding_mode!r}; got {height}×{width}"
@@ -364,7 +364,10 @@ class LiftConv2d(PDOConv2d):
             stride 2, on odd sizes. To have it exact on all, say ``centred=True``.
         padding: ``"same"`` (default: half the support on every side, also with a stride),
             ``"valid"`` or one whole number.
-        padding_mode: ``"zeros"`` (default), ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        padding_mode: ``"zeros"`` (default), ``"reflect"``, ``"replicate"`` or ``"circular"``, or a
+            pair of them for (y, x): ``("replicate", "circular")`` is a channel that is periodic
+            along x between walls. Where they differ, half turns and flips along the axes stay
+            exact, and quarter turns do not.
         bias: whether to learn one bias per field, ``False`` by default.
         groups: blocks of channels and fields that are convolved apart, 1 by default.
         dilation: pixels from one stencil point to the next, 1 by default.
@@ -615,6 +618,18 @@ class GroupUpsampleConv2d(nn.Module):
             raise ValueError(f"expected no size with {self.upsample}; got {size}")
         result: Tensor = self.conv(enlarged)
         return result
+
+
+def _read_padding_mode(given: object) -> str | tuple[str, str]:
+    modes = tuple(given) if isinstance(given, tuple | list) else (given, given)
+    # As strings: others may not be hashable, or not compare.
+    if len(modes) != 2 or not all(isinstance(m, str) and m in _PADDING_MODES for m in modes):
+        raise ValueError(
+            f"expected padding_mode in {_PADDING_MODES}, or a pair of them for (y, x); "
+            f"got {given!r}"
+        )
+    y, x = (str(mode) for mode in modes)
+    return y if y == x else (y, x)
 
 
 def _read_centred(centred: object) -> bool | tuple[int, int]:
