@@ -142,72 +142,48 @@ def _on_blocks_of_pixels(
     return functional.conv2d(blocks, bank, bias)
 
 
-def _turned(
-    weight: Tensor, synthesis: Tensor, order: Tensor, back: Tensor, fused: torch.dtype | None
-) -> Tensor:
+def _turned(weight: Tensor, synthesis: Tensor, *given: Any) -> Tensor:
     """The filters of each frame in its own order, ``[out, A, (in, B), pixels]``."""
-    small = weight.numel() * synthesis.shape[1:].numel() <= _SMALL
-    if fused is not None and small and not _functions_unknown():
-        found: Tensor = _Fused.apply(weight, synthesis, order, back, fused)
-        return found
-    found = _permuted(_expand(weight, synthesis).flatten(1, 3), order, back)
-    return found.unflatten(1, (synthesis.shape[1], -1))
-
-
-def _permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """The second axis in another order."""
-    if _functions_unknown():
-        return x.index_select(1, order)
-    found: Tensor = _Permute.apply(x, order, back)
+    unknown = torch.compiler.is_dynamo_compiling() or exporting() or torch._C._is_tracing()
+    if unknown or transformed():  # what follows the calls knows no functions of ours
+        return _in_order(_expand(weight, synthesis).flatten(1, 3), given[0], synthesis)
+    found: Tensor = _Turned.apply(weight, synthesis, *given)
     return found
 
 
-def _functions_unknown() -> bool:
-    """Whether what follows the calls knows no autograd functions of ours."""
-    traced = torch.compiler.is_dynamo_compiling() or exporting() or torch._C._is_tracing()
-    return traced or transformed()
+def _in_order(filters: Tensor, order: Tensor, synthesis: Tensor) -> Tensor:
+    return filters.index_select(1, order).unflatten(1, (synthesis.shape[1], -1))
 
 
-class _Permute(torch.autograd.Function):
-    """`index_select` by a permutation of the second axis, whose gradient is another one.
+class _Turned(torch.autograd.Function):
+    """Filters in another order, whose gradient is in the order before.
 
-    torch's own would add up what no two indices share, many times slower.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(order, back)
-        return x.index_select(1, order)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        order, back = ctx.saved_tensors
-        return _permuted(gradients[0], back, order), None, None
-
-
-class _Fused(torch.autograd.Function):
-    """Expansion and order at once, both ways: a compiler makes one kernel of each.
-
-    As matrix products they are three and more, each launched for a few microseconds of work.
+    torch's own gradient would add up what no two indices share, many times slower. Filters of
+    small banks are products and sums that a compiler makes one kernel of, both ways: as matrix
+    products they would be three and more, each launched for a few microseconds of work.
     """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, synthesis: Tensor, order: Tensor, *more: Any) -> Tensor:
-        back, dtype = more
+        back, fused = more
+        small = weight.numel() * synthesis.shape[1:].numel() <= _SMALL
         ctx.save_for_backward(synthesis, back)
-        ctx.relative = weight.shape[2]
-        frames = synthesis.shape[1]
-        read = weight.flatten(1, 2).index_select(1, order // frames)  # [out, (A, in, B), s]
-        read = read.unflatten(1, (frames, 1, -1))
-        found = (read * synthesis.movedim(0, -1)[:, :, None]).sum(-1)  # [out, A, pixels, (in, B)]
-        return found.to(dtype).transpose(2, 3)
+        ctx.relative, ctx.fused = weight.shape[2], small and fused is not None
+        if not ctx.fused:
+            return _in_order(_expand(weight, synthesis).flatten(1, 3), order, synthesis)
+        each = _in_order(weight.flatten(1, 2), order // synthesis.shape[1], synthesis)
+        found = (each[:, :, None] * synthesis.movedim(0, -1)[:, :, None]).sum(-1)
+        return found.to(fused).transpose(2, 3)  # from [out, A, pixels, (in, B)]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         synthesis, back = ctx.saved_tensors
-        turned = gradients[0].flatten(1, 2).index_select(1, back)  # [out, (in, k, A), pixels]
-        turned = turned.unflatten(1, (-1, 1, synthesis.shape[1])).to(synthesis.dtype)
-        found = (turned * synthesis).sum((3, 4))  # [out, (in, k), s]
+        found = gradients[0].flatten(1, 2).index_select(1, back).to(synthesis.dtype)
+        found = found.unflatten(1, (-1, synthesis.shape[1]))  # [out, (in, k), A, pixels]
+        if ctx.fused:
+            found = (found[:, :, None] * synthesis).sum((3, 4))
+        else:
+            found = found.flatten(2) @ synthesis.flatten(1).T
         return found.unflatten(1, (-1, ctx.relative)), None, None, None, None
 
 

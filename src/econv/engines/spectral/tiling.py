@@ -42,20 +42,12 @@ _HALVED = 16  # targets from which on a layer is made by halves
 
 
 def units(count: int, unit: int) -> int:
-    """How many units hold a count.
-
-    >>> units(33, 32)
-    2
-    """
+    """How many units hold a count: 33 take two of 32."""
     return -(-count // unit)
 
 
 def rounded_up(count: int, unit: int) -> int:
-    """A count in whole units.
-
-    >>> rounded_up(33, 32)
-    64
-    """
+    """A count in whole units: 33 in units of 32 are 64."""
     return units(count, unit) * unit
 
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -83,21 +82,22 @@ class Copies:
     def __init__(
         self, layout: Scheme, parts: tuple[int, ...], rows: int, inners: Sequence[int]
     ) -> None:
-        self.descriptors = []
+        self.matrices: list[tuple[slice, list[Any]]] = []
         first = 0
         for inner in inners:
             matrix = torch.empty(rows, inner, dtype=torch.float16, device="meta")
             shared = gl.NVMMASharedLayout(min(128, 2 * inner), 16, rank=2)
-            place = slice(first, first := first + rows * inner)
-            for part in parts:
-                block = [rows_of_a_copy(layout, part), inner]
-                descriptor = TensorDescriptor.from_tensor(matrix, block, shared)
-                self.descriptors.append((place, descriptor))
+            blocks = [[rows_of_a_copy(layout, part), inner] for part in parts]
+            made = [TensorDescriptor.from_tensor(matrix, block, shared) for block in blocks]
+            self.matrices.append((slice(first, first := first + rows * inner), made))
 
     def __call__(self, memory: Tensor) -> list[Any]:
         """As descriptors of matrices that lie in some memory."""
         flat, found = memory.view(-1), []
-        for place, descriptor in self.descriptors:
-            found.append(copy.copy(descriptor))
-            found[-1].base = flat[place]
+        for place, descriptors in self.matrices:
+            base = flat[place]
+            for descriptor in descriptors:
+                moved = object.__new__(TensorDescriptor)  # what is checked has been checked
+                moved.__dict__.update(descriptor.__dict__, base=base)
+                found.append(moved)
         return found

@@ -35,12 +35,12 @@ class Launch:
 
     def __call__(self, *tensors: Any) -> None:
         """Run on tensors, or on what says how they are copied: those are aligned."""
-        aligned = not any(isinstance(one, Tensor) and one.data_ptr() % 16 for one in tensors)
-        if aligned and self._run is not None:
+        loose = [one for one in tensors if isinstance(one, Tensor) and one.data_ptr() % 16]
+        if self._run is not None and not loose:
             self._run(*tensors, *self._more)
             return
         found = self.kernel[self.grid](*tensors, *self.numbers, **self.options)
-        if aligned and found is not None:  # nothing is compiled where Triton interprets
+        if not loose and found is not None:  # nothing is compiled where Triton interprets
             self._run = found[self.grid]
 
 
