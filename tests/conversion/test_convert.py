@@ -346,13 +346,6 @@ def test_a_classifier_that_reads_a_whole_map_becomes_invariant(end):
     assert quarter_turn_error(network, images()) <= 1e-12
 
 
-def test_a_backbone_returns_pooled_features_and_says_so():
-    network = converted(conv_norm(3, 8))
-    assert network(images()).shape == (2, 2, 24, 24)
-    assert any("as many channels as its features have fields" in n for n in network.report.notes)
-    assert quarter_turn_error(network, images()) <= 1e-12
-
-
 def test_maps_too_small_for_the_stencils_get_smaller_operators():
     source = nn.Sequential(
         *(nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(8), nn.Conv2d(8, 8, 3, padding=1)),

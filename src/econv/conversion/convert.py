@@ -12,9 +12,10 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from econv.conversion.fit import Kept
-from econv.conversion.heads import find_heads
+from econv.conversion.heads import find_ends
 from econv.conversion.network import ConvertedNetwork
 from econv.conversion.operations import convert_node, is_leaf, pair_with_training
+from econv.conversion.outputs import check_outputs
 from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
 from econv.conversion.report import Line, Report
 from econv.conversion.trace import ConversionError, trace, value_of
@@ -51,7 +52,8 @@ def convert(
     maps. Quarter turns and flips are exact to rounding on every image size that the network runs
     on: those of the source, but where its code asks about sizes, those with the answers of the
     example (the report names them, and other sizes are an error). Names of modules, the call
-    signature and, for classes and maps, the shape of the output stay.
+    signature and the shapes of the outputs stay: the converted network is run on the example, and
+    refused if it returns other shapes.
 
     Args:
         model: the network; it is not changed. It must be possible to trace it with torch.fx, and
@@ -117,6 +119,7 @@ def convert(
     own = next(model.parameters(), torch.empty(0))
     where = {"device": own.device, "dtype": own.dtype}
     network, lines = _build(plan, sizes, where, model, pretrained)
+    outputs = check_outputs(plan, network, inputs)
     kind = _output_kind(plan)
     errors = _errors(model, network, inputs, found, kind, measure)
     if strict and measure:
@@ -130,6 +133,7 @@ def convert(
         parameters=parameters(network),
         source_multiply_adds=_source_multiply_adds(plan),
         multiply_adds=plan.count(sizes, "flops"),
+        outputs=outputs,
         **errors,
         left=tuple(plan.left),
         notes=tuple(_notes(plan, model, pretrained)),
@@ -173,7 +177,8 @@ def _plan(
         raise ValueError(f"expected pool 'max' or 'mean'; got {pool!r}")
     found = trace(model, inputs, is_leaf)
     plan = Plan(found, group, pool, options, strict)
-    plan.heads = find_heads(found.graph, found.modules)
+    ends = find_ends(found.graph, found.modules)
+    plan.heads, plan.inner = ends.heads, ends.inner
     pair_with_training(plan)
     for node in found.graph.nodes:
         convert_node(plan, node)
@@ -322,11 +327,8 @@ class _Output:
         """The output with the axes of an image."""
         if self.turns_as != "scalar" or len(self.axes) != x.ndim:
             return x
-        order = [self.axes.index(axis) for axis in "NCHW" if axis in self.axes]
-        image = x.permute(order)
-        for place, axis in enumerate("NC"):
-            image = image if axis in self.axes else image.unsqueeze(place)
-        return image
+        image = x.movedim((self.axes.index("H"), self.axes.index("W")), (-2, -1))
+        return image.reshape(1, -1, *image.shape[-2:])
 
 
 def _output_kind(plan: Plan) -> _Output:

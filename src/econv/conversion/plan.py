@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from econv.conversion.trace import ConversionError, Trace, owner, value_of
@@ -35,6 +36,9 @@ IMAGE = ("N", "C", "H", "W")
 VECTOR = ("N", "C")
 PATHS = ("N", "P", "C", "H", "W")
 FLAT = (("N", "CHW"), ("N", "HWC"))
+
+_FEW = 32
+"""So many channels at the end of a network have a field each."""
 
 Make = Callable[[Sizes, dict[str, Any]], nn.Module]
 
@@ -161,7 +165,9 @@ class Plan:
     rows: list[Row] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    heads: set[fx.Node] = field(default_factory=set)
+    heads: frozenset[fx.Node] = frozenset()
+    inner: frozenset[fx.Node] = frozenset()
+    """What another convolution or linear map reads."""
     used: set[str] = field(default_factory=set)
     blanks: dict[tuple[Any, ...], nn.Module] = field(default_factory=dict)
     in_training: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -228,7 +234,10 @@ class Plan:
         part.positions += positions_of(node, source)
 
     def add_part(
-        self, part: PlannedModule, became: str | None = None, source: str | None = None
+        self,
+        part: PlannedModule,
+        became: str | Callable[[nn.Module], str] | None = None,
+        source: str | None = None,
     ) -> str:
         """Add a module to the network, and a line to the report if the source has it too."""
         self.parts[part.name] = part
@@ -281,21 +290,50 @@ class Plan:
     def pooled(self, node: fx.Node, value: Value, beside: str) -> Step:
         """A step that pools a node over orientations and gives it the source's axes."""
         axes = value.axes
-        if "P" in axes or "1" in axes:
+        if "P" in axes:
             raise ConversionError(beside, f"it reads group features with axes {axes}")
         name = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, self.reduce))
+        return lambda e: _in_source_order(e, e.module(name, e[node]), value)
 
-        def step(e: Emission) -> fx.Node:
-            found = e.module(name, e[node])
-            if len(axes) == 2 and axes[1] != "C":  # a flattened map
-                if axes[1] == "HWC":
-                    found = e.method("permute", found, 0, 2, 3, 1)
-                return e.method("flatten", found, 1)
-            if axes != value.layout:
-                found = e.method("permute", found, *(value.place(axis) for axis in axes))
-            return found
+    def as_channels(
+        self, node: fx.Node, value: Value, beside: str
+    ) -> Callable[[Emission, Any], Any]:
+        """What makes group features the channels that the source has there, orientations pooled.
 
-        return step
+        Few channels at the end of a network have a field each. Of others a learned 1×1 map makes
+        the channels, unless there are as many fields.
+        """
+        count = value.channels
+        if "P" in value.axes:
+            raise ConversionError(beside, f"it gives group features with axes {value.axes}")
+        pool = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, self.reduce))
+        if count <= _FEW and node not in self.inner:
+            for width in runs(value.widths):
+                width.fix(width.channels)
+            return lambda e, x: e.module(pool, x)
+        name = self.new_name(f"{beside}_channels")
+        into, maps = value.widths, value.has_pixels
+
+        def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+            fields = sizes.fields(into)
+            if fields == count:
+                return nn.Identity()
+            if maps:
+                return nn.Conv2d(fields, count, 1, bias=False, **where)
+            return nn.Linear(fields, count, bias=False, **where)
+
+        def fit(kept: Any, layer: Any) -> float | None:
+            if not isinstance(layer, nn.Identity):
+                with torch.no_grad():  # a field gives the channel that it stands for
+                    layer.weight.zero_()
+                    chosen = kept.channels(into)
+                    layer.weight[chosen, torch.arange(len(chosen))] = 1.0
+            return None
+
+        pixels = value_of(node).numel() // max(1, value_of(node).shape[0] * count)
+        part = PlannedModule(name, make, None, pixels, into, fit=fit)
+        self.add_part(part, _describe_channels, source="–")
+        return lambda e, x: e.module(name, e.module(pool, x))
 
     def spread(self, node: fx.Node, value: Value, beside: str) -> tuple[Value, Step]:
         """An image as group features that are the same in every orientation."""
@@ -315,14 +353,16 @@ class Plan:
         pooled: dict[fx.Node, Step] = {}
         for read in node.all_input_nodes:
             value = self.value(read)
-            if value.kind == "list":
+            if any(item.kind == "fields" for item in value.items):
                 raise ConversionError("", "it returns a list of parts of a feature map")
             if value.kind == "fields":
-                pooled[read] = self.pooled(read, value, "output")
-                self.notes.append(
-                    f"the output {read.name} has as many channels as its features have fields"
-                )
+                pooled[read] = self._scalars(read, value)
         self.steps.append((node, lambda e: e.copy(node, pooled)))
+
+    def _scalars(self, node: fx.Node, value: Value) -> Step:
+        """A step that returns group features as the channels that the source returns."""
+        channels = self.as_channels(node, value, "output")
+        return lambda e: _in_source_order(e, channels(e, e[node]), value)
 
     # What becomes of the plan
 
@@ -359,6 +399,28 @@ class Plan:
         if key not in self.blanks:
             self.blanks[key] = part.make(sizes, {"device": "meta", "dtype": None})
         return self.blanks[key]
+
+
+def _describe_channels(module: nn.Module) -> str:
+    if isinstance(module, nn.Identity):
+        return "a field for every channel"
+    return f"{describe(module)}, reads the channels out of fewer fields"
+
+
+def _in_source_order(e: Emission, x: fx.Node, value: Value) -> fx.Node:
+    """Pooled group features with the axes that they have in the source."""
+    axes = value.axes
+    if axes in FLAT:
+        if axes[1] == "HWC":
+            x = e.method("permute", x, 0, 2, 3, 1)
+        return e.method("flatten", x, 1)
+    known = tuple(axis for axis in axes if axis != "1")
+    if known != value.layout:
+        x = e.method("permute", x, *(value.place(axis) for axis in known))
+    for place, axis in enumerate(axes):
+        if axis == "1":
+            x = e.method("unsqueeze", x, place)
+    return x
 
 
 def parameters(module: nn.Module) -> int:

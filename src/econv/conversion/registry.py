@@ -31,8 +31,6 @@ class Rule:
     convert: Convert
     variants: tuple[str, ...] = ()
     """Names of subclasses that mean the same as their base, though their forward is another."""
-    after_head: bool = False
-    """Whether the operation may stand between the head of a network and its output."""
     many: bool = False
     """Whether it reads lists of tensors too; a module, more than one tensor."""
     drops: bool = False

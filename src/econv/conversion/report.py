@@ -36,6 +36,8 @@ class Report:
     """The rotation of the errors, such as ``"90°"``."""
     source_error: float | None
     error: float | None
+    outputs: tuple[tuple[int, ...], ...] = ()
+    """Shapes of what it returns for the example, which are the source's."""
     left: tuple[tuple[str, str], ...] = ()
     """What was left alone, and why."""
     notes: tuple[str, ...] = field(default_factory=tuple)
@@ -77,6 +79,9 @@ class Report:
             _compared("parameters", self.source_parameters, self.parameters),
             _compared("multiply-adds", self.source_multiply_adds, self.multiply_adds),
         ]
+        if self.outputs:
+            shapes = ", ".join("×".join(map(str, shape)) or "one number" for shape in self.outputs)
+            lines.append(f"{'output':<18}  {shapes}, as the source's")
         if self.error is not None and self.source_error is not None:
             lines.append(
                 f"error at {self.turn:<9}  {self.source_error:.2e} → {self.error:.2e} "

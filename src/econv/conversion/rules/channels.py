@@ -22,8 +22,7 @@ from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import Width, divide, join, slice_runs
 
 
-@rule("cat", after_head=True)
-@rule("concat", "concatenate")
+@rule("cat", "concat", "concatenate")
 def concatenate(plan: Plan, node: fx.Node) -> Value:
     parts: Any = argument(node, 0, "tensors")
     axis = argument(node, 1, "dim", 0)

@@ -31,7 +31,6 @@ from econv.layers import (
     ConvOptions,
     GroupConv2d,
     GroupLinear,
-    GroupPool2d,
     GroupUpsampleConv2d,
     LiftConv2d,
 )
@@ -182,18 +181,9 @@ def _maybe_head(plan: Plan, node: fx.Node, name: str, value: Value) -> Value:
     read: Any = node.args[0]
     if node not in plan.heads:
         return plan.emit(node, value, lambda e: e.module(name, e[read]))
-    pool = _pool_of_head(plan, name, value.widths)
+    channels = plan.as_channels(node, value, name)
     kind = "image" if value.has_pixels else "invariant"
-    return plan.emit(
-        node, Value(kind, value.axes), lambda e: e.module(pool, e.module(name, e[read]))
-    )
-
-
-def _pool_of_head(plan: Plan, name: str, widths: tuple[Width, ...]) -> str:
-    """Pooling over orientations after a head, which has a field for every channel of the source."""
-    for width in runs(widths):
-        width.fix(width.channels)
-    return plan.insert(name, "orientations", lambda: GroupPool2d(plan.group, plan.reduce))
+    return plan.emit(node, Value(kind, value.axes), lambda e: channels(e, e.module(name, e[read])))
 
 
 def _again(plan: Plan, node: fx.Node, value: Value) -> Value:
@@ -409,8 +399,9 @@ def _window(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value
         first = value.axes[1] == "CHW"
         fit = _fit_convolution(windows, side, into, out, window=first)
     plan.add_part(PlannedModule(name, make, module, 1, into, out, fit))
+    found = Value("fields", VECTOR, out)
     head = node in plan.heads
-    pool = _pool_of_head(plan, name, out) if head else None
+    channels = plan.as_channels(node, found, name) if head else None
 
     def step(e: Emission) -> fx.Node:
         for axis in (2, 3):
@@ -422,12 +413,10 @@ def _window(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value
                 "pixels, as in the source; convert with an example of this size",
             )
         x = e[read] if smaller is None else e.module(smaller, e[read])
-        found = e.method("flatten", e.module(name, x), 1)
-        return found if pool is None else e.module(pool, found)
+        vector = e.method("flatten", e.module(name, x), 1)
+        return vector if channels is None else channels(e, vector)
 
-    return plan.emit(
-        node, Value("invariant", VECTOR) if head else Value("fields", VECTOR, out), step
-    )
+    return plan.emit(node, Value("invariant", VECTOR) if head else found, step)
 
 
 @rule(nn.Conv1d)

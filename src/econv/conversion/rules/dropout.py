@@ -12,8 +12,7 @@ from econv.conversion.trace import ConversionError, name_of, owner
 from econv.layers import GroupDropout2d
 
 
-@rule(nn.Dropout, after_head=True)
-@rule(nn.AlphaDropout, classes=("StochasticDepth", "DropPath"))
+@rule(nn.Dropout, nn.AlphaDropout, classes=("StochasticDepth", "DropPath"))
 def dropout_module(plan: Plan, node: fx.Node) -> Value:
     return plan.copy(node, plan.value(node.args[0]))
 

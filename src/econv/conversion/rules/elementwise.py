@@ -15,15 +15,11 @@ from econv.conversion.widths import join, runs
 from econv.layers import GroupPool2d
 from econv.layers.activations import ACTIVATIONS
 
-# The activations that may follow the last layer of a network without hiding that it is the last.
-_ENDS = (nn.Identity, nn.ReLU, nn.Sigmoid, nn.Tanh)
 
-
-@rule(*_ENDS, variants=("Sigmoid", "Tanh"), after_head=True)
 @rule(
-    *(found for found in ACTIVATIONS if found not in _ENDS),
+    *ACTIVATIONS,
     *(nn.Threshold, nn.RReLU),
-    variants=("GELU",),
+    variants=("GELU", "Sigmoid", "Tanh"),
     classes=("Swish", "HardSwish", "HardSigmoid", "GELUTanh"),
 )
 @rule(
@@ -33,7 +29,6 @@ _ENDS = (nn.Identity, nn.ReLU, nn.Sigmoid, nn.Tanh)
     *("threshold", "logsigmoid", "sin", "cos", "erf", "reciprocal", "sign", "logical_not"),
     *("clone", "contiguous", "detach", "to", "float", "double", "half", "bfloat16", "type"),
     *("type_as", "requires_grad", "zeros_like", "ones_like", "full_like"),
-    after_head=True,
 )
 def pointwise(plan: Plan, node: fx.Node) -> Value:
     """A function of one tensor that treats all its numbers alike."""
@@ -43,9 +38,23 @@ def pointwise(plan: Plan, node: fx.Node) -> Value:
     return plan.copy(node, values[0])
 
 
-@rule("add", "iadd", "sub", "pow", after_head=True)
 @rule(
-    *("radd", "isub", "rsub", "mul", "imul", "rmul", "div", "idiv", "truediv", "itruediv"),
+    *(
+        "add",
+        "iadd",
+        "sub",
+        "pow",
+        "radd",
+        "isub",
+        "rsub",
+        "mul",
+        "imul",
+        "rmul",
+        "div",
+        "idiv",
+        "truediv",
+        "itruediv",
+    ),
     *("rtruediv", "maximum", "minimum", "multiply", "subtract", "addcmul", "addcdiv", "lerp"),
     *("where", "hypot", "masked_fill", "logical_and", "logical_or", "and", "or", "invert"),
     *("eq", "ne", "lt", "le", "gt", "ge"),

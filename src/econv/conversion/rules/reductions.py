@@ -14,8 +14,7 @@ from econv.conversion.registry import rule, rule_for
 from econv.conversion.trace import ConversionError, name_of, value_of
 
 
-@rule("mean", after_head=True)
-@rule("sum", "amax", "amin", "std", "var", "norm", "logsumexp", "vector_norm")
+@rule("mean", "sum", "amax", "amin", "std", "var", "norm", "logsumexp", "vector_norm")
 def reduce(plan: Plan, node: fx.Node) -> Value:
     name = name_of(node)
     read, value = plan.first(node)
@@ -95,8 +94,7 @@ def extremum(plan: Plan, node: fx.Node) -> Value:
     return Value("list", ("extrema",), items=(found,))
 
 
-@rule("argmax", after_head=True)
-@rule("argmin")
+@rule("argmax", "argmin")
 def place_of_extremum(plan: Plan, node: fx.Node) -> Value:
     """`argmax` of the classes of a map that has been read out."""
     value = plan.value(node.args[0])

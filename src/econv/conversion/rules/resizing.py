@@ -19,8 +19,7 @@ from econv.conversion.widths import Width
 from econv.layers import NearestResize2d
 
 
-@rule(nn.AdaptiveAvgPool2d, "adaptive_avg_pool2d", after_head=True)
-@rule(nn.AdaptiveMaxPool2d, "adaptive_max_pool2d")
+@rule(nn.AdaptiveAvgPool2d, "adaptive_avg_pool2d", nn.AdaptiveMaxPool2d, "adaptive_max_pool2d")
 def pool_to_size(plan: Plan, node: fx.Node) -> Value:
     """Pooling to a size, which must be the same along both sides."""
     value = plan.value(node.args[0])
@@ -57,15 +56,14 @@ class _Resizing:
     antialias: bool = False
 
 
-@rule(nn.Upsample, after_head=True)
+@rule(nn.Upsample)
 def upsample(plan: Plan, node: fx.Node) -> Value:
     module = plan.module(node)
     given = _Resizing(module.size, module.scale_factor, module.mode, module.align_corners)
     return _resize(plan, node, given)
 
 
-@rule("interpolate", after_head=True)
-@rule("upsample")
+@rule("interpolate", "upsample")
 def interpolate(plan: Plan, node: fx.Node) -> Value:
     given = _Resizing(
         argument(node, 1, "size"),

@@ -21,7 +21,6 @@ from econv.conversion.widths import divide
 
 @rule(
     *(nn.Flatten, "flatten", "reshape", "view", "squeeze", "unsqueeze", "reshape_as", "view_as"),
-    after_head=True,
 )
 def reshape(plan: Plan, node: fx.Node) -> Value:
     """A change of shape, whatever it is called: what it does follows from the shapes."""
@@ -103,6 +102,16 @@ def _of_image(
         return Value("invariant", VECTOR if len(after) == 2 else IMAGE)
     if sizes.get("C") == 1 and len(after) == 3:  # the only channel is squeezed
         return Value("image", tuple(a for a in value.axes if a != "C"))
+    if (
+        value.axes == IMAGE
+        and len(after) == 5
+        and (before[0], *before[2:])
+        == (
+            after[0],
+            *after[3:],
+        )
+    ):
+        return Value("image", PATHS)
     if len(after) == 4 and value.axes == ("N", "H", "W") and after[1] == 1:
         return Value("image", IMAGE)
     raise ConversionError(
@@ -111,7 +120,7 @@ def _of_image(
     )
 
 
-@rule("permute", "transpose", "swapaxes", "movedim", after_head=True)
+@rule("permute", "transpose", "swapaxes", "movedim")
 def permute(plan: Plan, node: fx.Node) -> Value:
     """A permutation of axes."""
     order = _order(node)

@@ -13,7 +13,7 @@ from econv.conversion.trace import ConversionError
 from econv.conversion.widths import divide
 
 
-@rule(nn.Softmax, nn.LogSoftmax, after_head=True)
+@rule(nn.Softmax, nn.LogSoftmax)
 def softmax_module(plan: Plan, node: fx.Node) -> Value:
     value = plan.value(node.args[0])
     if value.kind == "image":
@@ -32,7 +32,7 @@ def softmax_of_maps(plan: Plan, node: fx.Node) -> Value:
     return plan.copy(node, value)
 
 
-@rule("softmax", "log_softmax", after_head=True)
+@rule("softmax", "log_softmax")
 def softmax(plan: Plan, node: fx.Node) -> Value:
     value = plan.value(node.args[0])
     if value.kind == "image":
