@@ -85,8 +85,8 @@ def test_the_exact_network_commutes_with_the_symmetries_of_the_grid(size, group,
     assert_equivariant(network, x, tolerance=1e-12)
 
 
-@pytest.mark.parametrize("pool", ["max", "mean"])
-def test_both_ways_of_pooling_are_invariant(pool):
+@pytest.mark.parametrize("pool", ["max", "mean", "mean+std+top2"])
+def test_all_ways_of_pooling_are_invariant(pool):
     x = torch.randn(2, 2, 28, 28, dtype=torch.float64)
     assert_equivariant(small("p4m", pool=pool).eval(), x, tolerance=1e-12)
 
@@ -143,6 +143,14 @@ def test_a_training_step_reaches_every_parameter():
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in network.parameters())
 
 
+@pytest.mark.parametrize("name", ["resnet8_p8", "convnet6_p8"])
+def test_the_classifier_reads_every_statistic(name):
+    network = create_model(name, pool="mean+top3")
+    fields = network.config["fields"][-1]
+    channels = 1 if network.config["num_classes"] == 0 else network.classifier.weight.shape[1]
+    assert (network.num_features, channels) == (4 * fields, 4 * fields)
+
+
 def test_pool_is_a_group_pool():
     assert isinstance(small(pool="mean").pool, GroupPool2d)
     assert small(pool="mean").pool.reduce == "mean"
@@ -164,7 +172,7 @@ def test_the_wrong_number_of_stages_is_an_error(fields):
     ("arguments", "expected", "got"),
     [
         ({"group": "q8"}, "expected 'pn'", "'q8'"),
-        ({"pool": "sum"}, "'max' or 'mean'", "'sum'"),
+        ({"pool": "sum"}, "'max', 'mean'", "'sum'"),
         ({"fields": (2, 0, 4)}, "at least 1", "got (2, 0, 4)"),
         ({"in_channels": 0}, "at least 1", "got 0"),
         ({"options": {"stencils": "round"}}, "expected", "'round'"),

@@ -44,6 +44,7 @@ from econv.layers import (
     Upsample2d,
 )
 from econv.layers.checks import expect
+from econv.layers.orientations import pool_orientations
 from econv.layers.sampling import halve, nearest_pixels, points_about_centre
 from econv.tracing import followed
 
@@ -237,7 +238,7 @@ def _(layer: NearestResize2d) -> nn.Module:
 
 @plain_form.register
 def _(layer: GroupPool2d) -> nn.Module:
-    return _graph(_Pool(layer.group.order, layer.reduce), "OrientationPool")
+    return _graph(_Pool(layer.group.order, layer.statistics), "OrientationPool")
 
 
 @plain_form.register
@@ -331,13 +332,12 @@ class _PixelNorm(_Fixed):
 
 
 class _Pool(nn.Module):
-    def __init__(self, order: int, reduce: str) -> None:
+    def __init__(self, order: int, statistics: tuple[tuple[str, int], ...]) -> None:
         super().__init__()
-        self.order, self.reduce = order, reduce
+        self.order, self.statistics = order, statistics
 
     def forward(self, x: Tensor) -> Tensor:
-        by_orientation = x.unflatten(1, (-1, self.order))
-        return by_orientation.max(2).values if self.reduce == "max" else by_orientation.mean(2)
+        return pool_orientations(x, self.order, self.statistics)
 
 
 class _Recentre(nn.Module):

@@ -103,8 +103,9 @@ class ResNet(_Classifier):
         fields: the number of fields of each stage.
         in_channels: channels of the image.
         num_classes: number of classes; 0 for no classifier: features come out.
-        pool: how orientations are pooled before the classifier: ``"max"``, ``"mean"``, or
-            ``None``, the paper's way, for a classifier on all of them.
+        pool: how orientations are pooled before the classifier, as :class:`~econv.GroupPool2d`
+            reads it (``"max"``, ``"mean+max"``, …), or ``None``, the paper's way, for a classifier
+            on all of them.
         exact: halve the image with :class:`~econv.Downsample2d`, which commutes with quarter turns
             on every size, in place of stride 2.
         options: keywords of every PDO-eConv, such as ``{"stencils": "central"}``.
@@ -198,7 +199,8 @@ class ConvNet(_Classifier):
         shrink: whether each layer takes a pixel off every side; otherwise it keeps the size.
         readout: ``"map"`` for a classifier on the whole last map, without bias; ``"mean"`` for one
             on its mean over the image.
-        pool: how orientations are pooled before the classifier: ``"max"``, ``"mean"`` or ``None``.
+        pool: how orientations are pooled before the classifier, as :class:`~econv.GroupPool2d`
+            reads it (``"max"``, ``"mean+max"``, …), or ``None``.
         dropout: probability of dropping a number after each layer but those that a pooling follows.
         options: keywords of every PDO-eConv.
 
@@ -365,7 +367,10 @@ class _Kit:
     @property
     def orientations(self) -> int:
         """How many channels of each field reach the classifier."""
-        return 1 if self.group is None or self.reduce is not None else self.group.order
+        pool = self.pool()
+        if isinstance(pool, GroupPool2d):
+            return pool.outputs
+        return 1 if self.group is None else self.group.order
 
     def lift(self, in_channels: int, fields: int, shrink: bool = False) -> nn.Module:
         if self.group is None:

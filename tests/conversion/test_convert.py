@@ -17,7 +17,7 @@ from econv import ConversionError, Group, convert, filter_basis
 from econv.conversion import fit_filter, registry, rules
 from econv.conversion.registry import rule
 from econv.lab import calibrate
-from econv.testing import equivariance_error
+from econv.testing import assert_equivariant, equivariance_error
 from plain_networks import (
     NETWORKS,
     LayerNorm2d,
@@ -1038,6 +1038,26 @@ def test_with_a_field_for_every_channel_it_is_the_source_in_every_orientation():
     assert torch.allclose(network(x), ensemble(source, x), atol=1e-12)
     assert not torch.allclose(source(x), ensemble(source, x), atol=1e-3)
     assert all(line.fit < 1e-12 for line in network.report.lines if line.fit is not None)
+
+
+def test_several_statistics_reach_the_classifier_and_start_as_the_first_alone():
+    source, x = trained_like(), images(17)
+    options = {"pretrained": True, "options": {"stencils": "central"}}
+    alone = convert(source, "p4", "fields", example_input=x, pool="mean", **options)
+    network = convert(source, "p4", "fields", example_input=x, pool="mean+std+top2", **options)
+    assert network.get_submodule("8").in_features == 4 * alone.get_submodule("8").in_features
+    assert torch.allclose(network(x), alone(x), atol=1e-12)
+    nn.init.normal_(network.get_submodule("8").weight)
+    assert_equivariant(network, x, "p4", tolerance=1e-12)
+
+
+@pytest.mark.parametrize(("pool", "kept"), [("mean+max", "mean"), ("top3+mean", "max")])
+def test_an_output_keeps_its_channels_whatever_statistics_are_asked_for(pool, kept):
+    source = nn.Sequential(conv_norm(3, 8), nn.Conv2d(8, 4, 3, padding=1)).double()
+    network = converted(source, "p4", pool=pool)
+    assert network(images(17)).shape == source(images(17)).shape
+    pools = [m for m in network.modules() if isinstance(m, econv.GroupPool2d)]
+    assert [m.reduce for m in pools] == [kept]
 
 
 def test_fewer_fields_keep_the_most_important_channels():

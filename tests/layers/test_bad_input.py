@@ -442,9 +442,17 @@ def test_coefficients_of_the_wrong_shape(kind, shape):
 @given(reduce=st.one_of(st.text(max_size=6), st.none(), st.integers()))
 @FEW
 def test_unknown_reductions(reduce):
+    if reduce not in ("max", "mean", "std", *(f"top{n}" for n in range(1, 5))):
+        rejected("expected reduce", f"got {reduce!r}", GroupPool2d, "p4", reduce)
     if reduce not in ("max", "mean"):
-        rejected("'max' or 'mean'", f"got {reduce!r}", GroupPool2d, "p4", reduce)
         rejected("'mean' or 'max'", f"got {reduce!r}", Downsample2d, reduce)
+
+
+@pytest.mark.parametrize(
+    "reduce", ["max+max", "top5", "top0", "mean+", "max,mean", "top٣", "max+sum"]
+)
+def test_reductions_that_are_no_statistics_of_four_orientations(reduce):
+    rejected("expected reduce", f"got {reduce!r}", GroupPool2d, "p4", reduce)
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, math.nan, math.inf, None, "half"])

@@ -1,6 +1,7 @@
 """Layers: what each computes, by hand; dtypes, memory formats, devices; dynamic sizes in export."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -70,6 +71,8 @@ LAYERS = {
     "GroupLayerNorm2d": lambda: GroupLayerNorm2d(2, "p4"),
     "GroupPool2d max": lambda: GroupPool2d("p4"),
     "GroupPool2d mean": lambda: GroupPool2d("p4", "mean"),
+    "GroupPool2d std": lambda: GroupPool2d("p4", "std"),
+    "GroupPool2d several": lambda: GroupPool2d("p4", "mean+std+top2"),
     "GroupDropout2d": lambda: GroupDropout2d("p4"),
     "GroupPReLU2d": lambda: GroupPReLU2d(2, "p4"),
     "Spread2d": lambda: Spread2d("p4"),
@@ -519,6 +522,44 @@ def test_pooling_over_orientations_by_hand():
             maps = torch.stack([x[:, 4 * field + element] for element in range(4)])
             wanted = maps.max(0).values if reduce == "max" else maps.sum(0) / 4
             assert distance(out[:, field], wanted) <= 1e-6
+
+
+def test_several_statistics_of_orientations_by_hand():
+    pool = GroupPool2d("p4", "std+top3+mean+max")
+    values = torch.tensor([[1.0, 5.0, 2.0, 4.0], [-1.0, -1.0, 3.0, -1.0]])
+    wanted = torch.tensor(
+        [[2.5**0.5, 5.0, 4.0, 2.0, 3.0, 5.0], [3**0.5, 3.0, -1.0, -1.0, 0.0, 3.0]]
+    )
+    assert pool.outputs == 6
+    torch.testing.assert_close(pool(values.reshape(1, 8)), wanted.reshape(1, 12))
+    maps = values.reshape(1, 8, 1, 1) * torch.ones(1, 1, 2, 3)
+    torch.testing.assert_close(pool(maps), wanted.reshape(1, 12, 1, 1) * torch.ones(1, 1, 2, 3))
+
+
+@pytest.mark.parametrize("reduce", ["std", "top3", "mean+std+top2"])
+@pytest.mark.parametrize("group", ["p8", "p4m"])
+def test_statistics_of_orientations_turn_with_the_pixels_and_have_gradients(group, reduce):
+    pool, order = GroupPool2d(group, reduce), Group(group).order
+    x = torch.randn(2, 2 * order, 5, 5, dtype=torch.float64, requires_grad=True)
+    assert_equivariant(pool, x.detach(), tolerance=1e-12)
+    # Whatever grid they stand on: orientations of another angle, in another place, too.
+    for element in range(order):
+        moved = x.unflatten(1, (2, order))[:, :, Group(group).product[element]].flatten(1, 2)
+        assert distance(pool(moved), pool(x)) <= 1e-12
+    assert torch.autograd.gradcheck(pool, (x[:1, :, :1, :2],))
+
+
+@pytest.mark.parametrize("reduce", ["std", "top3", "mean+std+top2"])
+def test_statistics_of_equal_orientations_have_gradients_that_are_numbers(reduce):
+    x = torch.zeros(2, 16, requires_grad=True)
+    GroupPool2d("p8", reduce)(x).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_a_pooling_that_was_pickled_with_one_statistic_still_pools():
+    old = GroupPool2d("p4", "mean")
+    del old.statistics
+    assert pickle.loads(pickle.dumps(old))(torch.arange(8.0)[None]).tolist() == [[1.5, 5.5]]
 
 
 def test_pooling_takes_vectors_of_features_too():

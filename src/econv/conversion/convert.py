@@ -24,6 +24,7 @@ from econv.groups import Group, GroupLike
 from econv.layers import ConvOptions
 from econv.layers.checks import expect
 from econv.layers.normalisation import calibrate
+from econv.layers.orientations import read_statistics
 from econv.testing import equivariance_error, transform
 
 __all__ = ["MATCHES", "convert"]
@@ -74,7 +75,10 @@ def convert(
             ``match="fields"`` with ``options={"stencils": "central"}``, which fits 3×3 filters
             exactly: the source, run in every orientation. Otherwise weights are drawn anew, as
             the layers say.
-        pool: ``"max"`` or ``"mean"`` over orientations.
+        pool: how orientations are pooled, as :class:`~econv.GroupPool2d` reads it: ``"max"``
+            (default), ``"mean"``, ``"mean+max"``, ``"top3"``, …. Several statistics reach a
+            classifier or a last 1×1 convolution; where each field must become one channel, only
+            the first is taken.
         options: keywords of every PDO-eConv: ``stencils``, ``accuracy``, ``init``, ``engine``.
         measure: whether to run both networks to report their error under a rotation, and the
             converted one in float64 if that error is above rounding.
@@ -173,8 +177,7 @@ def _plan(
     options: ConvOptions,
     strict: bool,
 ) -> Plan:
-    if pool not in ("max", "mean"):
-        raise ValueError(f"expected pool 'max' or 'mean'; got {pool!r}")
+    read_statistics(pool, group.order, "pool")  # what is unknown fails before anything is traced
     found = trace(model, inputs, is_leaf)
     plan = Plan(found, group, pool, options, strict)
     ends = find_ends(found.graph, found.modules)

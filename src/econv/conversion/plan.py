@@ -287,12 +287,22 @@ class Plan:
             return self.emit(node, images[0], lambda e: e.copy(node, readers))
         return self.emit(node, Value("left"), lambda e: e.copy(node, readers))
 
-    def pooled(self, node: fx.Node, value: Value, beside: str) -> Step:
-        """A step that pools a node over orientations and gives it the source's axes."""
+    @property
+    def reduce_to_one(self) -> str:
+        """How orientations are pooled where a field may become one channel only."""
+        first = self.reduce.split("+")[0]
+        return "max" if first.startswith("top") else first
+
+    def pooled(self, node: fx.Node, value: Value, beside: str, reduce: str = "") -> Step:
+        """A step that pools a node over orientations and gives it the source's axes.
+
+        Every field becomes one channel, or what ``reduce`` makes of it.
+        """
         axes = value.axes
         if "P" in axes:
             raise ConversionError(beside, f"it reads group features with axes {axes}")
-        name = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, self.reduce))
+        reduce = reduce or self.reduce_to_one
+        name = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, reduce))
         return lambda e: _in_source_order(e, e.module(name, e[node]), value)
 
     def as_channels(
@@ -306,7 +316,8 @@ class Plan:
         count = value.channels
         if "P" in value.axes:
             raise ConversionError(beside, f"it gives group features with axes {value.axes}")
-        pool = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, self.reduce))
+        reduce = self.reduce_to_one
+        pool = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, reduce))
         if count <= _FEW and node not in self.inner:
             for width in runs(value.widths):
                 width.fix(width.channels)

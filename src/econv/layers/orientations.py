@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -26,11 +29,22 @@ __all__ = [
 class GroupPool2d(nn.Module):
     """Pools over orientations: ``[batch, fields * order, …]`` → ``[batch, fields, …]``.
 
-    What comes out is a stack of ordinary images that turn with the input.
+    What comes out is a stack of ordinary images that turn with the input. Several statistics say
+    more of a field than one, and a classifier that reads few fields needs it: they are channels
+    side by side, channel = field * :attr:`outputs` + statistic, and turn as exactly as one.
+
+    Args:
+        group: a group or its name.
+        reduce: statistics of the orientations, joined by ``+``: ``"max"`` (default), ``"mean"``,
+            ``"std"`` (the root mean square distance from the mean) and ``"top3"``, ``"top4"``, …
+            (so many of the largest values, in order). ``"mean+max"`` gives two channels a field.
 
     >>> import torch
     >>> GroupPool2d("p8")(torch.randn(2, 32, 8, 8)).shape
     torch.Size([2, 4, 8, 8])
+    >>> pool = GroupPool2d("p8", "mean+std+top2")
+    >>> pool.outputs, pool(torch.randn(2, 32, 8, 8)).shape
+    (4, torch.Size([2, 16, 8, 8]))
     """
 
     input_kind = "regular"
@@ -40,21 +54,76 @@ class GroupPool2d(nn.Module):
         super().__init__()
         self.group = Group(group)
         self._order = self.group.order
-        if reduce not in ("max", "mean"):
-            raise ValueError(f"expected reduce 'max' or 'mean'; got {reduce!r}")
+        self._read(reduce)
+
+    def _read(self, reduce: str) -> None:
+        self.statistics = read_statistics(reduce, self._order)
         self.reduce = reduce
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "statistics" not in state:  # pickled when there was but one
+            self._read(self.reduce)
+
+    @property
+    def outputs(self) -> int:
+        """How many channels a field becomes."""
+        return sum(most or 1 for _, most in self.statistics)
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool ``[batch, fields * order, height, width]``, or ``[batch, fields * order]``."""
         check_multiple(x, self.group, ranks=(2, 4))
-        by_orientation = x.unflatten(1, (-1, self._order))
-        # Not `amax`: its gradient compares numbers with their maximum, and a compiled network in
-        # bfloat16 computes them anew without rounding, finds none equal and divides 0 by 0.
-        pooled = by_orientation.max(2).values if self.reduce == "max" else by_orientation.mean(2)
+        pooled = pool_orientations(x, self._order, self.statistics)
         return pooled if x.ndim == 2 else pooled.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
         return f"{self.group.name}, reduce={self.reduce!r}"
+
+
+def read_statistics(
+    reduce: str, order: int, argument: str = "reduce"
+) -> tuple[tuple[str, int], ...]:
+    """The statistics that ``reduce`` names, with how many values of those that have several."""
+    names = reduce.split("+") if isinstance(reduce, str) else [""]
+    found: list[tuple[str, int]] = []
+    for name in names:
+        top = re.fullmatch(r"top([1-9][0-9]*)", name, re.ASCII)
+        if (top is None and name not in ("max", "mean", "std")) or names.count(name) > 1:
+            raise ValueError(
+                f"expected {argument} as 'max', 'mean', 'std' or 'top2', 'top3', …, or several of "
+                f"them, joined by '+'; got {reduce!r}"
+            )
+        if top is not None and int(top[1]) > order:
+            raise ValueError(
+                f"expected {argument} of at most top{order} for {order} orientations; "
+                f"got {reduce!r}"
+            )
+        found.append((name, 0) if top is None else ("top", int(top[1])))
+    return tuple(found)
+
+
+def pool_orientations(x: Tensor, order: int, statistics: tuple[tuple[str, int], ...]) -> Tensor:
+    """The statistics of ``[batch, fields * order, …]`` over orientations, side by side."""
+    apart = x.unflatten(1, (-1, order))
+    if len(statistics) == 1 and not statistics[0][1]:
+        return _statistic(apart, order, statistics[0][0])
+    parts = [
+        apart.topk(most, dim=2).values if most else _statistic(apart, order, name).unsqueeze(2)
+        for name, most in statistics
+    ]
+    return torch.cat(parts, 2).flatten(1, 2)
+
+
+def _statistic(apart: Tensor, order: int, name: str) -> Tensor:
+    if name == "mean":
+        return apart.mean(2)
+    if name == "std":
+        # Not `std`: its gradient is not a number where all orientations are equal.
+        distance = torch.linalg.vector_norm(apart - apart.mean(2, keepdim=True), dim=2)
+        return distance * order**-0.5
+    # Not `amax`: its gradient compares numbers with their maximum, and a compiled network in
+    # bfloat16 computes them anew without rounding, finds none equal and divides 0 by 0.
+    return apart.max(2).values
 
 
 class GroupDropout2d(nn.Module):

@@ -31,6 +31,7 @@ from econv.layers import (
     ConvOptions,
     GroupConv2d,
     GroupLinear,
+    GroupPool2d,
     GroupUpsampleConv2d,
     LiftConv2d,
 )
@@ -230,18 +231,20 @@ def _read_out(plan: Plan, node: fx.Node, module: Any, value: Value) -> Value:
     """A 1×1 convolution or linear map that ends the network: orientations are pooled before it."""
     read: Any = node.args[0]
     name = str(node.target)
-    pool = plan.pooled(read, value, name)
+    pool = plan.pooled(read, value, name, plan.reduce)
     into = value.widths
+    each = GroupPool2d(plan.group, plan.reduce).outputs
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         bias = module.bias is not None
         if isinstance(module, nn.Linear):
-            return nn.Linear(sizes.fields(into), module.out_features, bias, **where)
-        return nn.Conv2d(sizes.fields(into), module.out_channels, 1, bias=bias, **where)
+            return nn.Linear(sizes.fields(into) * each, module.out_features, bias, **where)
+        return nn.Conv2d(sizes.fields(into) * each, module.out_channels, 1, bias=bias, **where)
 
     def fit(kept: Any, layer: Any) -> float | None:
         with torch.no_grad():
-            layer.weight.copy_(module.weight.detach()[:, kept.channels(into)])
+            layer.weight.zero_()  # of several statistics the first stands for the channel
+            layer.weight[:, ::each] = module.weight.detach()[:, kept.channels(into)]
             if layer.bias is not None:
                 layer.bias.copy_(module.bias.detach())
         return None

@@ -90,7 +90,8 @@ def _join_operand(
         elif value.channels == 1:
             for width in runs(value.widths):
                 width.fix(1)
-            pool = plan.insert(here, "orientations", lambda: GroupPool2d(plan.group, plan.reduce))
+            reduce = plan.reduce_to_one
+            pool = plan.insert(here, "orientations", lambda: GroupPool2d(plan.group, reduce))
             readers[read] = lambda e: e.module(pool, e[read])
         else:
             raise ConversionError("", f"it joins {value.channels} and {whole.channels} channels")
