@@ -35,6 +35,7 @@ from econv.layers import (
     GroupPool2d,
     GroupPReLU2d,
     GroupUpsampleConv2d,
+    GroupWindowConv2d,
     NearestResize2d,
     PDOConv2d,
     Recentre2d,
@@ -46,6 +47,7 @@ from econv.layers import (
 from econv.layers.checks import expect
 from econv.layers.orientations import pool_orientations
 from econv.layers.sampling import halve, nearest_pixels, points_about_centre
+from econv.layers.window import jets
 from econv.tracing import followed
 
 __all__ = ["export", "plain_form"]
@@ -128,6 +130,11 @@ def plain_borders(layer: PDOConv2d) -> tuple[list[nn.Module], dict[str, Any]]:
     sides = ((0, 0, padding, padding), (padding, padding, 0, 0))
     pads = [kinds[m](side) for m, side in zip(mode, sides, strict=True) if m != "zeros"]
     return pads, {"padding": tuple(padding if m == "zeros" else 0 for m in mode)}
+
+
+@plain_form.register
+def _(layer: GroupWindowConv2d) -> nn.Module:
+    return _graph(_Window(layer), "Window")
 
 
 def _conv(layer: PDOConv2d) -> nn.Conv2d:
@@ -351,6 +358,29 @@ class _Recentre(nn.Module):
         return points_about_centre(x, self.points(x.shape[2]), self.points(x.shape[3]))
 
 
+class _Window(_Fixed):
+    """A map read at once: derivatives for every orientation, then one matrix."""
+
+    synthesis: Tensor
+    matrix: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layer: GroupWindowConv2d) -> None:
+        bias = None if layer.bias is None else _by_channel(layer.bias, layer.out_channels)
+        super().__init__(synthesis=layer.synthesis, matrix=layer.weight.flatten(1), bias=bias)
+        self.points = layer.points if layer.centred else None
+        self.places = layer.places
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.points is not None:
+            x = points_about_centre(x, self.points(x.shape[2]), self.points(x.shape[3]))
+        found = functional.linear(jets(x, self.synthesis, self.places), self.matrix)
+        found = found.transpose(1, 2).flatten(1)
+        if self.bias is not None:
+            found = found + self.bias
+        return found.unsqueeze(2).unsqueeze(3)
+
+
 class _CentredPool(nn.Module):
     def __init__(self, layer: CentredAvgPool2d | CentredMaxPool2d) -> None:
         super().__init__()
@@ -563,7 +593,8 @@ def _with_forms(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
                 layer = _graph(_Enlarge(), "Enlarge")
             elif _is_layer(layer):
                 form: Callable[[Any], nn.Module] = plain_form
-                if isinstance(layer, PDOConv2d) and (steps := _before(layer)):
+                whole = isinstance(layer, GroupWindowConv2d)
+                if isinstance(layer, PDOConv2d) and not whole and (steps := _before(layer)):
                     form = _conv
                     # Apart, so that a norm can be folded into the convolution.
                     for done, step in steps.items():

@@ -4,7 +4,11 @@ import copy
 import functools
 import inspect
 import io
+import os
 import pickle
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,8 @@ from econv.conversion import fit_filter, registry, rules
 from econv.conversion.registry import rule
 from econv.lab import calibrate
 from econv.testing import assert_equivariant, equivariance_error
+from econv.layers import PDOConv2d
+from econv.testing import equivariance_error
 from plain_networks import (
     NETWORKS,
     LayerNorm2d,
@@ -546,6 +552,101 @@ def test_the_report_says_what_became_what():
     assert report.source_parameters == sum(p.numel() for p in source.parameters())
     assert report.error <= 1e-12 < 1e-3 < report.source_error
     assert f"{report.source_parameters:,} → {report.parameters:,}" in text
+
+
+def test_the_report_begins_with_the_work_over_the_source_s():
+    source = nn.Sequential(conv_norm(3, 64), conv_norm(64, 64), nn.Conv2d(64, 2, 1))
+    report = converted(source, "p8", "params").report
+    flops, width = (converted(source, "p8", match).report for match in ("flops", "width"))
+    first = str(report).partition("\n")[0]
+    assert first == report.headline() == report.summary()[0]
+    before = report.source_multiply_adds
+    assert report.multiply_adds > 10 * before
+    found = [float(number) for number in re.findall(r"([\d.]+)×", first)]
+    wanted = [r.multiply_adds / before for r in (report, flops, width)]
+    assert found == pytest.approx(wanted, rel=0.05)
+    assert re.findall(r"match='(\w+)'", first) == ["params", "flops", "width"]
+
+
+def test_the_report_has_the_costs_of_every_match():
+    source = nn.Sequential(conv_norm(3, 64), conv_norm(64, 64), nn.Conv2d(64, 2, 1))
+    report = converted(source, "p4", "width").report
+    assert [cost.match for cost in report.costs] == ["width", "params", "flops", "fields"]
+    for cost in report.costs:
+        made = converted(source, "p4", cost.match).report
+        assert (cost.parameters, cost.multiply_adds) == (made.parameters, made.multiply_adds)
+        assert any(
+            f"{cost.parameters:,}" in line for line in report.summary() if cost.match in line
+        )
+    source_work = 2 * report.source_multiply_adds  # of the example's two images
+    filters = sum(
+        layer.weight.numel() * 4 * layer.basis.size**2
+        for layer in converted(source, "p4", "width").modules()
+        if isinstance(layer, PDOConv2d)
+    )
+    own = (2 * report.multiply_adds + filters) / source_work
+    assert report.costs[0].step == pytest.approx(own)
+
+
+def test_a_match_that_cannot_be_reached_has_no_cost():
+    source = nn.Sequential(conv_norm(3, 32), conv_norm(32, 32), nn.Conv2d(32, 2, 1))
+    with pytest.raises(ValueError, match="expected widths with a count near"):
+        converted(source, "p8", "flops")
+    costs = [cost.match for cost in converted(source, "p8", "width").report.costs]
+    assert costs == ["width", "params", "fields"]
+
+
+def flattened(width, side, hidden, classes):
+    """A classifier that reads a flattened map, as VGG has it."""
+    return nn.Sequential(
+        *(conv_norm(3, width), nn.MaxPool2d(2), conv_norm(width, width)),
+        *(nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(width * side**2, hidden)),
+        *(nn.ReLU(), nn.Dropout(), nn.Linear(hidden, classes)),
+    )
+
+
+def test_a_classifier_of_a_flattened_map_never_has_filters(monkeypatch):
+    network = converted(flattened(8, 7, 16, 3), "p8", "params")
+    window = network.get_submodule("5")
+    filters = window.in_channels * window.out_channels * window.basis.size**2
+    assert filters > 10 * window.weight.numel()
+    convolve, seen = PDOConv2d.forward, []
+
+    def spied(layer, x):
+        seen.append(layer)
+        return convolve(layer, x)
+
+    monkeypatch.setattr(PDOConv2d, "forward", spied)
+    assert network.eval()(images()).shape == (2, 3)
+    assert len(seen) == 2  # the others, which have filters
+    assert window not in seen
+
+
+@pytest.mark.slow
+def test_vgg_at_64_pixels_converts_within_ten_seconds_and_two_gigabytes():
+    program = """
+import resource, time
+import torch
+import econv
+from plain_networks import VGG
+source = VGG().eval()
+x = torch.randn(1, 3, 64, 64)
+start = time.perf_counter()
+network = econv.convert(source, "p8", "params", example_input=x)
+converted = time.perf_counter()
+network(x)
+kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(converted - start, kilobytes / 1e6, time.perf_counter() - converted)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    seconds, gigabytes, forward = map(float, run.stdout.split())
+    assert seconds < 10
+    assert gigabytes < 2
+    assert forward < 10
 
 
 def test_the_table_has_every_module():

@@ -10,13 +10,14 @@ for all of it.
 from econv.conversion.convert import MATCHES, convert
 from econv.conversion.fit import fit_filter
 from econv.conversion.network import ConvertedNetwork
-from econv.conversion.report import Line, Report
+from econv.conversion.report import Cost, Line, Report
 from econv.conversion.trace import ConversionError
 
 __all__ = [
     "MATCHES",
     "ConversionError",
     "ConvertedNetwork",
+    "Cost",
     "Line",
     "Report",
     "convert",

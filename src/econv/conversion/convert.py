@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from econv.conversion.network import ConvertedNetwork
 from econv.conversion.operations import convert_node, is_leaf, pair_with_training
 from econv.conversion.outputs import check_outputs
 from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
-from econv.conversion.report import Line, Report
+from econv.conversion.report import Cost, Line, Report
 from econv.conversion.trace import ConversionError, trace, value_of
 from econv.conversion.widths import Sizes, match_widths
 from econv.groups import Group, GroupLike
@@ -97,7 +98,7 @@ def convert(
     >>> network = convert(cnn, "p4", match="width", example_input=torch.randn(2, 3, 16, 16))
     >>> network(torch.randn(5, 3, 16, 16)).shape
     torch.Size([5, 10])
-    >>> print(network.report.summary()[1])
+    >>> print(network.report.summary()[2])
     parameters          5,450 → 1,370 (0.251×)
     """
     found = Group(group)
@@ -128,6 +129,7 @@ def convert(
     errors = _errors(model, network, inputs, found, kind, measure)
     if strict and measure:
         _check_exact(network, inputs, found, kind, errors["error"])
+    costs = _costs(plan, match, sizes, model, len(images[0]))
     report = Report(
         group=found.name,
         match=match,
@@ -136,8 +138,10 @@ def convert(
         source_parameters=_called_parameters(plan, model),
         parameters=parameters(network),
         source_multiply_adds=_source_multiply_adds(plan),
-        multiply_adds=plan.count(sizes, "flops"),
         outputs=outputs,
+        multiply_adds=costs[0].multiply_adds,
+        costs=costs,
+        batch=len(images[0]),
         **errors,
         left=tuple(plan.left),
         notes=tuple(_notes(plan, model, pretrained)),
@@ -190,7 +194,7 @@ def _plan(
     return plan
 
 
-def _choose(plan: Plan, match: str, model: nn.Module) -> Sizes:
+def _sizes(plan: Plan, match: str, model: nn.Module) -> Sizes:
     order = plan.group.order
     if match == "width":
         sizes = Sizes(1 / order)
@@ -202,6 +206,12 @@ def _choose(plan: Plan, match: str, model: nn.Module) -> Sizes:
     else:
         total = _source_multiply_adds(plan)
         sizes = match_widths(lambda s: plan.count(s, "flops"), total, 1 / order)
+    return sizes
+
+
+def _choose(plan: Plan, match: str, model: nn.Module) -> Sizes:
+    order = plan.group.order
+    sizes = _sizes(plan, match, model)
     narrow = sizes.too_narrow(plan.widths())
     if narrow and match == "width":
         worst = min(narrow, key=lambda width: width.channels)
@@ -213,6 +223,23 @@ def _choose(plan: Plan, match: str, model: nn.Module) -> Sizes:
     if narrow:
         plan.notes.append(f"{len(narrow)} narrow layers have one field, more than their share")
     return sizes
+
+
+def _costs(plan: Plan, match: str, sizes: Sizes, model: nn.Module, images: int) -> tuple[Cost, ...]:
+    """What this network costs, and what each other match would."""
+    found = {match: sizes}
+    for other in MATCHES:
+        if other != match:
+            with contextlib.suppress(ValueError):  # none comes near, or a layer is too narrow
+                found[other] = _sizes(plan, other, model)
+    before = _source_multiply_adds(plan) * images
+    costs = []
+    for name, chosen in found.items():
+        work = plan.count(chosen, "flops")
+        whole = work * images + plan.count(chosen, "filters")
+        step = whole / before if before else math.nan
+        costs.append(Cost(name, chosen.scale, plan.count(chosen, "params"), work, step))
+    return tuple(costs)
 
 
 def _source_multiply_adds(plan: Plan) -> int:
@@ -443,19 +470,25 @@ def _is_random(network: nn.Module, inputs: tuple[Any, ...]) -> bool:
 
 
 def _with_statistics(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
-    """A copy in eval mode; norms that have seen no batch get the statistics of the example.
+    """A copy in eval mode that shares the parameters; norms that have seen no batch get the
+    statistics of the example.
 
     Without them a deep network may give zeros, whose error says nothing.
     """
-    run = copy.deepcopy(model).eval()
+    run = _sharing(model).eval()
     norms = [m for m in run.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     fresh = any(n.num_batches_tracked == 0 for n in norms if n.num_batches_tracked is not None)
     if fresh and len(inputs) == 1:
         try:
             return calibrate(run, inputs[0])
         except ValueError:  # torch refuses statistics of one number
-            return copy.deepcopy(model).eval()
+            return _sharing(model).eval()
     return run
+
+
+def _sharing(model: nn.Module) -> nn.Module:
+    """A copy with buffers of its own and the parameters of the model."""
+    return copy.deepcopy(model, {id(found): found for found in model.parameters()})
 
 
 def _first(output: Any) -> Tensor:

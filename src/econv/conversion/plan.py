@@ -17,7 +17,14 @@ from torch import Tensor, fx, nn
 from econv.conversion.trace import ConversionError, Trace, owner, value_of
 from econv.conversion.widths import Sizes, Width, count_of, join, runs
 from econv.groups import Group
-from econv.layers import ConvOptions, GroupPool2d, PDOConv2d, Spread2d, Upsample2d
+from econv.layers import (
+    ConvOptions,
+    GroupPool2d,
+    GroupWindowConv2d,
+    PDOConv2d,
+    Spread2d,
+    Upsample2d,
+)
 
 __all__ = [
     "FLAT",
@@ -389,7 +396,9 @@ class Plan:
         return {name: part.make(sizes, where) for name, part in self.parts.items()}
 
     def count(self, sizes: Sizes, what: str) -> int:
-        """The parameters or multiply-adds that these widths lead to; nothing is allocated."""
+        """What these widths lead to: ``"params"``, ``"flops"`` (multiply-adds of one image) or
+        ``"filters"`` (those that expand the filters, once a pass). Nothing is allocated.
+        """
         total = 0
         for part in self.parts.values():
             if part.kept and part.source is not None:
@@ -398,9 +407,12 @@ class Plan:
                 module = self._blank(part, sizes)
             else:
                 continue
-            total += (
-                parameters(module) if what == "params" else multiply_adds(module, part.positions)
-            )
+            if what == "params":
+                total += parameters(module)
+            elif what == "flops":
+                total += multiply_adds(module, part.positions)
+            else:
+                total += expansion(module)
         return total
 
     def _blank(self, part: PlannedModule, sizes: Sizes) -> nn.Module:
@@ -443,12 +455,23 @@ def multiply_adds(module: nn.Module, positions: int) -> int:
     """Multiplications of the convolutions and linear maps in a module, at so many pixels."""
     total = 0
     for layer in module.modules():
-        if isinstance(layer, PDOConv2d):
+        if isinstance(layer, GroupWindowConv2d):
+            total += layer.multiply_adds() * positions
+        elif isinstance(layer, PDOConv2d):
             per_pixel = layer.in_channels * layer.out_channels // layer.groups
             total += per_pixel * layer.basis.size**2 * positions
         elif isinstance(layer, nn.Conv2d | nn.ConvTranspose2d | nn.Linear | nn.Conv1d):
             total += layer.weight.numel() * positions
     return total
+
+
+def expansion(module: nn.Module) -> int:
+    """Multiplications that make the filters of a module of its weights."""
+    return sum(
+        layer.weight.numel() * layer.group.order * layer.basis.size**2
+        for layer in module.modules()
+        if isinstance(layer, PDOConv2d) and not isinstance(layer, GroupWindowConv2d)
+    )
 
 
 def positions_of(node: fx.Node, module: nn.Module) -> int:

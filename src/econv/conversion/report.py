@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Line", "Report"]
+__all__ = ["Cost", "Line", "Report"]
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,21 @@ class Line:
     became: str
     fit: float | None = None
     """Of a fitted filter: what is left of the source's, relative to its norm."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a network would cost with one ``match``."""
+
+    match: str
+    scale: float
+    """Fields for each channel of the source."""
+    parameters: int
+    multiply_adds: int
+    """Of one image, with dense filters."""
+    step: float
+    """The time of a training step over the source's, an estimate: the multiply-adds of the
+    example's batch and of the filters' expansion, over the source's."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,10 @@ class Report:
     left: tuple[tuple[str, str], ...] = ()
     """What was left alone, and why."""
     notes: tuple[str, ...] = field(default_factory=tuple)
+    costs: tuple[Cost, ...] = ()
+    """Of this network first, then of what other matches would have made."""
+    batch: int = 1
+    """Images in the example."""
 
     def __str__(self) -> str:
         fitted = any(line.fit is not None for line in self.lines)
@@ -55,8 +74,8 @@ class Report:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in [header, ["-" * width for width in widths], *rows]
         ]
-        text += ["", *self.summary()]
-        return "\n".join(text)
+        first, *rest = self.summary()
+        return "\n".join([first, "", *text, "", *rest])
 
     def missed(self) -> str | None:
         """By how much the numbers that should stay do not, where that is more than 2 %."""
@@ -73,8 +92,9 @@ class Report:
         )
 
     def summary(self) -> list[str]:
-        """The numbers, without the table."""
+        """The numbers, without the table; first what the network costs."""
         lines = [
+            self.headline(),
             f"fields per channel  {self.scale:.4f} (match={self.match!r})",
             _compared("parameters", self.source_parameters, self.parameters),
             _compared("multiply-adds", self.source_multiply_adds, self.multiply_adds),
@@ -87,9 +107,48 @@ class Report:
                 f"error at {self.turn:<9}  {self.source_error:.2e} → {self.error:.2e} "
                 "(relative change of the output)"
             )
+        lines += self._cost_table()
         lines += [f"left alone: {name}: {reason}" for name, reason in self.left]
         lines += [f"note: {note}" for note in self.notes]
         return lines
+
+    def headline(self) -> str:
+        """The work over the source's, with other matches beside it."""
+        if not self.source_multiply_adds:
+            return f"{self.multiply_adds:,} multiply-adds (match={self.match!r})"
+        work = [(self.match, self.multiply_adds)]
+        work += [(c.match, c.multiply_adds) for c in self.costs[1:] if c.match in _AFFORDABLE]
+        first, *others = (
+            f"{_times(count / self.source_multiply_adds)} with match={match!r}"
+            for match, count in work
+        )
+        beside = f" ({', '.join(others)})" if others else ""
+        return f"multiply-adds over the source's: {first}{beside}"
+
+    def _cost_table(self) -> list[str]:
+        if len(self.costs) < 2:
+            return []
+        images = f"{self.batch} image" + "s" * (self.batch != 1)
+        rows = [
+            ["match", "parameters", "multiply-adds", f"step of {images}, estimated"],
+            ["(source)", f"{self.source_parameters:,}", f"{self.source_multiply_adds:,}", "1×"],
+        ]
+        rows += [
+            [c.match, f"{c.parameters:,}", f"{c.multiply_adds:,}", _times(c.step)]
+            for c in self.costs
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in rows
+        ]
+
+
+_AFFORDABLE = ("flops", "width")
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f}×" if ratio >= 9.95 else f"{ratio:.2g}×"
 
 
 def _compared(what: str, before: int, after: int) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 from econv.tracing import followed
 
@@ -163,7 +164,7 @@ class _Source:
         self.names = names
         self.is_leaf = is_leaf
         self.model = model
-        self.blank = copy.deepcopy(model).to("meta").eval()
+        self.blank = _without_numbers(model).eval()
 
     def trace(
         self,
@@ -513,6 +514,17 @@ def _first_line(error: Exception) -> str:
 
 def _without_data(value: Any) -> Any:
     return value.detach().to("meta") if isinstance(value, Tensor) else value
+
+
+def _without_numbers(model: nn.Module) -> nn.Module:
+    """A copy on the meta device; the numbers are not copied on the way."""
+    blank: dict[int, Any] = {}
+    for found in model.parameters():
+        if not is_lazy(found):
+            blank[id(found)] = nn.Parameter(found.detach().to("meta"), found.requires_grad)
+    for buffer in model.buffers():
+        blank[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, blank).to("meta")
 
 
 def _asking() -> tuple[str, int]:

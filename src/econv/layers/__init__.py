@@ -54,6 +54,7 @@ from econv.layers.synchronised import (
     SyncGroupBatchNorm2d,
     convert_sync_batchnorm,
 )
+from econv.layers.window import GroupWindowConv2d
 
 __all__ = [
     "CentredAvgPool2d",
@@ -72,6 +73,7 @@ __all__ = [
     "GroupPReLU2d",
     "GroupPool2d",
     "GroupUpsampleConv2d",
+    "GroupWindowConv2d",
     "LiftConv2d",
     "NearestResize2d",
     "PDOConv2d",

@@ -33,6 +33,7 @@ from econv.layers import (
     GroupLinear,
     GroupPool2d,
     GroupUpsampleConv2d,
+    GroupWindowConv2d,
     LiftConv2d,
 )
 from econv.operators import OperatorsLike
@@ -391,7 +392,9 @@ def _window(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value
     }
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
-        return GroupConv2d(sizes.fields(into), sizes.fields(out), plan.group, **options, **where)
+        return GroupWindowConv2d(
+            sizes.fields(into), sizes.fields(out), plan.group, **options, **where
+        )
 
     smaller = None
     if side < height:

@@ -1,0 +1,85 @@
+"""A group convolution whose map is one window, as derivatives of the map and one matrix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from econv import engines
+from econv.groups import GroupLike
+from econv.layers.convolution import ConvOptions, GroupConv2d
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["GroupWindowConv2d", "jets"]
+
+
+class GroupWindowConv2d(GroupConv2d):
+    """A :class:`~econv.GroupConv2d` that reads a whole map at once, ``[batch, out, 1, 1]``.
+
+    What `Flatten` and `Linear` are to ordinary networks. Arguments, weight and result are those of
+    a `GroupConv2d` with ``padding="valid"``, which is the default here; derivatives come
+    first and the weight meets them as it is. Filters, ``order · size² / operators`` times as many
+    numbers as the weight, are never made.
+
+    >>> whole = GroupWindowConv2d(4, 6, "p8", operators="order<=2")
+    >>> whole(torch.randn(2, 4 * 8, 3, 3)).shape
+    torch.Size([2, 48, 1, 1])
+    """
+
+    def __init__(
+        self,
+        in_fields: int,
+        out_fields: int,
+        group: GroupLike,
+        **options: Unpack[ConvOptions],
+    ) -> None:
+        super().__init__(in_fields, out_fields, group, **{"padding": "valid", **options})
+        found = {"stride": self.stride, "padding": self.padding, "groups": self.groups}
+        if found != {"stride": 1, "padding": 0, "groups": 1}:
+            raise ValueError(f"expected one window: no stride, padding or groups; got {found}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Read ``[batch, in_fields * order, size, size]``."""
+        x = self.read(x)
+        size = self.basis.size
+        if not torch.compiler.is_compiling() and tuple(x.shape[2:]) != (size, size):
+            raise ValueError(
+                f"expected a map of one window, {size}×{size} pixels; got {x.shape[2]}×{x.shape[3]}"
+            )
+        with engines.without_autocast(self.weight.device):  # derivatives carry the accuracy
+            found = jets(x.to(self.weight.dtype), self._weight().tables[0], self.places)
+        found = functional.linear(found, self.weight.flatten(1))  # [batch, A, out]
+        found = found.transpose(1, 2).flatten(1)
+        bias = self._channel_bias()
+        if bias is not None:
+            found = found + bias
+        return found[:, :, None, None]
+
+    @property
+    def places(self) -> list[list[int]]:
+        """For every A the places A·k that the relative elements k stand for."""
+        return [[int(place) for place in row] for row in self.group.product]
+
+    def multiply_adds(self) -> int:
+        """Multiplications for one map."""
+        derivatives = self.in_channels * len(self.basis.operators) * self.basis.size**2
+        return self._order * (self.weight.numel() + derivatives)
+
+
+def jets(x: Tensor, synthesis: Tensor, places: list[list[int]]) -> Tensor:
+    """What every orientation A reads, ``[batch, A, (field, k, operator)]``.
+
+    Of the maps ``[batch, fields * order, size, size]``, the relative ones k in the order of A,
+    each operator of ``synthesis``, ``[operators, order, size²]``, turned to A.
+    """
+    pixels = x.flatten(2).unflatten(1, (-1, len(places)))
+    read = [
+        (pixels[:, :, place] @ synthesis[:, frame].transpose(0, 1)).flatten(1)
+        for frame, place in enumerate(places)
+    ]
+    return torch.stack(read, 1)
