@@ -38,7 +38,8 @@ class GroupWindowConv2d(GroupConv2d):
         group: GroupLike,
         **options: Unpack[ConvOptions],
     ) -> None:
-        super().__init__(in_fields, out_fields, group, **{"padding": "valid", **options})
+        options.setdefault("padding", "valid")
+        super().__init__(in_fields, out_fields, group, **options)
         found = {"stride": self.stride, "padding": self.padding, "groups": self.groups}
         if found != {"stride": 1, "padding": 0, "groups": 1}:
             raise ValueError(f"expected one window: no stride, padding or groups; got {found}")
