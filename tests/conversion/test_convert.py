@@ -21,9 +21,8 @@ from econv import ConversionError, Group, convert, filter_basis
 from econv.conversion import fit_filter, registry, rules
 from econv.conversion.registry import rule
 from econv.lab import calibrate
-from econv.testing import assert_equivariant, equivariance_error
 from econv.layers import PDOConv2d
-from econv.testing import equivariance_error
+from econv.testing import assert_equivariant, equivariance_error
 from plain_networks import (
     NETWORKS,
     LayerNorm2d,
