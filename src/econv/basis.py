@@ -27,7 +27,11 @@ from econv.stencils import (
     stencil_set,
 )
 
-__all__ = ["INITIALISATIONS", "FilterBasis", "Gains", "basis_of", "filter_basis"]
+__all__ = ["COORDINATES", "INITIALISATIONS", "FilterBasis", "Gains", "basis_of", "filter_basis"]
+
+COORDINATES = ("pixels", "orthonormal")
+"""What the numbers of a weight are coordinates of; see :class:`FilterBasis`. Their places in this
+tuple are what states of layers hold."""
 
 INITIALISATIONS = ("relu", "paper")
 """``"paper"``: He on the canonical filter (section 4.4). ``"relu"``: the same times one scalar that
@@ -57,11 +61,14 @@ class Gains(NamedTuple):
 class FilterBasis:
     """The filters of one group, operator set and stencil set: a value, made by `filter_basis`.
 
-    A learned weight is a vector of ``len(operators)`` numbers: the *canonical filter* χ^(I) as
-    central differences on their smallest support write it. Where the operators fill that support,
-    as the paper's nine fill 3×3, the numbers are its pixels, row by row from the top; otherwise
-    they are coordinates in an orthonormal basis of the filters that the operators reach. The
-    paper's β follows from the linear system of its section 4.4, β = weight · :attr:`canonical`.
+    A learned weight is a vector of ``len(operators)`` numbers: the *canonical filter* χ^(I), as
+    central differences on their smallest support write it, in coordinates of an orthonormal basis.
+    With ``coordinates="orthonormal"``, the default, the first of them alone is the filter's answer
+    to constants and the others follow the derivatives, order by order; optimisers that treat
+    numbers one by one, as Adam does, then move means and details apart. With ``"pixels"``, the
+    way of the first version, the numbers are the pixels, row by row from the top, where the
+    operators fill the support, as the paper's nine fill 3×3. The paper's β follows from the linear
+    system of its section 4.4, β = weight · :attr:`canonical`.
 
     >>> basis = filter_basis("p8", "paper", "central")
     >>> basis.size, basis.turned.shape
@@ -72,6 +79,7 @@ class FilterBasis:
     operators: OperatorSet
     stencils: StencilSet
     size: int
+    coordinates: str = "orthonormal"
 
     @cached_property
     def turned(self) -> FloatArray:
@@ -104,6 +112,9 @@ class FilterBasis:
     def canonical(self) -> FloatArray:
         """The matrix from weights to coefficients at spacing 1, β = weight · canonical."""
         system = self.canonical_filters
+        if self.coordinates == "orthonormal":
+            filters = _orthonormal(system, np.array(self.operators.orders))
+            return frozen(filters @ np.linalg.pinv(system))
         if system.shape[0] == system.shape[1]:
             return frozen(np.linalg.inv(system))
         # T = Rᵀ Qᵀ with orthonormal columns in Q: weight = β Rᵀ are the coordinates in Qᵀ.
@@ -203,19 +214,20 @@ class FilterBasis:
         else:
             filters = hashlib.sha256(self.synthesis.tobytes()).hexdigest()
         operators = [[int(e) for e in exponents] for exponents in self.operators]
-        content = f"{self.group.name} {operators} {self.size} {filters}"
+        content = f"{self.group.name} {operators} {self.size} {filters} {self.coordinates}"
         found = hashlib.sha256(content.encode()).hexdigest()[:32]
         _digested.setdefault(found, self)
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Rebuilt from its parts: a pickled layer holds no expanded array.
-        return filter_basis, (self.group, self.operators, self.stencils, self.size)
+        own = (self.group, self.operators, self.stencils, self.size)
+        return filter_basis, (*own, self.stencils.accuracy, self.coordinates)
 
     def __repr__(self) -> str:
         return (
             f"FilterBasis({self.group}, {self.operators.name!r}, {self.stencils!r}, "
-            f"size={self.size})"
+            f"size={self.size}, coordinates={self.coordinates!r})"
         )
 
 
@@ -234,24 +246,28 @@ def filter_basis(
     stencils: StencilsLike = "isotropic",
     size: int | None = None,
     accuracy: int = 2,
+    coordinates: str = "orthonormal",
 ) -> FilterBasis:
     """The filter basis of a group, an operator set and a stencil set, made once per process.
 
     ``size`` is the support of the filters, the smallest odd one that holds every turned operator
-    by default.
+    by default; ``coordinates`` are those of a weight, ``"orthonormal"`` or ``"pixels"``.
     """
+    if coordinates not in COORDINATES:
+        raise ValueError(f"expected coordinates as one of {COORDINATES}; got {coordinates!r}")
     found = Group(group)
     return _filter_basis(
         found,
         operator_set(operators, found.dimension),
         stencil_set(stencils, accuracy, found.rotations),
         size,
+        coordinates,
     )
 
 
 @lru_cache(maxsize=256, typed=True)
 def _filter_basis(
-    group: Group, operators: OperatorSet, stencils: StencilSet, size: int | None
+    group: Group, operators: OperatorSet, stencils: StencilSet, size: int | None, coordinates: str
 ) -> FilterBasis:
     columns = monomials(operators.order, operators.dimension)
     used = np.abs(operators.turned(group)).max(axis=(0, 1)) > 0
@@ -263,7 +279,28 @@ def _filter_basis(
         operators,
         stencils,
         check_size(smallest if size is None else size, smallest, what, stencils),
+        coordinates,
     )
+
+
+def _orthonormal(filters: FloatArray, orders: np.ndarray) -> FloatArray:
+    """Orthonormal filters with the same span, ``[operators, taps]``.
+
+    Those of one order are made orthonormal together, by the nearest orthonormal ones, so that the
+    grid's own symmetries permute them up to signs as they permute the derivatives; order by order,
+    each without its share in those before, and the identity last: what is left of it is the only
+    one of them with a sum.
+    """
+    found = np.zeros_like(filters)
+    for order in sorted(set(orders.tolist()), key=lambda order: (order == 0, order)):
+        here = orders == order
+        block = filters[here]
+        for _ in range(2):  # the second time takes what rounding left
+            block = block - block @ found.T @ found
+            left, _, right = np.linalg.svd(block, full_matrices=False)
+            block = left @ right
+        found[here] = block
+    return found
 
 
 def _relu_covariance(covariance: FloatArray, variance: FloatArray) -> FloatArray:

@@ -132,8 +132,9 @@ def plot_filters(layer: PDOConv2d, field: int = 0, channel: int = 0) -> Figure:
         for element, found in enumerate(turned)
     ]
     side = math.isqrt(weight.numel())
-    # Only where the operators fill a square are the weights pixels.
-    canonical = weight.reshape(side, side).numpy() if side * side == weight.numel() else None
+    # It is drawn where the operators fill a square.
+    pixels = weight.numpy() @ layer.basis.canonical @ layer.basis.canonical_filters
+    canonical = pixels.reshape(side, side) if side * side == weight.numel() == pixels.size else None
     extent = max(float(np.abs(found).max()) for found, _, _ in panels)
     if canonical is not None:
         extent = max(extent, float(np.abs(canonical).max()))

@@ -27,7 +27,7 @@ from econv.stencils import Central, Gaussian, Isotropic, StencilSet
 
 __all__ = ["FORMAT", "Pretrained", "from_pretrained"]
 
-FORMAT = 1
+FORMAT = 2
 """The version of the files; readers refuse newer ones."""
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
@@ -216,7 +216,9 @@ def _read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _check_state(network: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     wanted = network.state_dict()
-    problems = [f"{name} is missing" for name in wanted if name not in state]
+    # In format 1 layers do not say what the numbers of a weight are: the first version's pixels.
+    implied = {name for name in wanted if name.rpartition(".")[2] == "coordinates"}
+    problems = [f"{name} is missing" for name in wanted if name not in {*state, *implied}]
     problems += [f"{name} is unknown" for name in state if name not in wanted]
     for name, value in wanted.items():
         if name not in state:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from econv import engines
-from econv.basis import Gains, filter_basis
+from econv.basis import COORDINATES, Gains, filter_basis
 from econv.engines import Part, Prologue, Weight, dense
 from econv.groups import Group, GroupLike
 from econv.layers.checks import check_groups, check_maps, positive
@@ -61,13 +61,16 @@ class PDOConv2d(WithConstants):
     """What the three kinds of PDO-eConv share: one learned weight, expanded in every forward pass.
 
     Nothing derived is kept: the state is ``weight`` (and ``bias``), in train and eval alike, and a
-    weight changed by any route is seen by the next call.
+    weight changed by any route is seen by the next call. A buffer, ``coordinates``, says what the
+    numbers of the weight are coordinates of (:data:`econv.basis.COORDINATES`): a layer that loads a
+    state of the first version, which does not say so, takes its pixels as they are.
     """
 
     input_kind: str
     output_kind: str
     weight: nn.Parameter
     bias: nn.Parameter | None
+    coordinates: Tensor
     synthesis: Tensor
 
     def __init__(
@@ -146,6 +149,37 @@ class PDOConv2d(WithConstants):
         here, constants = self.weight, self.synthesis
         return constants.dtype == here.dtype and constants.device == here.device
 
+    def _refresh_constants(self) -> None:
+        super()._refresh_constants()
+        told = COORDINATES.index(self.basis.coordinates)  # anew: `to_empty()` leaves nothing of it
+        with torch.inference_mode(False):
+            self.register_buffer("coordinates", torch.tensor(told, device=self.weight.device))
+
+    def _read_weight_in(self, coordinates: str) -> None:
+        """Take the weight as these coordinates from now on."""
+        basis = self.basis
+        if coordinates != basis.coordinates:
+            own = (basis.group, basis.operators, basis.stencils, basis.size)
+            self.basis = filter_basis(*own, coordinates=coordinates)
+            self._convolution = self._describe()
+            self._refresh_constants()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        weights = (f"{prefix}weight", f"{prefix}parametrizations.weight.")
+        if any(name.startswith(weights) for name in state_dict):
+            first = torch.tensor(COORDINATES.index("pixels"))
+            told = state_dict.setdefault(f"{prefix}coordinates", first)
+            if not told.is_meta:
+                place = int(told) if told.numel() == 1 else -1
+                if 0 <= place < len(COORDINATES):
+                    self._read_weight_in(COORDINATES[place])
+                else:
+                    more[-1].append(
+                        f"expected {prefix}coordinates as a number from 0 to "
+                        f"{len(COORDINATES) - 1}; got {told.tolist()}"
+                    )
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
     def __getstate__(self) -> dict[str, Any]:
         """The state without the fixed arrays, which come back from the basis."""
         state = self.__dict__.copy()
@@ -158,6 +192,8 @@ class PDOConv2d(WithConstants):
         self.__dict__.pop("extent", None)  # layers once kept it, and had no description
         if "_convolution" not in self.__dict__:
             self._convolution = self._describe()
+        if "coordinates" not in self._buffers:  # pickled by the first version
+            self._read_weight_in("pixels")
         self._refresh_constants()
 
     @property
@@ -335,6 +371,7 @@ class PDOConv2d(WithConstants):
             "spacing": (self.spacing, 1.0),
             "centred": (self.centred, False),
             "init": (self.init, "relu"),
+            "coordinates": (basis.coordinates, "orthonormal"),
             "engine": (self.engine, "auto"),
         }
         for name, (value, default) in options.items():
