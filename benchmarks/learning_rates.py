@@ -21,11 +21,11 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from recording import Growing, origin
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -33,6 +33,7 @@ import econv
 from econv.data.digits import digits
 from econv.data.splits import Dataset
 from econv.models import ConvNet
+from recording import Growing, origin
 
 LAYERS = 4
 RATES = {"adam": (-3.0, -2.5, -2.0, -1.5, -1.0), "sgd": (-2.0, -1.5, -1.0, -0.5, 0.0)}
@@ -78,7 +79,7 @@ def flow(network: dict[str, Any]) -> nn.Module:
     layers: list[nn.Module] = []
     if group is None:
         widths = [2, *(fields,) * (LAYERS - 1), 2]
-        for into, out in zip(widths, widths[1:], strict=False):
+        for into, out in pairwise(widths):
             layers += [nn.Conv2d(into, out, 3, padding=1, padding_mode="circular"), nn.GELU()]
         return nn.Sequential(*layers[:-1])
     own = {**options_of(network), "padding_mode": "circular"}

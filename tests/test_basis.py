@@ -105,46 +105,78 @@ def test_the_canonical_system_of_the_nine_is_the_central_one_on_3x3(accuracy):
     basis = filter_basis("p8", "paper", "central", accuracy=accuracy)
     expected = np.stack([central(e, size=3).weights.ravel() for e in operator_set("paper")])
     np.testing.assert_array_equal(basis.canonical_filters, expected)
-    np.testing.assert_allclose(expected @ basis.canonical, np.eye(9), rtol=0, atol=1e-14)
+    pixels = filter_basis("p8", "paper", "central", accuracy=accuracy, coordinates="pixels")
+    np.testing.assert_allclose(expected @ pixels.canonical, np.eye(9), rtol=0, atol=1e-14)
+    orthonormal = basis.canonical @ expected
+    np.testing.assert_allclose(orthonormal @ orthonormal.T, np.eye(9), rtol=0, atol=1e-14)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=9, max_size=9))
 @settings(deadline=None)
 def test_coefficients_solve_the_linear_system(weight):
-    basis = filter_basis("p6", "paper", "central")
-    beta = np.array(weight) @ basis.canonical
     stencils = [central(e, size=3).weights for e in operator_set("paper")]
-    canonical_filter = sum(b * s for b, s in zip(beta, stencils, strict=True))
-    expected = np.reshape(weight, (3, 3))
-    np.testing.assert_allclose(canonical_filter, expected, rtol=0, atol=1e-12)
+    for coordinates in ("pixels", "orthonormal"):
+        basis = filter_basis("p6", "paper", "central", coordinates=coordinates)
+        beta = np.array(weight) @ basis.canonical
+        canonical_filter = sum(b * s for b, s in zip(beta, stencils, strict=True))
+        if coordinates == "pixels":
+            expected = np.reshape(weight, (3, 3))
+            np.testing.assert_allclose(canonical_filter, expected, rtol=0, atol=1e-12)
+        else:  # as long as the weight, and its sum is that of one number
+            assert np.linalg.norm(canonical_filter) == pytest.approx(np.linalg.norm(weight))
+            assert canonical_filter.sum() == pytest.approx(3 * weight[0], abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["p4", "p8", "p6m"])
 def test_weights_of_the_nine_are_the_pixels_of_the_canonical_filter(name):
-    basis = central_basis(name)
+    basis = filter_basis(name, "paper", "central", coordinates="pixels")
     margin = (basis.size - 3) // 2
     pixels = np.pad(np.eye(9).reshape(9, 3, 3), [(0, 0), (margin, margin), (margin, margin)])
     np.testing.assert_allclose(basis.synthesis[0], pixels, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(
-    "operators", ["order<=1", "order<=2", "order<=3", ((0, 0), (2, 0), (0, 2))]
+    "operators", ["paper", "order<=1", "order<=2", "order<=3", ((0, 0), (2, 0), (0, 2))]
 )
-def test_weights_of_other_sets_are_orthonormal_coordinates(operators):
-    basis = central_basis("p8", operators)
+@pytest.mark.parametrize("coordinates", ["orthonormal", "pixels"])
+def test_weights_are_coordinates_of_orthonormal_filters(operators, coordinates):
+    basis = filter_basis("p8", operators, "central", coordinates=coordinates)
     count = len(basis.operators)
-    assert basis.canonical_filters.shape[0] < basis.canonical_filters.shape[1]
+    assert (basis.canonical_filters.shape[0] < 9) == (operators not in ("paper", "order<=3"))
     directions = basis.synthesis[0].reshape(count, -1)
     np.testing.assert_allclose(directions @ directions.T, np.eye(count), rtol=0, atol=1e-12)
     reached = np.concatenate([directions, basis.turned[0].reshape(count, -1)])
     assert np.linalg.matrix_rank(reached, tol=1e-9) == count
 
 
-def test_orthonormal_coordinates_take_the_operators_in_turn():
+@pytest.mark.parametrize("stencils", ["central", "isotropic", "gaussian"])
+@pytest.mark.parametrize("operators", ["paper", "order<=2", "order<=3", ((0, 0), (2, 0), (0, 2))])
+def test_one_coordinate_alone_answers_constants(operators, stencils):
+    """With every stencil set, in every frame: derivatives take no notice of constants."""
+    sums = filter_basis("p8", operators, stencils).synthesis.sum(axis=(2, 3))
+    assert (np.abs(sums[:, 0]) > 0.5).all()
+    np.testing.assert_allclose(sums[:, 1:], 0, rtol=0, atol=1e-12)
+    mixed = filter_basis("p8", operators, stencils, coordinates="pixels").synthesis.sum(axis=(2, 3))
+    assert (np.abs(mixed) > 0.1).sum(axis=1).min() > 1
+
+
+@pytest.mark.parametrize("operators", ["paper", "order<=1", "order<=2", "order<=4"])
+def test_the_symmetries_of_the_grid_permute_the_coordinates_up_to_signs(operators):
+    """So that an optimiser that treats numbers one by one commutes with quarter turns and flips."""
+    basis = filter_basis("p4m", operators)
+    frames = basis.synthesis.reshape(8, len(basis.operators), -1)
+    for frame in frames:
+        moved = frame @ np.linalg.pinv(frames[0])
+        np.testing.assert_allclose(np.abs(moved).round(9).sum(axis=1), 1, rtol=0, atol=1e-8)
+        np.testing.assert_allclose(np.abs(moved).max(axis=1), 1, rtol=0, atol=1e-8)
+
+
+def test_pixels_of_few_operators_take_the_operators_in_turn():
     # Row s of inverse(canonical) writes operator s in the coordinates: triangular, as in
     # Gram–Schmidt, with a positive diagonal.
     for operators in ("order<=1", "order<=2", "order<=3"):
-        coordinates = np.linalg.inv(filter_basis("p8", operators).canonical)
+        basis = filter_basis("p8", operators, coordinates="pixels")
+        coordinates = np.linalg.inv(basis.canonical)
         np.testing.assert_allclose(coordinates, np.tril(coordinates), rtol=0, atol=1e-12)
         assert (np.diag(coordinates) > 0).all()
 
@@ -385,10 +417,17 @@ def test_a_basis_cannot_be_changed():
 
 
 def test_text_names_the_parts():
-    assert repr(filter_basis("p8")) == "FilterBasis(p8, 'paper', Isotropic(rotations=8), size=5)"
+    text = "FilterBasis(p8, 'paper', Isotropic(rotations=8), size=5"
+    assert repr(filter_basis("p8")) == f"{text})"
+    assert repr(filter_basis("p8", coordinates="pixels")) == f"{text}, coordinates='pixels')"
 
 
 # Bad input
+
+
+def test_unknown_coordinates_are_refused():
+    with pytest.raises(ValueError, match=r"expected coordinates as one of \('pixels'.*got 'polar'"):
+        filter_basis("p8", coordinates="polar")
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 6, -5, 5.0, 5.5, "5", True])

@@ -225,9 +225,10 @@ class FilterBasis:
         return filter_basis, (*own, self.stencils.accuracy, self.coordinates)
 
     def __repr__(self) -> str:
+        pixels = f", coordinates={self.coordinates!r}" if self.coordinates == "pixels" else ""
         return (
             f"FilterBasis({self.group}, {self.operators.name!r}, {self.stencils!r}, "
-            f"size={self.size}, coordinates={self.coordinates!r})"
+            f"size={self.size}{pixels})"
         )
 
 

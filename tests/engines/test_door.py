@@ -332,7 +332,7 @@ def test_the_state_holds_nothing_of_the_engines():
     layers = [GroupConv2d(2, 2, "p4", bias=True, engine=name) for name in ("auto", "spectral")]
     for layer in layers:
         layer(torch.randn(2, 8, 9, 9))
-        assert list(layer.state_dict()) == ["weight", "bias"]
+        assert list(layer.state_dict()) == ["weight", "bias", "coordinates"]
     assert len(pickle.dumps(layers[0])) < 20_000
 
 

@@ -18,7 +18,10 @@ from econv import (
     LiftConv2d,
     Restrict2d,
     VectorConv2d,
+    filter_basis,
 )
+from econv.basis import COORDINATES
+from econv.layers import PDOConv2d
 from econv.models import ResNet
 
 PDO_LAYERS = {
@@ -54,7 +57,7 @@ def test_the_state_is_the_weight_and_the_bias(name, train):
     layer = PDO_LAYERS[name]().train(train)
     layer(torch.randn(1, 4, 8, 8)).sum().backward()
     wanted = {"weight", "bias"} if layer.bias is not None else {"weight"}
-    assert set(layer.state_dict()) == wanted
+    assert set(layer.state_dict()) == wanted | {"coordinates"}
     assert {key for key, _ in layer.named_parameters()} == wanted
 
 
@@ -270,8 +273,93 @@ def test_a_checkpoint_is_no_larger_than_the_weights():
     stream = io.BytesIO()
     torch.save(model.state_dict(), stream)
     assert parameters < stream.tell() <= 1.05 * (parameters + statistics)
-    stored = sum(value.numel() * value.element_size() for value in model.state_dict().values())
-    assert stored == parameters + statistics
+    state = model.state_dict()
+    told = sum(8 for name in state if name.endswith(".coordinates"))
+    stored = sum(value.numel() * value.element_size() for value in state.values())
+    assert stored == parameters + statistics + told
+    assert told == 8 * sum(isinstance(module, PDOConv2d) for module in model.modules())
+
+
+# States of the first version, whose weights are pixels and do not say so
+
+
+def first_version(layer):
+    """What the first version would have computed, and the state that it would have saved."""
+    basis = layer.basis
+    pixels = filter_basis(basis.group, basis.operators, basis.stencils, coordinates="pixels")
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    del state["coordinates"]
+    matrix = torch.from_numpy(pixels.synthesis.copy()).to(layer.weight)
+    return state, torch.einsum("oks,gsyx->ogkyx", state["weight"].flatten(1, -2), matrix)
+
+
+def own_filters(layer):
+    """The filters of each frame, read as `first_version` gives them."""
+    matrix = torch.from_numpy(layer.basis.synthesis.copy()).to(layer.weight)
+    return torch.einsum("oks,gsyx->ogkyx", layer.weight.detach().flatten(1, -2), matrix)
+
+
+@pytest.mark.parametrize("name", PDO_LAYERS)
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_of_the_first_version_computes_what_it_computed(name, assign):
+    layer = PDO_LAYERS[name]()
+    state, wanted = first_version(layer)
+    assert not torch.allclose(own_filters(layer), wanted)
+    before = dict(state)
+    layer.load_state_dict(state, assign=assign)
+    assert list(state) == list(before)
+    assert torch.equal(own_filters(layer), wanted)
+    assert torch.equal(layer.weight, before["weight"])  # to the last bit, not turned
+    assert "coordinates='pixels'" in repr(layer)
+
+
+def test_a_layer_takes_the_coordinates_of_every_state_that_it_loads():
+    x = torch.randn(1, 4, 8, 8)
+    new, layer = LiftConv2d(4, 2, "p4"), LiftConv2d(4, 2, "p4")
+    state, _ = first_version(layer)
+    layer.load_state_dict(state)
+    old = layer(x)
+    layer.load_state_dict(new.state_dict())
+    assert torch.equal(layer(x), new(x))
+    assert repr(layer) == repr(new)
+    again = LiftConv2d(4, 2, "p4")
+    again.load_state_dict(state)
+    saved = again.state_dict()
+    assert int(saved["coordinates"]) == COORDINATES.index("pixels")
+    layer.load_state_dict(saved)
+    assert torch.equal(layer(x), old)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer.double().float()):
+        assert torch.equal(twin(x), old)
+    coefficients = layer.coefficients().detach()
+    new.set_coefficients(coefficients)
+    assert torch.allclose(new(x), old, atol=1e-5)
+
+
+def test_a_layer_that_the_first_version_pickled_computes_what_it_computed():
+    layer = GroupConv2d(1, 2, "p4", bias=True)
+    _, wanted = first_version(layer)
+    del layer._buffers["coordinates"]
+    assert torch.equal(own_filters(pickle.loads(pickle.dumps(layer))), wanted)
+
+
+def test_normalised_weights_of_the_first_version_are_pixels_too():
+    layer = nn.utils.parametrizations.weight_norm(GroupConv2d(1, 2, "p4"))
+    state = layer.state_dict()
+    del state["coordinates"]
+    layer.load_state_dict(state)
+    assert layer.basis.coordinates == "pixels"
+
+
+@pytest.mark.parametrize("told", [torch.tensor(7), torch.tensor([0, 1])])
+def test_coordinates_that_no_version_has_are_refused(told):
+    layer = LiftConv2d(1, 1, "p4")
+    with pytest.raises(RuntimeError, match=r"expected coordinates as a number from 0 to 1; got"):
+        layer.load_state_dict({**layer.state_dict(), "coordinates": told})
+
+
+def test_coordinates_survive_materialising_on_a_device():
+    layer = GroupConv2d(1, 2, "p4", device="meta").to_empty(device="cpu")
+    assert int(layer.coordinates) == COORDINATES.index("orthonormal")
 
 
 def test_the_weight_is_what_training_sees():

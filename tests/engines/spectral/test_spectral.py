@@ -306,7 +306,7 @@ def test_a_block_around_the_compiler_chooses_the_engine():
 def test_state_is_the_same_for_all_engines():
     layers = [GroupConv2d(2, 2, "p4", bias=True, engine=e) for e in ("auto", "dense", "spectral")]
     for layer in layers:
-        assert list(layer.state_dict()) == ["weight", "bias"]
+        assert list(layer.state_dict()) == ["weight", "bias", "coordinates"]
         layer.load_state_dict(layers[0].state_dict())
     x = torch.randn(1, 8, 6, 6)
     wanted = layers[0](x)
