@@ -118,6 +118,8 @@ REFERENCE = {
     "no padding": {"padding": 0},
     "stride, dilation, padding": {"stride": 3, "dilation": 2, "padding": 1, "shape": (2, 10, 12)},
     "circular": {"padding_mode": "circular", "stride": 2, "shape": (1, 8, 7)},
+    "a channel": {"padding_mode": ("zeros", "circular"), "shape": (1, 6, 7)},
+    "rectangles": {"spacing": (0.5, 0.8), "shape": (1, 6, 5)},
     "order<=2, 3×3": {"operators": "order<=2", "size": 3},
     "one image, one field": {"shape": (1, 5, 5), "fields": (1, 1)},
     "fields beyond a tile": {"fields": (5, 9)},

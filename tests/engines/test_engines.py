@@ -19,6 +19,9 @@ OPTIONS = {
     "wide": {"size": 7},
     "fourth-order accuracy": {"accuracy": 4, "stencils": "central"},
     "fine": {"spacing": 0.25},
+    "rectangles": {"spacing": (0.7, 0.4)},
+    "flat rectangles": {"spacing": (0.5, 1.5), "stencils": "gaussian", "size": 7, "dilation": 2},
+    "central rectangles": {"spacing": (2.0, 0.5), "stencils": "central"},
     "coarse and dilated": {"spacing": 1.5, "dilation": 2},
     "all at once": {
         "operators": "order<=2",
@@ -45,13 +48,15 @@ def reference_filters(layer, coefficients=None):
     else:
         build = reference.lift_filters
     more = {"vectors": layer.vectors} if isinstance(layer, LiftConv2d) else {}
+    spacing, dilation = layer.spacing, layer.dilation
+    several = isinstance(spacing, tuple)
     return build(
         layer.coefficients() if coefficients is None else coefficients,
         layer.group,
         layer.basis.operators,
         layer.basis.stencils,
         layer.basis.size,
-        layer.spacing * layer.dilation,
+        tuple(n * dilation for n in spacing) if several else spacing * dilation,
         **more,
     )
 
@@ -143,6 +148,7 @@ FORWARD = {
     "wide padding": {"padding": 4},
     "dilation": {"dilation": 2, "spacing": 0.5},
     "groups": {"groups": 2, "bias": True},
+    "rectangles": {"spacing": (0.8, 0.5), "bias": True},
     "reflect": {"padding_mode": "reflect"},
     "replicate": {"padding_mode": "replicate", "stride": 2},
     "circular": {"padding_mode": "circular", "bias": True},

@@ -37,6 +37,17 @@ def element_name(group: GroupLike, element: int) -> str:
 
 def find_group(model: nn.Module, group: GroupLike | None = None) -> Group:
     """The group to check: the given one, or the one that all layers of the model share."""
+    for module in model.modules():
+        if isinstance(spacing := getattr(module, "spacing", 1.0), tuple):
+            raise ValueError(
+                f"expected square pixels, which are turned here; a layer has spacing={spacing}: "
+                "use econv.testing, whose checkers know rectangles"
+            )
+    return group_of_layers(model, group)
+
+
+def group_of_layers(model: nn.Module, group: GroupLike | None = None) -> Group:
+    """The same, for pixels of any shape."""
     of_layers = {
         Group(found)
         for module in model.modules()

@@ -20,6 +20,7 @@ from econv.lab.kinds import (
     Map,
     element_name,
     find_group,
+    group_of_layers,
     input_kind_of,
     leaf_modules,
     output_kind_of,
@@ -44,7 +45,7 @@ from econv.layers import (
     PDOConv2d,
 )
 from econv.layers.activations import ACTIVATIONS
-from econv.stencils import coordinates
+from econv.stencils import coordinates, sides
 from econv.testing import _disc, _undisturbed, convergence_order, transform
 
 MARGIN = 3 / 16
@@ -202,8 +203,10 @@ def resolution_curve(
     >>> 1.8 < curve.order < 2.2
     True
     """
-    found = find_group(module, group)
-    if not 0 <= element < found.order or element in found.grid_symmetries:
+    found = group_of_layers(module, group)
+    square = not any(isinstance(getattr(m, "spacing", 1.0), tuple) for m in module.modules())
+    exact = [e for e in found.grid_symmetries if square or not found.matrices[e][0, 1]]
+    if not 0 <= element < found.order or element in exact:
         raise ValueError(
             f"expected an element of {found} that is no symmetry of the pixel grid, where the "
             f"error is zero at every resolution; got {element}"
@@ -229,16 +232,18 @@ def resolution_curve(
     fields = convolutions[0].in_channels // order
     size = 1 + sum(c.extent - 1 for c in convolutions)
     coefficients = [c.coefficients().detach() for c in convolutions]
-    waves = _PlaneWaves(functions, fields * order, length * own, seed)
+    lengths = np.broadcast_to(own, 2)  # along y and x
+    waves = _PlaneWaves(functions, fields * order, length * math.sqrt(lengths.prod()), seed)
     inner = convolutions[0].group.embed(found)[element]
     errors = []
     for spacing in spacings:
         for convolution, beta in zip(convolutions, coefficients, strict=True):
             convolution.padding = 0
-            convolution.spacing = own * spacing
+            scaled = tuple((lengths * spacing).tolist())
+            convolution.spacing = scaled if isinstance(own, tuple) else scaled[0]
             convolution.set_coefficients(beta)
-        straight = waves.sample(size, own * spacing, np.eye(2))
-        turned = waves.sample(size, own * spacing, found.matrices[element])
+        straight = waves.sample(size, lengths * spacing, np.eye(2))
+        turned = waves.sample(size, lengths * spacing, found.matrices[element])
         turned = turn_channels(turned, kind, convolutions[0].group, int(inner))
         with torch.no_grad():
             trace = trace_maps(work, work, straight, kind, found)
@@ -270,11 +275,12 @@ def operator_symbols(
     >>> central[3].name, isotropic[3].turning_error < central[3].turning_error
     ('∂xx', True)
     """
-    line = np.linspace(-math.pi, math.pi, points)
+    limit = math.pi / max(sides(2, basis.aspect))
+    line = np.linspace(-limit, limit, points)
     kappa = np.stack(np.broadcast_arrays(line[None, :], line[:, None]))
     weight = np.exp(-(smoothness**2) * (kappa**2).sum(axis=0))
     # Turned beyond the square of frequencies, a response would repeat itself.
-    weight = weight * ((kappa**2).sum(axis=0) <= math.pi**2)
+    weight = weight * ((kappa**2).sum(axis=0) <= limit**2)
 
     def distance(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
         error = (weight * np.abs(one - other) ** 2).sum() / (weight * np.abs(other) ** 2).sum()
@@ -283,17 +289,16 @@ def operator_symbols(
     symbols = []
     for place, polynomial in enumerate(basis.operators.polynomials):
         exponents = basis.operators.monomials[place]
-        found = _response(basis.turned[0, place], kappa)
+        found = _response(basis.turned[0, place], kappa, basis.aspect)
         ideal = np.ones_like(found)
         for axis, exponent in enumerate(exponents):
             ideal = ideal * (1j * kappa[axis]) ** exponent
         # r(A⁻¹x) moves frequency κ to Aκ, where the operator in frame A must do what it did at κ.
-        turning = max(
-            distance(
-                _response(basis.turned[element, place], np.tensordot(matrix, kappa, axes=1)), found
-            )
-            for element, matrix in enumerate(basis.group.matrices)
-        )
+        turning = 0.0
+        for element, matrix in enumerate(basis.group.matrices):
+            moved = np.tensordot(matrix, kappa, axes=1)
+            there = _response(basis.turned[element, place], moved, basis.aspect)
+            turning = max(turning, distance(there, found))
         symbols.append(
             OperatorSymbol(str(polynomial), line, found, ideal, distance(found, ideal), turning)
         )
@@ -519,17 +524,17 @@ class _PlaneWaves:
         self.wave_x, self.wave_y = number * np.cos(angle), number * np.sin(angle)
         self.phase = random.uniform(0.0, 2 * np.pi, shape)
 
-    def sample(self, size: int, spacing: float, matrix: FloatArray) -> Tensor:
-        """f(A⁻¹x) on a grid around the origin."""
-        right, up = (spacing * axis for axis in coordinates(size, 2))
+    def sample(self, size: int, spacing: FloatArray, matrix: FloatArray) -> Tensor:
+        """f(A⁻¹x) on a grid around the origin, of spacings along (y, x)."""
+        right, up = (h * axis for h, axis in zip(spacing[::-1], coordinates(size, 2), strict=True))
         x = matrix[0, 0] * right + matrix[1, 0] * up
         y = matrix[0, 1] * right + matrix[1, 1] * up
         waves = np.cos(self.wave_x * x + self.wave_y * y + self.phase)
         return torch.from_numpy(waves.sum(axis=2) / math.sqrt(self.count))
 
 
-def _response(weights: FloatArray, kappa: FloatArray) -> npt.NDArray[np.complex128]:
+def _response(weights: FloatArray, kappa: FloatArray, aspect: float) -> npt.NDArray[np.complex128]:
     """Σ w(x) e^{iκ·x} at every frequency κ, ``[2, …]``."""
-    x, y = coordinates(weights.shape[-1], 2)
+    x, y = coordinates(weights.shape[-1], 2, aspect)
     phase = np.multiply.outer(kappa[0], x) + np.multiply.outer(kappa[1], y)
     return (weights * np.exp(1j * phase)).sum(axis=(-2, -1))

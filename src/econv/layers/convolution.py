@@ -49,7 +49,7 @@ class ConvOptions(TypedDict, total=False):
     bias: bool
     groups: int
     dilation: int
-    spacing: float
+    spacing: float | tuple[float, float]
     centred: bool | tuple[int, int]
     init: str
     engine: str
@@ -87,7 +87,7 @@ class PDOConv2d(WithConstants):
         bias: bool = False,
         groups: int = 1,
         dilation: int = 1,
-        spacing: float = 1.0,
+        spacing: float | tuple[float, float] = 1.0,
         centred: bool | tuple[int, int] = False,
         init: str = "relu",
         engine: str = "auto",
@@ -96,15 +96,14 @@ class PDOConv2d(WithConstants):
     ) -> None:
         super().__init__()
         self.group = Group(group)
-        self.basis = filter_basis(self.group, operators, stencils, size, accuracy)
+        self.spacing = _read_spacing(spacing)
+        aspect = _aspect(self.spacing)
+        self.basis = filter_basis(self.group, operators, stencils, size, accuracy, aspect)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.stride = positive("stride", stride)
         self.dilation = positive("dilation", dilation)
         self.groups = groups
-        if spacing is True or not isinstance(spacing, float | int) or not 0 < spacing < math.inf:
-            raise ValueError(f"expected a positive spacing; got {spacing!r}")
-        self.spacing = float(spacing)
         self.padding = self._read_padding(padding)
         self.padding_mode = _read_padding_mode(padding_mode)
         self.centred = _read_centred(centred)
@@ -203,9 +202,20 @@ class PDOConv2d(WithConstants):
         """What the layer at initialisation does to constants, to white noise and under ReLU."""
         return self.basis.gains(self.init)
 
+    def _side(self) -> float:
+        """Of a square as large as a cell of the grid that the stencils stand on."""
+        aspect = _aspect(self.spacing)
+        if not math.isclose(aspect, self.basis.aspect, rel_tol=1e-9):
+            raise ValueError(
+                f"expected a spacing of pixels {self.basis.aspect:g} times as high as wide, for "
+                f"which the filters were made; got {self.spacing!r}: make another layer"
+            )
+        own = self.spacing
+        return (math.sqrt(math.prod(own)) if isinstance(own, tuple) else own) * self.dilation
+
     def coefficients(self) -> Tensor:
         """The paper's β, differentiable: ``weight`` in the basis of the operators."""
-        matrix = torch.from_numpy(self.basis.to_coefficients(self.spacing * self.dilation))
+        matrix = torch.from_numpy(self.basis.to_coefficients(self._side()))
         return self.weight @ matrix.to(device=self.weight.device, dtype=self.weight.dtype)
 
     @torch.no_grad()
@@ -217,7 +227,7 @@ class PDOConv2d(WithConstants):
                 f"expected coefficients of shape {tuple(self.weight.shape)}; "
                 f"got {tuple(given.shape)}"
             )
-        matrix = self.basis.from_coefficients(self.spacing * self.dilation)
+        matrix = self.basis.from_coefficients(self._side())
         exact = given.to(device="cpu", dtype=torch.float64) @ torch.from_numpy(matrix)
         self.weight.copy_(exact)
 
@@ -372,7 +382,10 @@ class LiftConv2d(PDOConv2d):
         groups: blocks of channels and fields that are convolved apart, 1 by default.
         dilation: pixels from one stencil point to the next, 1 by default.
         spacing: h, the length of a pixel, 1.0 by default: a derivative of order m divides by
-            (spacing·dilation)^m.
+            (spacing·dilation)^m. A pair is that along (y, x), for pixels that are rectangles:
+            derivatives are those of physical lengths, frames turn in them, and the stencils are
+            designed for that grid. Half turns and flips along the axes stay exact; quarter turns
+            become angles like others, whose error vanishes with the spacing.
         centred: ``False`` (default) puts the windows where torch does; ``True`` puts as many
             symmetrically about the centre, so that quarter turns and flips are exact on every size
             (:func:`~econv.layers.recentre` says how). A pair ``(extent, padding)`` does so with as
@@ -618,6 +631,21 @@ class GroupUpsampleConv2d(nn.Module):
             raise ValueError(f"expected no size with {self.upsample}; got {size}")
         result: Tensor = self.conv(enlarged)
         return result
+
+
+def _read_spacing(given: object) -> float | tuple[float, float]:
+    lengths = tuple(given) if isinstance(given, tuple | list) else (given, given)
+    numbers = [n for n in lengths if isinstance(n, float | int) and n is not True]
+    if len(lengths) != 2 or len(numbers) != 2 or not all(0 < n < math.inf for n in numbers):
+        raise ValueError(
+            f"expected a positive spacing, or a pair of them for (y, x); got {given!r}"
+        )
+    y, x = (float(n) for n in numbers)
+    return y if y == x else (y, x)
+
+
+def _aspect(spacing: float | tuple[float, float]) -> float:
+    return spacing[0] / spacing[1] if isinstance(spacing, tuple) else 1.0
 
 
 def _read_padding_mode(given: object) -> str | tuple[str, str]:

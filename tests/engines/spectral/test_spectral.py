@@ -106,6 +106,8 @@ STENCILS = {
     "9×9": {"size": 9, "stencils": "central"},
     "gaussian": {"stencils": "gaussian"},
     "central": {"stencils": "central"},
+    "rectangles": {"spacing": (1.5, 0.5)},
+    "gaussian rectangles, 7×7": {"spacing": (0.4, 1.0), "stencils": "gaussian", "size": 7},
     "accurate": {"stencils": "central", "accuracy": 4, "size": 9, "dilation": 2},
 }
 
