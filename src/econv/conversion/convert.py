@@ -15,9 +15,10 @@ from torch.nn.utils import parametrize
 from econv.conversion.fit import Kept
 from econv.conversion.heads import find_ends
 from econv.conversion.network import ConvertedNetwork
-from econv.conversion.operations import convert_node, is_leaf, pair_with_training
+from econv.conversion.operations import convert_node, is_image, is_leaf, pair_with_training
 from econv.conversion.outputs import check_outputs
 from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
+from econv.conversion.refusals import explained
 from econv.conversion.report import Cost, Line, Report
 from econv.conversion.trace import ConversionError, trace, value_of
 from econv.conversion.widths import Sizes, match_widths
@@ -107,10 +108,11 @@ def convert(
     inputs = example_input if isinstance(example_input, tuple) else (example_input,)
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise ValueError(f"expected an nn.Module that is not scripted; got {type(model).__name__}")
-    images = [x for x in inputs if isinstance(x, Tensor) and x.ndim == 4]
+    images = [x for x in inputs if is_image(x)]
     if not images:
         raise ValueError(
-            "expected an example_input [batch, channels, height, width]; got "
+            "expected an example_input [batch, channels, height, width], or bags of images [batch, "
+            "instances, channels, height, width]; got "
             f"{[tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in inputs]}"
         )
     unknown = set(options or {}) - _OPTIONS
@@ -119,7 +121,10 @@ def convert(
     _check_source(model, strict)
     if is_leaf(model):  # one layer: what is traced must contain it
         model = nn.Sequential(model).train(model.training)
-    plan = _plan(model, inputs, found, pool, options or {}, strict)
+    try:
+        plan = _plan(model, inputs, found, pool, options or {}, strict)
+    except ConversionError as error:
+        raise explained(error, model) from error.__cause__
     sizes = _choose(plan, match, model)
     own = next(model.parameters(), torch.empty(0))
     where = {"device": own.device, "dtype": own.dtype}
@@ -394,10 +399,10 @@ def _errors(
 
 def _turn(inputs: tuple[Any, ...], group: Group) -> int:
     """The symmetry of the pixels to measure; of an oblong image one that leaves it its sides."""
-    image = next(x for x in inputs if isinstance(x, Tensor) and x.ndim == 4)
+    image = next(x for x in inputs if is_image(x))
     exact = [element for element in group.grid_symmetries if element]
-    if image.shape[2] != image.shape[3]:
-        same = [e for e in exact if transform(image, group, e, "scalar").shape == image.shape]
+    if image.shape[-2] != image.shape[-1]:
+        same = [e for e in exact if _moved(image, group, e).shape == image.shape]
         exact = same or exact
     return exact[0] if exact else min(1, group.order - 1)
 
@@ -405,17 +410,21 @@ def _turn(inputs: tuple[Any, ...], group: Group) -> int:
 def _error(
     measured: nn.Module, inputs: tuple[Any, ...], group: Group, kind: _Output, element: int
 ) -> float:
-    place = next(i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.ndim == 4)
+    place = next(i for i, x in enumerate(inputs) if is_image(x))
+    bags = inputs[place].shape[:-3]
     run = _with_statistics(measured, inputs)
     turned = tuple(_turned(x, inputs[place], group, element) for x in inputs)
 
+    flat = inputs[place].flatten(0, -4)
+
     def output(x: Tensor) -> Tensor:
-        others = inputs if x is inputs[place] else turned
-        return kind.as_image(_first(run(*others[:place], x, *others[place + 1 :])))
+        others = inputs if x is flat else turned
+        bag = x.unflatten(0, bags)
+        return kind.as_image(_first(run(*others[:place], bag, *others[place + 1 :])))
 
     try:
         return equivariance_error(
-            output, inputs[place], element, group, input_kind="scalar", output_kind=kind.turns_as
+            output, flat, element, group, input_kind="scalar", output_kind=kind.turns_as
         )
     except ValueError as error:
         if "the output for the turned input has shape" in str(error):
@@ -427,11 +436,17 @@ def _turned(x: Any, image: Tensor, group: Group, element: int) -> Any:
     """An argument of a turned image: images beside it, and maps without channels, turn with it."""
     if not isinstance(x, Tensor):
         return x
-    if x.ndim == 4:
-        return transform(x, group, element, "scalar")
+    if is_image(x):
+        return _moved(x, group, element)
     if tuple(x.shape) == (image.shape[0], *image.shape[2:]):
         return transform(x[:, None], group, element, "scalar")[:, 0]
     return x
+
+
+def _moved(image: Tensor, group: Group, element: int) -> Tensor:
+    """A turned image, or bag of images."""
+    moved = transform(image.flatten(0, -4), group, element, "scalar")
+    return moved.unflatten(0, image.shape[:-3])
 
 
 _ROUNDING = 1e-6
@@ -442,7 +457,7 @@ def _check_exact(
 ) -> None:
     """Refuse a network that a quarter turn or a flip changes by more than rounding can."""
     element = _turn(inputs, group)
-    image = next(x for x in inputs if isinstance(x, Tensor) and x.ndim == 4)
+    image = next(x for x in inputs if is_image(x))
     own = next((p.dtype for p in network.parameters()), torch.float32)
     rounding = max(_ROUNDING, 1e3 * torch.finfo(own).eps)
     if error is None or not error > rounding or element not in group.grid_symmetries:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import linecache
 import math
 import operator
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,10 +28,12 @@ from torch.nn.parameter import is_lazy
 from econv.tracing import followed
 
 __all__ = [
+    "LEAVE",
     "Answer",
     "ConversionError",
     "Trace",
     "calls_of",
+    "line_of",
     "live_nodes",
     "name_of",
     "owner",
@@ -38,13 +43,22 @@ __all__ = [
 ]
 
 
-class ConversionError(ValueError):
-    """What cannot be converted: the module's name and the reason."""
+LEAVE = "strict=False leaves it as it is, and the report says so"
+"""What can be done about an operation without a counterpart."""
 
-    def __init__(self, module: str, reason: str) -> None:
-        super().__init__(f"cannot convert {module or 'the network'}: {reason}")
+
+class ConversionError(ValueError):
+    """What cannot be converted: the module's name, the reason, the source's line and a remedy."""
+
+    def __init__(self, module: str, reason: str, line: str = "", remedy: str = "") -> None:
+        text = f"cannot convert {module or 'the network'}: {reason}"
+        if line:
+            text += f" ({line})"
+        super().__init__(f"{text}; {remedy}" if remedy else text)
         self.module = module
         self.reason = reason
+        self.line = line
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,11 @@ def value_of(node: fx.Node) -> Any:
 def owner(node: fx.Node) -> str:
     """The name of the module whose code made this node; the module itself for its call."""
     return str(node.target) if node.op == "call_module" else str(node.meta.get("owner", ""))
+
+
+def line_of(node: fx.Node) -> str:
+    """The line of the source's code that made this node, in words; empty where torch's did."""
+    return _line(node.meta.get("place"))
 
 
 def name_of(node: fx.Node) -> str:
@@ -190,6 +209,7 @@ class _Source:
             raise ConversionError(
                 tracer.where,
                 f"torch.fx cannot follow it: {type(error).__name__}: {_first_line(error)}",
+                _line(_raised(error)),
             ) from error
         constants = {n: v for n, v in vars(blank).items() if n not in before}
         constants |= {n: v for n, v in blank.named_buffers() if n.startswith("_tensor_constant")}
@@ -374,7 +394,9 @@ class _Proxy(fx.Proxy):
     def _fixed(self) -> Any:
         value = self._value
         if isinstance(value, Tensor):
-            raise ConversionError(owner(self.node), "it computes with the numbers in a tensor")
+            raise ConversionError(
+                owner(self.node), "it computes with the numbers in a tensor", _line(_place())
+            )
         self.tracer.answered(self.node, value)  # type: ignore[attr-defined]
         return value
 
@@ -450,7 +472,10 @@ class _Tracer(fx.Tracer):
         value = value_of(obj.node)
         if isinstance(value, Tensor):
             raise ConversionError(
-                owner(obj.node) or self._here(), "its course depends on the numbers in a tensor"
+                owner(obj.node) or self._here(),
+                "its course depends on the numbers in a tensor",
+                _line(_place()),
+                "take the decision outside of the network, or compute both and use torch.where",
             )
         return bool(self.answered(obj.node, bool(value)))
 
@@ -464,6 +489,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         node.meta["owner"] = self._here()
+        node.meta["place"] = _place()
         if node.op != "output" and "value" not in node.meta:
             node.meta["value"] = self._run(node)
         return node
@@ -489,13 +515,16 @@ class _Tracer(fx.Tracer):
                 return target(*args, **kwargs)
         except NotImplementedError as error:  # of tensors without data
             raise ConversionError(
-                owner(node) or self._here(), f"it asks for the numbers in a tensor: {error}"
+                owner(node) or self._here(),
+                f"it asks for the numbers in a tensor: {_first_line(error)}",
+                line_of(node),
             ) from error
         except Exception as error:
             raise ConversionError(
                 owner(node) or self._here(),
                 "it does not run on the example input: "
                 f"{type(error).__name__}: {_first_line(error)}",
+                line_of(node),
             ) from error
         finally:
             self.running = False
@@ -508,8 +537,15 @@ def _attribute(root: nn.Module, name: str) -> Any:
     return found
 
 
+_LONGEST = 160
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    """The first sentence of an error, without the advice that torch may add."""
+    line = str(error).strip().partition("\n")[0]
+    if len(line) > _LONGEST:
+        line = line.partition(". ")[0]
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …"
 
 
 def _without_data(value: Any) -> Any:
@@ -534,3 +570,35 @@ def _asking() -> tuple[str, int]:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
+
+
+_OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+Place = tuple[str, int]
+
+
+def _place() -> Place | None:
+    """The innermost line that is neither torch's nor ours, of the pass that is being traced."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not _Source.trace.__code__:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def _raised(error: Exception) -> Place | None:
+    """The innermost such line that an error came through."""
+    found = None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_filename
+        if not name.startswith(_OURS):
+            found = name, number
+    return found
+
+
+def _line(place: Place | None) -> str:
+    if place is None:
+        return ""
+    code = linecache.getline(*place).strip()
+    where = f"{Path(place[0]).name}, line {place[1]}"
+    return f"{where}: `{code}`" if code else where
