@@ -157,6 +157,24 @@ def largest(
 
 
 @triton.jit
+def activate(
+    x, affine, out, rows, fields, programs, image_stride,
+    INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr
+):  # fmt: skip
+    """max(0, (x − centre)·scale + shift)."""
+    base = (tl.program_id(0) // programs).to(tl.int64) * image_stride
+    first = tl.program_id(0) % programs * BLOCKS
+    field = fields_of(BF, FIRST)
+    centre, scale, shift = numbers_of(affine, field, fields)
+    for block in tl.static_range(BLOCKS):
+        where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
+        value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32)
+        value = rectified((value - centre) * scale + shift)
+        tl.store(out + base + where, value.to(out.dtype.element_ty), mask=known)
+
+
+@triton.jit
 def activation_backward(
     g, x, affine, out, sums, rows, fields, programs, image_stride,
     INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Geometry, memory_format, tf32_allowed
+from econv.engines.problem import Geometry, Prologue, memory_format, tf32_allowed
 from econv.engines.spectral.hopper import kernels as hopper
 from econv.engines.spectral.hopper.schedule import ROWS, gains
 from econv.engines.spectral.operator import through
@@ -409,23 +409,41 @@ def _by_rows(kernel: Any, x: Like, fields: int, *numbers: int, **constants: Any)
     return None
 
 
-@lru_cache(maxsize=1024)
-def backward_launches(x: Like, fields: int) -> tuple[Launch, Launch, Launch] | None:
-    """What follows the gradient to an activated input: through ReLU, sums, and statistics.
+class _Activation(NamedTuple):
+    """What activates images, and what follows the gradient to that: see the kernels' names."""
 
-    Nothing where images do not lie one after the other in one of torch's two layouts.
-    """
+    forward: Launch
+    backward: Launch
+    to_affine: Launch
+    statistics: Launch
+
+
+@lru_cache(maxsize=1024)
+def _activation(x: Like, fields: int) -> _Activation | None:
+    """Nothing where images do not lie one after the other in one of torch's two layouts."""
     each, images = math.prod(x.shape[1:]), x.shape[0]
     if not each * images or (images > 1 and x.strides[0] != each):
         return None
-    activation = _by_rows(kernels.activation_backward, x, fields)
+    forward = _by_rows(kernels.activate, x, fields)
+    backward = _by_rows(kernels.activation_backward, x, fields)
     statistics = _by_rows(kernels.statistics_backward, x, fields, images * each // fields)
-    if activation is None or statistics is None:
+    if forward is None or backward is None or statistics is None:
         return None
-    programs = math.prod(activation.grid[::2])
+    programs = math.prod(backward.grid[::2])
     grid, block = (units(fields, FIELDS),), min(512, power_of_two(programs))
     options = {"BF": FIELDS, "BLOCK": block, "num_warps": 4}
-    return activation, Launch(kernels.to_affine, grid, (programs, fields), **options), statistics
+    to_affine = Launch(kernels.to_affine, grid, (programs, fields), **options)
+    return _Activation(forward, backward, to_affine, statistics)
+
+
+def activated(x: Tensor, affine: Tensor) -> Tensor:
+    """max(0, (x − centre)·scale + shift) of each field."""
+    launches = _activation(Like.of(x), affine.shape[1])
+    if launches is None:
+        return Prologue(affine).apply(x)
+    out = _like(x)
+    launches.forward(x, affine.contiguous(), out)
+    return out
 
 
 def _like(x: Tensor) -> Tensor:
@@ -435,24 +453,24 @@ def _like(x: Tensor) -> Tensor:
 def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients to ``x`` and ``affine`` from that to max(0, (x − centre)·scale + shift)."""
     fields = affine.shape[1]
-    launches = backward_launches(Like.of(x), fields)
+    launches = _activation(Like.of(x), fields)
     if launches is None:
         return through(affine, x, g.to(x.dtype))
     g, affine = g.contiguous(memory_format=memory_format(x)), affine.contiguous()
-    activation, add_up, _ = launches
     to_x, found = _like(x), _empty((3, fields), torch.float32, x.device)
-    sums = _empty((math.prod(activation.grid[::2]), 2, fields), torch.float32, x.device)
-    launch_all([(activation, (g, x, affine, to_x, sums)), (add_up, (sums, affine, found))])
+    sums = _empty((math.prod(launches.backward.grid[::2]), 2, fields), torch.float32, x.device)
+    jobs = [(launches.backward, (g, x, affine, to_x, sums))]
+    launch_all([*jobs, (launches.to_affine, (sums, affine, found))])
     return to_x, found
 
 
 def statistics_backward(x: Tensor, g: Tensor, numbers: Tensor, to_affine: Tensor) -> Tensor:
     """The gradient to ``x``: its own part g, and what comes through `field_statistics`."""
-    launches = backward_launches(Like.of(x), numbers.shape[1])
+    launches = _activation(Like.of(x), numbers.shape[1])
     assert launches is not None
     with torch.cuda.device_of(x):
         out, g = _like(x), g.contiguous(memory_format=memory_format(x))
-        launches[2](g, x, numbers, to_affine.contiguous(), out)
+        launches.statistics(g, x, numbers, to_affine.contiguous(), out)
     return out
 
 
