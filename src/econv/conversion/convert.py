@@ -14,17 +14,17 @@ from torch.nn.utils import parametrize
 
 from econv.conversion.fit import Kept
 from econv.conversion.heads import find_ends
-from econv.conversion.network import ConvertedNetwork
+from econv.conversion.network import ConvertedNetwork, assemble
 from econv.conversion.operations import convert_node, is_image, is_leaf, pair_with_training
 from econv.conversion.outputs import check_outputs
 from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
 from econv.conversion.refusals import explained
 from econv.conversion.report import Cost, Line, Report
-from econv.conversion.trace import ConversionError, trace, value_of
+from econv.conversion.structure import Written, divide
+from econv.conversion.trace import Call, ConversionError, trace, value_of
 from econv.conversion.widths import Sizes, match_widths
 from econv.groups import Group, GroupLike
 from econv.layers import ConvOptions
-from econv.layers.checks import expect
 from econv.layers.normalisation import calibrate
 from econv.layers.orientations import read_statistics
 from econv.testing import equivariance_error, transform
@@ -274,30 +274,21 @@ def _build(
                 plan.notes.append(f"{name}: its blocks are not the source's, its weights are new")
     else:
         _draw_anew(plan, modules)
-    emission = Emission(sizes, plan)
-    for node, step in plan.steps:
-        new = step(emission)
-        if new is not None:
-            emission.found[node] = new
-    _drop_unused(emission.graph)
-    emission.graph.lint()
-    root: dict[str, Any] = dict(modules)
-    for node in emission.graph.nodes:
-        if node.op == "get_attr":
-            root[str(node.target)] = _own_copy(plan.trace.attribute(str(node.target)))
-    used = {str(node.target) for node in emission.graph.nodes if node.op == "call_module"}
-    network = ConvertedNetwork(
-        {name: root[name] for name in root if name in used or name not in modules},
-        emission.graph,
-        type(model).__name__,
-    )
-    network.train(model.training)
+    divided = divide(_write(plan, sizes, modules))
+    network = assemble(model, divided, modules, lambda n: _own_copy(plan.trace.attribute(n)))
     for name, part in plan.parts.items():
-        if part.source is not None and name in used:
+        if part.source is not None:
             modules[name].train(part.source.training)
+    former = {n: divided.renamed[n] for n in divided.renamed if any(modules[n].state_dict())}
+    gone = {n: "" for n in plan.trace.constants if n not in network._buffers}
+    network.describe_as(former=former | gone)
+    plan.notes += [
+        f"{name}: it runs as a part of what calls it, and its hooks do not; {reason}"
+        for name, reason in divided.inlined.items()
+    ]
     lines = tuple(
         Line(
-            row.name,
+            divided.renamed.get(row.name, row.name),
             row.source,
             row.became if isinstance(row.became, str) else row.became(modules[row.name]),
             errors.get(row.name),
@@ -318,14 +309,30 @@ def _freeze(layer: nn.Module, source: nn.Module | None) -> None:
                 found.requires_grad_(parameter.requires_grad)
 
 
-def _drop_unused(graph: fx.Graph) -> None:
-    """Remove questions and parameters that nothing reads; what works in place stays."""
-    for node in reversed(list(graph.nodes)):
-        name = getattr(node.target, "__name__", str(node.target))
-        does_more = name.endswith("_") or "assert" in name or node.target is expect
-        plain = node.op in ("get_attr", "call_function", "call_method") and not does_more
-        if plain and not node.users:
-            graph.erase_node(node)
+def _write(plan: Plan, sizes: Sizes, modules: dict[str, nn.Module]) -> Written:
+    """The flat graph of the converted network."""
+    emission = Emission(sizes, plan)
+    places = {node: place for place, node in enumerate(plan.trace.graph.nodes)}
+    origin: dict[fx.Node, tuple[int, Call | None]] = {}
+    for node, step in plan.steps:
+        new = step(emission)
+        if new is not None:
+            emission.found[node] = new
+        for written in reversed(emission.graph.nodes):
+            if written in origin:
+                break
+            origin[written] = places[node], plan.trace.call_of.get(node)
+    emission.graph.lint()
+    return Written(
+        emission.graph,
+        plan.trace.calls,
+        origin,
+        emission.found,
+        plan.trace.names,
+        frozenset(plan.trace.constants),
+        lambda name: not any(modules[name].state_dict()),
+        lambda name: repr(modules[name]),
+    )
 
 
 def _own_copy(given: Any) -> Any:

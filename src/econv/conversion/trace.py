@@ -8,6 +8,7 @@ This room knows nothing of groups.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import linecache
 import math
@@ -30,6 +31,7 @@ from econv.tracing import followed
 __all__ = [
     "LEAVE",
     "Answer",
+    "Call",
     "ConversionError",
     "Trace",
     "calls_of",
@@ -87,6 +89,31 @@ class Answer:
         return bool(self.value) == (self.node.target is operator.eq)
 
 
+@dataclass(eq=False)
+class Call:
+    """One call of a module in the traced pass, or of another method than ``forward``."""
+
+    path: str
+    """The name of the module."""
+    method: str
+    """The name of the method, if it is not ``forward``."""
+    caller: Call | None
+    """The call in whose code it stands; nothing in that of the network's ``forward``."""
+    signature: inspect.Signature
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    start: int
+    """How many nodes there were before."""
+    result: Any = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What each parameter was given, with nodes in the place of tensors and sizes."""
+        bound = self.signature.bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
 class Trace:
     """The graph of a source network, and what its tracing took for granted."""
 
@@ -97,10 +124,21 @@ class Trace:
         answers: list[Answer],
         arguments: list[inspect.Parameter],
         constants: dict[str, Tensor],
+        calls: list[Call],
+        call_of: dict[fx.Node, Call],
     ) -> None:
         self.graph = graph
+        self.calls = calls
+        """Every call that was followed, callers first."""
+        self.call_of = call_of
+        """The call that made a node; for the call of a leaf that call itself."""
         self.model = model
         self.modules = dict(model.named_modules())
+        names: dict[nn.Module, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            names.setdefault(module, []).append(name)
+        self.names = {found[0]: tuple(found) for found in names.values()}
+        """All names of each module, by the first of them."""
         self.answers = answers
         self.constants = constants
         """Tensors that the source's code makes of numbers."""
@@ -199,6 +237,9 @@ class _Source:
         tracer = _Tracer(without_data, self.is_leaf, differ)
         rest = self.names[len(inputs) :]
         given = {p.name: p.default for p in rest if p.default is not p.empty}
+        for name, module in blank.named_modules():
+            if not self.is_leaf(module):
+                tracer.follow_methods(name, module)
         before = set(vars(blank))
         try:
             with torch.no_grad(), followed():
@@ -222,6 +263,8 @@ class _Source:
             tracer.answers,
             self.names,
             {n: v for n, v in constants.items() if isinstance(v, Tensor)},
+            tracer.calls,
+            tracer.call_of,
         )
 
 
@@ -427,6 +470,9 @@ class _Tracer(fx.Tracer):
         self.differ = differ
         self.path: list[str] = []
         self.answers: list[Answer] = []
+        self.calls: list[Call] = []
+        self.call_of: dict[fx.Node, Call] = {}
+        self.inside: list[Call] = []
         self.running = False
         self.where = ""
         """The module that the pass is in, or was in when it stopped."""
@@ -453,12 +499,54 @@ class _Tracer(fx.Tracer):
             return forward(*args, **kwargs)
         self.path.append(self.path_of_module(m))
         self.where = self.path[-1]
+        call = self._begin(self.path[-1], "", inspect.signature(m.forward), args, kwargs)
         try:
             found = super().call_module(m, forward, args, kwargs)
         finally:
             self.path.pop()
+            self.inside.pop()
         self.where = self._here()
+        call.result = _nodes(found)
         return found
+
+    def follow_methods(self, name: str, module: nn.Module) -> None:
+        """Remember calls of the methods that the class of a module has beside ``forward``."""
+        for owner_ in type(module).__mro__:
+            for method, function in vars(owner_).items():
+                plain = inspect.isfunction(function) and not method.startswith("_")
+                if plain and not hasattr(nn.Module, method) and method not in vars(module):
+                    vars(module)[method] = self._remembered(name, method, getattr(module, method))
+
+    def _remembered(self, path: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = list(_leaves(_nodes((args, kwargs))))
+            if self.running or not any(isinstance(leaf, fx.Node) for leaf in given):
+                return method(*args, **kwargs)
+            call = self._begin(path, name, inspect.signature(method), args, kwargs)
+            try:
+                found = method(*args, **kwargs)
+            finally:
+                self.inside.pop()
+            call.result = _nodes(found)
+            return found
+
+        return run
+
+    def _begin(
+        self,
+        path: str,
+        method: str,
+        signature: inspect.Signature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call:
+        caller = self.inside[-1] if self.inside else None
+        given = _nodes(args), _nodes(kwargs)
+        call = Call(path, method, caller, signature, *given, start=len(self.graph.nodes))
+        self.calls.append(call)
+        self.inside.append(call)
+        return call
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if self.running:
@@ -490,6 +578,8 @@ class _Tracer(fx.Tracer):
         node = super().create_node(*args, **kwargs)
         node.meta["owner"] = self._here()
         node.meta["place"] = _place()
+        if self.inside:
+            self.call_of[node] = self.inside[-1]
         if node.op != "output" and "value" not in node.meta:
             node.meta["value"] = self._run(node)
         return node
@@ -528,6 +618,17 @@ class _Tracer(fx.Tracer):
             ) from error
         finally:
             self.running = False
+
+
+def _nodes(found: Any) -> Any:
+    """Arguments or results, with the nodes of the proxies in them."""
+    return fx.node.map_aggregate(found, lambda a: a.node if isinstance(a, fx.Proxy) else a)
+
+
+def _leaves(found: Any) -> list[Any]:
+    leaves: list[Any] = []
+    fx.node.map_aggregate(found, leaves.append)
+    return leaves
 
 
 def _attribute(root: nn.Module, name: str) -> Any:
