@@ -84,8 +84,8 @@ def fused(graph: fx.Graph, root: nn.Module) -> fx.Graph | None:
     return found if together else None
 
 
-def switched(plain: Callable[..., Any], graph: fx.Graph, code: str) -> Callable[..., Any]:
-    """The ``forward`` that was generated from a graph, as ``code``, with a second form.
+def switched(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``forward`` that was generated from a graph, with a second form.
 
     Eager calls on devices whose kernels fuse run what is generated from the `fused` graph of the
     module and its parts, at the first of them. Whoever traces, compiles, exports or transforms
@@ -100,7 +100,7 @@ def switched(plain: Callable[..., Any], graph: fx.Graph, code: str) -> Callable[
         key = tuple((path, getattr(part, "_code", None), *part._modules) for path, part in parts)
         if key not in forms:
             forms.clear()  # of what it was before it was edited
-            forms[key] = _generated(graph, code, network) or plain
+            forms[key] = _generated(network) or plain
         return forms[key]
 
     may_fuse_call = _may_fuse_call  # not a global: those of the function are others
@@ -202,9 +202,10 @@ def _may_fuse_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return first is not None and may_fuse(first)
 
 
-def _generated(graph: fx.Graph, code: str, root: Any) -> Callable[..., Any] | None:
-    """The function of the fused graph; nothing if the graph was edited since it became code."""
-    if graph.python_code("self").src != code:
+def _generated(root: Any) -> Callable[..., Any] | None:
+    """The function of the fused graph; nothing if a graph was edited since it became code."""
+    parts = [part for _, part in _parts(root, "") if isinstance(part, fx.GraphModule)]
+    if any(part.graph.python_code("self").src != part.code for part in parts):
         return None
     found = fused(flattened(root), root)
     return None if found is None else type(fx.GraphModule(root, found)).forward

@@ -44,7 +44,7 @@ class ConvertedPart(fx.GraphModule):
         """Make ``forward`` from the graph. Parts are recompiled on their own."""
         code = super().recompile()
         made: Any = type(self)
-        made.forward = switched(made.forward, self.graph, self.code)
+        made.forward = switched(made.forward)
         return code
 
     def _recompile_submodules(self) -> list[tuple[str, PythonCode]]:
