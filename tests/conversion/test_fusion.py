@@ -457,7 +457,10 @@ def test_what_traces_or_transforms_sees_the_plain_graph(network, second_form):
     for each in found:
         torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-5)
     second_form.clear()
-    assert Tracer().trace(network).python_code("self").src == flattened(network).python_code("self").src
+    assert (
+        Tracer().trace(network).python_code("self").src
+        == flattened(network).python_code("self").src
+    )
     assert not second_form
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
@@ -93,13 +94,12 @@ class ConvertedNetwork(ConvertedPart):
                     value = state_dict.pop(key)
                     if new:
                         state_dict[prefix + new + name[len(old) :]] = value
-        super()._load_from_state_dict(state_dict, prefix, *told)  # type: ignore[arg-type]
+        super()._load_from_state_dict(state_dict, prefix, *told)
 
 
-class _Items:
-    """The parts of a module that was a list, by their places in the source."""
+class _ListPart(ConvertedPart):
+    """A module that was a list, and its parts by their places in the source."""
 
-    _modules: dict[str, nn.Module]
     order: tuple[str, ...]
     """The names in the source."""
 
@@ -107,7 +107,7 @@ class _Items:
         return len(self.order)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return (self._modules[name] for name in self.order if name in self._modules)
+        return (getattr(self, name) for name in self.order if name in self._modules)
 
     def __getitem__(self, place: int | slice) -> nn.Module:
         if isinstance(place, slice):
@@ -118,8 +118,8 @@ class _Items:
                     f"expected one item; got {place}: other modules stand between those of "
                     f"{type(self).__name__}, whose parts are {list(self._modules)}"
                 )
-            return nn.Sequential(OrderedDict((name, self._modules[name]) for name in names))
-        return self._modules[self._named(place)]
+            return nn.Sequential(OrderedDict((name, getattr(self, name)) for name in names))
+        return self.get_submodule(self._named(place))
 
     def __setitem__(self, place: int, module: nn.Module) -> None:
         setattr(self, self._named(place), module)
@@ -131,10 +131,8 @@ class _Items:
         return name
 
 
-class _Keys:
-    """The parts of a module that was a dictionary, by their names."""
-
-    _modules: dict[str, nn.Module]
+class _DictPart(ConvertedPart):
+    """A module that was a dictionary, and its parts by their names."""
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -146,7 +144,7 @@ class _Keys:
         return name in self._modules
 
     def __getitem__(self, name: str) -> nn.Module:
-        return self._modules[name]
+        return self.get_submodule(name)
 
     def __setitem__(self, name: str, module: nn.Module) -> None:
         setattr(self, name, module)
@@ -161,19 +159,11 @@ class _Keys:
         return self._modules.values()
 
 
-class _ListPart(_Items, ConvertedPart):
+class _ListNetwork(_ListPart, ConvertedNetwork):
     pass
 
 
-class _DictPart(_Keys, ConvertedPart):
-    pass
-
-
-class _ListNetwork(_Items, ConvertedNetwork):
-    pass
-
-
-class _DictNetwork(_Keys, ConvertedNetwork):
+class _DictNetwork(_DictPart, ConvertedNetwork):
     pass
 
 
@@ -289,7 +279,7 @@ class _Assembly:
         if path and whole and _in_a_row(graph, names) and _forwards(source) is _SEQUENTIAL:
             return nn.Sequential()
         made = _kind_of(source, network=not path)(graph, type(source).__name__)
-        if isinstance(made, _Items) and source is not None:
+        if isinstance(made, _ListPart) and source is not None:
             made.order = tuple(source._modules)
         return made
 
@@ -314,10 +304,7 @@ def _in_a_row(graph: fx.Graph, names: list[str]) -> bool:
     calls = [node for node in nodes if node.op == "call_module"]
     if [node.target for node in calls] != names or len(nodes) != len(calls) + 2:
         return False
-    return all(
-        after.args == (before,) and not after.kwargs
-        for before, after in zip(nodes, nodes[1:], strict=False)
-    )
+    return all(after.args == (before,) and not after.kwargs for before, after in pairwise(nodes))
 
 
 def sizes_in_order(x: Tensor, order: tuple[int, ...]) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ def parent_of(name: str) -> str:
 def leaves(found: Any) -> list[Any]:
     """What arguments or results are made of."""
     kept: list[Any] = []
-    fx.node.map_aggregate(found, kept.append)  # type: ignore[arg-type]
+    fx.node.map_aggregate(found, kept.append)
     return kept
 
 
@@ -342,7 +342,7 @@ def _arguments(
     graph: fx.Graph, call: Call, found: dict[fx.Node, Any], here: dict[fx.Node, fx.Node]
 ) -> None:
     """The arguments of a call; those that were no tensors have to be what they were."""
-    stars = dict(zip(_VARIOUS, ("*", "**"), strict=True))
+    stars: dict[Any, str] = dict(zip(_VARIOUS, ("*", "**"), strict=True))
     given = call.arguments
     made = {
         p.name: graph.placeholder(f"{stars.get(p.kind, '')}{p.name}", None, p.default)
