@@ -6,6 +6,7 @@ Filters are partial differential operators (PDO-eConvs, ICML 2020): turned exact
 
 from econv import models, testing
 from econv.basis import FilterBasis, filter_basis
+from econv.checking import checked
 from econv.conversion import ConversionError, convert
 from econv.engines import engine
 
@@ -77,6 +78,7 @@ __all__ = [
     "Upsample2d",
     "VectorConv2d",
     "central",
+    "checked",
     "convert",
     "convert_sync_batchnorm",
     "create_model",

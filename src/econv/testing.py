@@ -16,6 +16,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from econv.groups import FloatArray, Group, GroupLike
 
@@ -343,30 +344,39 @@ def _move_pixels(x: Tensor, group: Group, element: int, aspect: float = 1.0) -> 
 def _resample(x: Tensor, matrix: FloatArray) -> Tensor:
     """r(A⁻¹x) by quintic B-splines, with zeros outside of the image."""
     height, width = x.shape[-2:]
+    places, weights = _taps(height, width, tuple(matrix.ravel().tolist()))
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(x.device)
+
+    coefficients = tensor(_spline_filter(height)) @ x.double() @ tensor(_spline_filter(width)).T
+    # Each pixel is a weighted sum of coefficients, with one row of them for all channels at once.
+    table = coefficients.flatten(2).flatten(0, 1).T.contiguous()
+    result = functional.embedding_bag(
+        tensor(places), table, mode="sum", per_sample_weights=tensor(weights)
+    )
+    return result.T.reshape(x.shape).to(x.dtype)
+
+
+@lru_cache(maxsize=64)
+def _taps(height: int, width: int, matrix: tuple[float, ...]) -> tuple[np.ndarray, FloatArray]:
+    """The 36 coefficients that each turned pixel reads, and their weights, ``[pixels, 36]``."""
     rows, columns = np.mgrid[:height, :width]
     right = columns - (width - 1) / 2
     up = (height - 1) / 2 - rows
-    inverse = matrix.T
+    inverse = np.array(matrix).reshape(2, 2).T
     source_column = inverse[0, 0] * right + inverse[0, 1] * up + (width - 1) / 2
     source_row = (height - 1) / 2 - (inverse[1, 0] * right + inverse[1, 1] * up)
     edge = 1e-9  # a corner that rounding moved out of the image still belongs to it
     inside = (np.abs(source_row - (height - 1) / 2) <= (height - 1) / 2 + edge) & (
         np.abs(source_column - (width - 1) / 2) <= (width - 1) / 2 + edge
     )
-
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(x.device)
-
-    coefficients = tensor(_spline_filter(height)) @ x.double() @ tensor(_spline_filter(width)).T
-    flat = coefficients.flatten(2)
-    result = torch.zeros_like(flat)
-    row_taps = list(_spline_taps(source_row, height))
-    column_taps = list(_spline_taps(source_column, width))
-    for row, row_weight in row_taps:
-        for column, column_weight in column_taps:
-            weight = tensor((row_weight * column_weight * inside).ravel())
-            result += flat[:, :, tensor((row * width + column).ravel())] * weight
-    return result.view(x.shape).to(x.dtype)
+    places, weights = [], []
+    for row, row_weight in _spline_taps(source_row, height):
+        for column, column_weight in _spline_taps(source_column, width):
+            places.append((row * width + column).ravel())
+            weights.append((row_weight * column_weight * inside).ravel())
+    return np.stack(places, axis=1), np.stack(weights, axis=1)
 
 
 def _spline_taps(position: FloatArray, size: int) -> Iterator[tuple[np.ndarray, FloatArray]]:
