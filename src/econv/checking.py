@@ -41,7 +41,12 @@ from econv.layers import (
 )
 from econv.layers.activations import ACTIVATIONS
 
-__all__ = ["CHANNELWISE", "FieldType", "Follow", "KindError", "after", "checked"]
+__all__ = ["CHANNELWISE", "SIGNED", "FieldType", "Follow", "KindError", "after", "checked"]
+
+SIGNED = ("pseudoscalar", "vector")
+"""Kinds that change sign: functions of single channels do not keep them."""
+
+_TEXTS = {"scalar": "images", "pseudoscalar": "pseudoscalars", "vector": "vector fields"}
 
 
 class KindError(ValueError):
@@ -60,7 +65,7 @@ class FieldType:
     def __str__(self) -> str:
         if self.kind == "regular" and self.group is not None:
             return f"group features of {self.group.name}"
-        return {"scalar": "images", "vector": "vector fields"}.get(self.kind, self.kind)
+        return _TEXTS.get(self.kind, self.kind)
 
 
 CHANNELWISE: tuple[type[nn.Module], ...] = (
@@ -188,7 +193,7 @@ class Follow(TorchFunctionMode):
             return FieldType("unflattened", field_type.group) if apart else None
         if name in _COPIES or (name in _SUMS and len(maps) == 2):
             return field_type
-        if field_type.kind == "vector":  # what acts on components one by one does not turn
+        if field_type.kind in SIGNED:  # what acts on components one by one does not turn
             return None
         if name in _POINTWISE or name in _SUMS:
             return field_type
@@ -209,17 +214,19 @@ def after(
     """How the output of a module turns, or nothing where that is not known."""
     says = getattr(module, "output_kind", None)
     # What treats every channel alike hands on whatever comes, also where it names one kind.
+    if says == "mixed":  # its parts, if it has any, have been seen
+        return None
     if isinstance(says, str) and not isinstance(module, CHANNELWISE):
         group = getattr(module, "subgroup", None) or getattr(module, "group", None)
         group = Group(group) if group is not None else (before.group if before else None)
-        return FieldType(says, group if says in ("regular", "vector") else None)
+        return FieldType(says, group if says in ("regular", *SIGNED) else None)
     if before is None or before.kind in ("invariant", "lost"):
         return before
     if before.kind == "unflattened":
         return None
     if isinstance(module, CHANNELWISE):
         linear = isinstance(module, _LINEAR) or getattr(module, "reduce", None) == "mean"
-        return before if before.kind != "vector" or linear else None
+        return before if before.kind not in SIGNED or linear else None
     if isinstance(module, nn.Conv2d) and before.kind == "scalar" and module.kernel_size == (1, 1):
         return before
     x = inputs[0]
@@ -358,7 +365,7 @@ def _problem(module: nn.Module, found: FieldType, x: Tensor) -> tuple[str, str] 
     group = getattr(module, "group", None)
     if isinstance(module, Restrict2d):
         expects, group = "regular", module.whole
-    kinds = ("scalar", "vector", "regular")
+    kinds = (*_TEXTS, "regular")
     if found.kind == "lost":
         if expects in kinds and not isinstance(module, CHANNELWISE) and group is not None:
             return f"expects features that turn with the image: {found.why}", (
@@ -379,7 +386,7 @@ def _problem(module: nn.Module, found: FieldType, x: Tensor) -> tuple[str, str] 
     if isinstance(module, _PER_CHANNEL) and order > 1 and x.shape[1] % order == 0:
         return _channel_problem(module, found.group, x.shape[1] // order)
     if isinstance(module, LiftConv2d | Spread2d):
-        text = {"scalar": "images", "vector": "vector fields"}.get(str(expects), "images")
+        text = _TEXTS.get(str(expects), "images")
         return f"expects {text}", (
             f"GroupConv2d reads group features, and GroupPool2d({found.group.name!r}) makes images "
             "of them"

@@ -16,7 +16,15 @@ from econv.groups import Group, GroupLike
 from econv.operators import OperatorsLike, Polynomial, operator_set
 from econv.stencils import StencilsLike, stencil_set
 
-__all__ = ["convolve", "group_filters", "lift_filters", "pad", "recentre", "vector_filters"]
+__all__ = [
+    "convolve",
+    "group_filters",
+    "lift_filters",
+    "pad",
+    "recentre",
+    "scalar_filters",
+    "vector_filters",
+]
 
 
 Spacing = float | tuple[float, float]
@@ -31,10 +39,12 @@ def lift_filters(
     size: int = 5,
     spacing: Spacing = 1.0,
     vectors: int = 0,
+    pseudoscalars: int = 0,
 ) -> Tensor:
     """Ψ̃ as a filter bank: β ``[out, in, operators]`` → ``[out * order, in, size, size]``.
 
-    The last 2·``vectors`` input channels are vectors (x, y), read in frame A: A⁻¹v.
+    The last 2·``vectors`` input channels are vectors (x, y), read in frame A: A⁻¹v. Before them
+    come ``pseudoscalars``, which a frame that was mirrored reads with the other sign.
     """
     found = Group(group)
     out_fields, in_channels, _ = coefficients.shape
@@ -46,7 +56,8 @@ def lift_filters(
                 beta = coefficients[o, c]
                 chi = turned_filter(beta, found, g, operators, stencils, size, spacing)
                 if c < scalars:
-                    filters[o * found.order + g, c] += chi
+                    mirrored = c >= scalars - pseudoscalars and g >= found.rotations
+                    filters[o * found.order + g, c] += -chi if mirrored else chi
                     continue
                 vector, component = divmod(c - scalars, 2)
                 for d in range(2):
@@ -103,6 +114,30 @@ def vector_filters(
                     entry = float(found.matrices[g, row, column])
                     field = (2 * vector + column) * found.order + g
                     filters[2 * vector + row] += entry * fields[field]
+    return filters
+
+
+def scalar_filters(
+    coefficients: Tensor,
+    group: GroupLike,
+    operators: OperatorsLike = "paper",
+    stencils: StencilsLike = "isotropic",
+    size: int = 5,
+    spacing: Spacing = 1.0,
+    pseudo: bool = False,
+) -> Tensor:
+    """Group features to scalars: β ``[out, in, order, operators]`` → ``[out, …]``.
+
+    out(x) = Σ_A s(x, A), for pseudoscalars Σ_A det(A)·s(x, A), where s = Φ̃[e].
+    """
+    found = Group(group)
+    fields = group_filters(coefficients, found, operators, stencils, size, spacing)
+    filters = torch.zeros(coefficients.shape[0], *fields.shape[1:], dtype=torch.float64)
+    for field in range(coefficients.shape[0]):
+        for g in range(found.order):
+            mirrored = pseudo and g >= found.rotations
+            one = fields[field * found.order + g]
+            filters[field] += -one if mirrored else one
     return filters
 
 

@@ -30,22 +30,29 @@ __all__ = [
     "transform",
 ]
 
-KINDS = ("scalar", "regular", "vector", "invariant")
-"""How channels turn: not at all, as group features, as (x, y) components; or nothing turns."""
+KINDS = ("scalar", "pseudoscalar", "regular", "vector", "invariant")
+"""How channels turn: not at all, with a sign under reflections, as group features, as (x, y)
+components; or nothing turns."""
+
+Kind = str | Sequence[tuple[str, int]]
+"""One of `KINDS`, or for channels of several kinds each with its number of fields, in order."""
 
 
 def transform(
     x: Tensor,
     group: GroupLike,
     element: int,
-    kind: str = "scalar",
+    kind: Kind = "scalar",
     spacing: float | tuple[float, float] = 1.0,
 ) -> Tensor:
     """π of one group element: turn an image, a group feature map or a vector field.
 
     - ``"scalar"``: (πr)(x) = r(Ã⁻¹x), every channel an image;
     - ``"regular"``: (πe)(x, A) = e(Ã⁻¹x, Ã⁻¹A), channels ``fields * order``;
+    - ``"pseudoscalar"``: (πω)(x) = det(Ã) ω(Ã⁻¹x);
     - ``"vector"``: (πv)(x) = Ã v(Ã⁻¹x), channels in pairs x (right), y (up);
+    - ``[("scalar", 1), ("vector", 1)]`` and the like: channels of several kinds, one after the
+      other, and how many fields are of each;
     - ``"invariant"``: the tensor itself, of any shape, such as class scores.
 
     Pixels turn about the centre of the image. Quarter turns and flips are exact (and swap height
@@ -58,6 +65,8 @@ def transform(
     [[2.0, 4.0], [1.0, 3.0]]
     """
     found = Group(group)
+    if not isinstance(kind, str):
+        return _transform_parts(x, found, element, kind, spacing)
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}: expected one of {KINDS}")
     if not isinstance(element, int | np.integer) or not 0 <= element < found.order:
@@ -71,7 +80,7 @@ def transform(
     aspect = _aspect(spacing)
     if not (x.is_floating_point() or element in _exact(found, aspect)):
         raise ValueError(f"expected a floating-point image to interpolate; got {x.dtype}")
-    multiple = {"scalar": 1, "regular": found.order, "vector": 2}[kind]
+    multiple = _channels(kind, found)
     if x.shape[1] % multiple:
         raise ValueError(
             f"expected channels in multiples of {multiple} for kind {kind!r} of {found}; "
@@ -85,7 +94,36 @@ def transform(
     elif kind == "vector":
         matrix = torch.tensor(found.matrices[element], dtype=x.dtype, device=x.device)
         channels = torch.einsum("dc,bvcyx->bvdyx", matrix, channels)
+    elif kind == "pseudoscalar" and element >= found.rotations:
+        channels = -channels
     return channels.flatten(1, 2)
+
+
+def _channels(kind: str, group: Group) -> int:
+    """Of one field."""
+    return {"regular": group.order, "vector": 2}.get(kind, 1)
+
+
+def _transform_parts(
+    x: Tensor,
+    group: Group,
+    element: int,
+    parts: Sequence[tuple[str, int]],
+    spacing: float | tuple[float, float],
+) -> Tensor:
+    try:
+        sizes = [fields * _channels(kind, group) for kind, fields in parts]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"expected one of {KINDS}, or pairs such as ('scalar', 1); got {parts!r}"
+        ) from error
+    if x.ndim != 4 or sum(sizes) != x.shape[1]:
+        raise ValueError(
+            f"expected [batch, {sum(sizes)}, height, width] for {list(map(tuple, parts))}; "
+            f"got {tuple(x.shape)}"
+        )
+    each = zip(x.split(sizes, dim=1), parts, strict=True)
+    return torch.cat([transform(own, group, element, kind, spacing) for own, (kind, _) in each], 1)
 
 
 def rotate(x: Tensor, degrees: float) -> Tensor:
@@ -116,8 +154,8 @@ def equivariance_error(
     element: int,
     group: GroupLike | None = None,
     *,
-    input_kind: str | None = None,
-    output_kind: str | None = None,
+    input_kind: Kind | None = None,
+    output_kind: Kind | None = None,
     margin: float = 3 / 16,
     spacing: float | tuple[float, float] | None = None,
 ) -> float:
@@ -148,18 +186,13 @@ def equivariance_error(
     True
     """
     found = _group_of(module, group)
-    into = input_kind or str(getattr(module, "input_kind", "scalar"))
-    if into == "mixed":
-        raise ValueError(
-            "expected an input of one kind: this layer takes scalars and vectors together; check "
-            "a function that splits its input, or a layer with one of them"
-        )
+    into = input_kind or _kind_of(module, "input", "scalar")
     lengths = _spacing_of(module) if spacing is None else spacing
     turned_input = transform(x, found, element, into, lengths)
     with _undisturbed(module, x.device) as run:
         turned_first, turned_last = run(turned_input), run(x)
     default = "regular" if turned_last.ndim == 4 else "invariant"
-    out = output_kind or str(getattr(module, "output_kind", default))
+    out = output_kind or _kind_of(module, "output", default)
     turned_last = transform(turned_last, found, element, out, lengths)
     if turned_first.shape != turned_last.shape:
         raise ValueError(
@@ -184,8 +217,8 @@ def assert_equivariant(
     *,
     elements: Iterable[int] | None = None,
     tolerance: float | None = None,
-    input_kind: str | None = None,
-    output_kind: str | None = None,
+    input_kind: Kind | None = None,
+    output_kind: Kind | None = None,
     margin: float = 3 / 16,
     spacing: float | tuple[float, float] | None = None,
 ) -> None:
@@ -279,6 +312,12 @@ def _group_of(module: object, group: GroupLike | None) -> Group:
     if found is None:
         raise ValueError(f"expected a group: {type(module).__name__} has no attribute 'group'")
     return Group(found)
+
+
+def _kind_of(module: object, end: str, default: str) -> Kind:
+    """What a module says of its input or output."""
+    kind = str(getattr(module, f"{end}_kind", default))
+    return kind if kind != "mixed" else list(getattr(module, f"{end}_parts"))
 
 
 def _spacing_of(module: object) -> float | tuple[float, float]:

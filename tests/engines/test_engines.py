@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from econv import Central, GroupConv2d, LiftConv2d, VectorConv2d, engines, filter_basis, reference
+from econv import (
+    Central,
+    FieldConv2d,
+    GroupConv2d,
+    LiftConv2d,
+    VectorConv2d,
+    engines,
+    filter_basis,
+    reference,
+)
 from econv.engines import dense
 from econv.engines.problem import replicate
 
@@ -47,7 +56,11 @@ def reference_filters(layer, coefficients=None):
         build = reference.group_filters
     else:
         build = reference.lift_filters
-    more = {"vectors": layer.vectors} if isinstance(layer, LiftConv2d) else {}
+    more = {}
+    if isinstance(layer, LiftConv2d):
+        more = {"vectors": layer.vectors, "pseudoscalars": layer.pseudoscalars}
+    elif layer.output_kind in ("scalar", "pseudoscalar"):
+        build, more = reference.scalar_filters, {"pseudo": layer.output_kind == "pseudoscalar"}
     spacing, dilation = layer.spacing, layer.dilation
     several = isinstance(spacing, tuple)
     return build(
@@ -70,7 +83,9 @@ def assert_filters_are_the_reference(layer):
 
 def run_reference(layer, x):
     """The layer as the reference runs it, differentiable through the coefficients."""
-    bias = None if layer.bias is None else layer.bias.repeat_interleave(layer.group.order)
+    bias = layer.bias
+    if bias is not None:
+        bias = bias.repeat_interleave(layer.out_channels // len(bias))
     mode, padding = layer.padding_mode, layer.padding
     if not isinstance(mode, str):
         x, padding = reference.pad(x, padding, mode), 0
@@ -89,6 +104,15 @@ def test_filters_of_lift_conv_equal_the_reference(group):
 @pytest.mark.parametrize("group", GROUPS)
 def test_filters_of_lift_conv_with_vectors_equal_the_reference(group):
     assert_filters_are_the_reference(LiftConv2d(3, 2, group, vectors=1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_filters_of_fields_that_change_sign_equal_the_reference(group):
+    options = {"dtype": torch.float64}
+    assert_filters_are_the_reference(LiftConv2d(2, 2, group, pseudoscalars=2, **options))
+    assert_filters_are_the_reference(LiftConv2d(5, 1, group, pseudoscalars=1, vectors=1, **options))
+    for head in FieldConv2d(2, group, scalars=2, pseudoscalars=1, vectors=1, **options).heads:
+        assert_filters_are_the_reference(head)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -169,6 +193,11 @@ def layers_with(group, options):
     ]
     if "groups" not in options:
         kinds.append(LiftConv2d(4, 1, group, vectors=1, dtype=torch.float64, **options))
+        parts = {"pseudoscalars": 1, "vectors": 1}
+        kinds.append(LiftConv2d(4, 1, group, **parts, dtype=torch.float64, **options))
+        kinds += FieldConv2d(
+            2, group, scalars=2, pseudoscalars=1, dtype=torch.float64, **options
+        ).heads
     for layer in kinds:
         if layer.bias is not None:
             torch.nn.init.normal_(layer.bias)
@@ -198,6 +227,8 @@ def test_outputs_and_gradients_equal_the_reference_in_other_groups(engine, group
     for layer in (
         GroupConv2d(1, 1, group, bias=True, **options),
         VectorConv2d(1, 1, group, **options),
+        LiftConv2d(4, 1, group, pseudoscalars=1, vectors=1, **options),
+        *FieldConv2d(1, group, scalars=2, pseudoscalars=1, bias=True, **options).heads,
     ):
         x = torch.randn(1, layer.in_channels, 7, 7, dtype=torch.float64, requires_grad=True)
         found, wanted = layer(x), run_reference(layer, x)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from econv.checking import CHANNELWISE, FieldType, Follow, after
+from econv.checking import CHANNELWISE, SIGNED, FieldType, Follow, after
 from econv.groups import Group, GroupLike
 from econv.layers import GroupConv2d, GroupDropout2d
 from econv.testing import rotate, transform
@@ -190,7 +190,7 @@ def turn_channels(x: Tensor, kind: str, group: Group, element: int) -> Tensor:
     if kind == "vector":
         matrix = torch.tensor(group.matrices[element], dtype=x.dtype, device=x.device)
         return torch.einsum("dc,bvc...->bvd...", matrix, x.unflatten(1, (-1, 2))).flatten(1, 2)
-    return x
+    return -x if kind == "pseudoscalar" and element >= group.rotations else x
 
 
 def rotate_map(x: Tensor, degrees: float, kind: str) -> Tensor:
@@ -216,7 +216,7 @@ def output_kind_of(model: nn.Module, trace: _Trace, given: str | None) -> FieldT
         known = None
     says = given or (getattr(model, "output_kind", None) if _is_custom(model) else None)
     if says is not None:
-        if says not in ("scalar", "regular", "vector", "invariant"):
+        if says not in ("scalar", "regular", *SIGNED, "invariant"):
             raise ValueError(f"cannot check an output of kind {says!r}")
         group = known.group if known else getattr(model, "group", None)
         return FieldType(str(says), Group(group) if group is not None else None)
@@ -248,9 +248,10 @@ def input_kind_of(model: nn.Module, given: str | None) -> str:
         reader = next((m for m in leaves if not isinstance(m, CHANNELWISE)), None)
         found = getattr(reader, "input_kind", None)
     found = found or "scalar"
-    if found not in ("scalar", "regular", "vector"):
+    if found not in ("scalar", "regular", *SIGNED):
         raise ValueError(
-            f"expected an input of kind 'scalar', 'regular' or 'vector'; got {found!r}"
+            "expected an input of kind 'scalar', 'pseudoscalar', 'regular' or 'vector'; got "
+            f"{found!r}"
         )
     return found
 

@@ -96,7 +96,7 @@ class PDOConv2d(WithConstants):
     ) -> None:
         super().__init__()
         self.group = Group(group)
-        self.spacing = _read_spacing(spacing)
+        self.spacing = read_spacing(spacing)
         aspect = _aspect(self.spacing)
         self.basis = filter_basis(self.group, operators, stencils, size, accuracy, aspect)
         self.in_channels = in_channels
@@ -105,7 +105,7 @@ class PDOConv2d(WithConstants):
         self.dilation = positive("dilation", dilation)
         self.groups = groups
         self.padding = self._read_padding(padding)
-        self.padding_mode = _read_padding_mode(padding_mode)
+        self.padding_mode = read_padding_mode(padding_mode)
         self.centred = _read_centred(centred)
         self.engine = engines.check_name(engine)
         self.basis.scale(init)  # an unknown name fails here, not at the first reset
@@ -175,7 +175,7 @@ class PDOConv2d(WithConstants):
             self._convolution = self._describe()
 
     def _describe(self) -> engines.Convolution:
-        each = {"regular": self._order, "vector": 2}[self.output_kind]
+        each = {"regular": self._order, "vector": 2}.get(self.output_kind, 1)
         fields = (self._parts(), self.output_kind, self.out_channels // each, self.groups)
         windows = (self.stride // self._step, self.padding, self.padding_mode, self.dilation)
         return engines.convolution(self.basis, *fields, *windows)
@@ -240,18 +240,18 @@ class PDOConv2d(WithConstants):
     def _weight(self) -> Weight:
         if not self._constants_fit():  # the weight was assigned, not converted
             self._refresh_constants()
-        names = ("synthesis", "offsets", "offsets_back", "matrices")
-        found = (self._buffers.get(name) for name in names)
+        found = (self._buffers.get(name) for name in dense.TABLES)
         return Weight(self.weight, tuple(table for table in found if table is not None))
 
     def _channel_bias(self) -> Tensor | None:
         if self.bias is None:
             return None
+        each = self.out_channels // len(self.bias)
         if torch.compiler.is_dynamo_compiling():
             # The compiler of torch 2.10 fails at views that are the bias of a 1×1 convolution.
-            channels = torch.arange(len(self.bias) * self._order, device=self.bias.device)
-            return self.bias[channels // self._order]
-        return self.bias[:, None].expand(-1, self._order).flatten()
+            channels = torch.arange(self.out_channels, device=self.bias.device)
+            return self.bias[channels // each]
+        return self.bias[:, None].expand(-1, each).flatten()
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve ``[batch, in_channels, height, width]``."""
@@ -364,6 +364,8 @@ class LiftConv2d(PDOConv2d):
         group: a :class:`~econv.Group` or its name.
         vectors: how many vector fields the image ends with, 0 by default. Each takes two of the
             ``in_channels``, its x (right) and y (**up**) component, and is read in frame A as A⁻¹v.
+        pseudoscalars: how many pseudoscalars come before the vectors, 0 by default: channels that
+            change sign under reflections, such as a vorticity; read in frame A as det(A)·ω.
         operators: ``"paper"`` (default), ``"order<=N"`` or a list of exponent tuples.
         stencils: ``"isotropic"`` (default), ``"central"`` (the paper's), ``"gaussian"``, or a
             :class:`~econv.stencils.StencilSet` such as ``Gaussian(width=0.8)``.
@@ -401,9 +403,11 @@ class LiftConv2d(PDOConv2d):
     >>> lift(torch.randn(2, 3, 16, 16)).shape
     torch.Size([2, 32, 16, 16])
     >>> wind = LiftConv2d(2, 4, "p8", vectors=1)
+    >>> pressure_spin_and_wind = LiftConv2d(4, 4, "p8m", pseudoscalars=1, vectors=1)
     """
 
     output_kind = "regular"
+    pseudoscalars = 0  # of layers that were pickled before there were any
 
     def __init__(
         self,
@@ -412,6 +416,7 @@ class LiftConv2d(PDOConv2d):
         group: GroupLike,
         *,
         vectors: int = 0,
+        pseudoscalars: int = 0,
         **options: Unpack[ConvOptions],
     ) -> None:
         groups = options.get("groups", 1)
@@ -423,10 +428,20 @@ class LiftConv2d(PDOConv2d):
                 f"expected vectors between 0 and in_channels / 2 = {in_channels // 2}; "
                 f"got {vectors!r}"
             )
-        if vectors and groups != 1:
-            raise ValueError(f"expected groups=1 with vector channels; got groups={groups}")
+        most = in_channels - 2 * vectors
+        whole = isinstance(pseudoscalars, int) and pseudoscalars is not True
+        if not whole or not 0 <= pseudoscalars <= most:
+            raise ValueError(
+                f"expected pseudoscalars between 0 and {most}, the channels that are no vectors; "
+                f"got {pseudoscalars!r}"
+            )
+        if (vectors or pseudoscalars) and groups != 1:
+            raise ValueError(
+                f"expected groups=1 with vector or pseudoscalar channels; got groups={groups}"
+            )
         self.out_fields = out_fields
         self.vectors = vectors
+        self.pseudoscalars = pseudoscalars
         super().__init__(
             (out_fields, in_channels // groups),
             group,
@@ -437,21 +452,30 @@ class LiftConv2d(PDOConv2d):
 
     @property
     def input_kind(self) -> str:  # type: ignore[override]  # it depends on the channels
-        """``"scalar"`` or ``"vector"``; images that mix both have no single kind."""
-        if 0 < 2 * self.vectors < self.in_channels:
-            return "mixed"
-        return "vector" if self.vectors else "scalar"
+        """The kind of all channels; of several kinds ``"mixed"``: `input_parts` has them."""
+        return "mixed" if len(parts := self._parts()) > 1 else parts[0].kind
+
+    @property
+    def input_parts(self) -> tuple[Part, ...]:
+        """The kinds of the input channels in their order, and how many fields are of each."""
+        return self._parts()
 
     def _parts(self) -> tuple[Part, ...]:
-        found = (Part("scalar", self.in_channels - 2 * self.vectors), Part("vector", self.vectors))
-        return tuple(part for part in found if part.fields)
+        scalars = self.in_channels - self.pseudoscalars - 2 * self.vectors
+        found = {
+            "scalar": scalars,
+            "pseudoscalar": self.pseudoscalars,
+            "vector": self.vectors,
+        }
+        return tuple(Part(kind, fields) for kind, fields in found.items() if fields)
 
     def _expected_channels(self) -> str:
         return f"{self.in_channels} image channels"
 
     def extra_repr(self) -> str:
-        vectors = f", vectors={self.vectors}" if self.vectors else ""
-        return f"{self.in_channels}, {self.out_fields}{super().extra_repr()}{vectors}"
+        text = f"{self.in_channels}, {self.out_fields}{super().extra_repr()}"
+        text += f", pseudoscalars={self.pseudoscalars}" if self.pseudoscalars else ""
+        return text + (f", vectors={self.vectors}" if self.vectors else "")
 
 
 class GroupConv2d(PDOConv2d):
@@ -633,7 +657,7 @@ class GroupUpsampleConv2d(nn.Module):
         return result
 
 
-def _read_spacing(given: object) -> float | tuple[float, float]:
+def read_spacing(given: object) -> float | tuple[float, float]:
     lengths = tuple(given) if isinstance(given, tuple | list) else (given, given)
     numbers = [n for n in lengths if isinstance(n, float | int) and n is not True]
     if len(lengths) != 2 or len(numbers) != 2 or not all(0 < n < math.inf for n in numbers):
@@ -648,7 +672,7 @@ def _aspect(spacing: float | tuple[float, float]) -> float:
     return spacing[0] / spacing[1] if isinstance(spacing, tuple) else 1.0
 
 
-def _read_padding_mode(given: object) -> str | tuple[str, str]:
+def read_padding_mode(given: object) -> str | tuple[str, str]:
     modes = tuple(given) if isinstance(given, tuple | list) else (given, given)
     # As strings: others may not be hashable, or not compare.
     if len(modes) != 2 or not all(isinstance(m, str) and m in _PADDING_MODES for m in modes):
