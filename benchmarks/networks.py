@@ -201,7 +201,10 @@ def chosen(model: nn.Module, x: Tensor) -> dict[str, int]:
 _LAYOUT = "_to_copy|_unsafe_view|view|clone|transpose|permute|expand|squeeze|unsqueeze|t|bmm|mm"
 CLASSES = {  # the first whose expression is found in a kernel's name, in small letters
     "optimiser": r"fusedsgd|fused_sgd|fusedoptimizer|multi_tensor_apply",
-    "norms": r"batch_?norm|\bbn_[fb]w|var_mean|welford|field_statistics|statistics_backward",
+    "norms": (
+        r"batch_?norm|\bbn_[fb]w|var_mean|welford|field_statistics|statistics_backward|^moments$"
+        r"|^activate$"
+    ),
     "sampling": r"pool|constant_pad|_slice_|recentre|mean_of_four|half_pixel",
     # The compiler's names list operations: those that only cast and arrange do so with filters.
     "filter expansion": (

@@ -34,9 +34,12 @@ from econv import filter_basis
 from econv.engines import ENGINES
 from econv.engines.problem import Geometry
 from econv.engines.spectral.operator import Saved, Task
-from econv.engines.spectral.tiling import Like
 from econv.engines.spectral.triton import launch as triton_launch
-from econv.engines.spectral.triton.launches import statistics_backward, statistics_launch
+from econv.engines.spectral.triton.launches import (
+    activated,
+    field_statistics,
+    statistics_backward,
+)
 from econv.plan import spectral_plan
 
 
@@ -145,12 +148,10 @@ def training_step(
 
 
 def statistics(x: torch.Tensor, fields: int) -> None:
-    """Launch what makes the numbers of a norm from the statistics of channels."""
-    dtypes = (*[torch.float32] * 4, None)
-    of_a_norm = statistics_launch(Like.of(x), fields, dtypes, 0.1, 1e-5)
-    of_channels, of_fields = (torch.empty(n, device="meta") for n in (x.shape[1], fields))
-    numbers = torch.empty(4, fields, device="meta")
-    of_a_norm(*[of_channels] * 2, *[of_fields] * 4, of_channels, numbers)
+    """Launch what makes the numbers of a norm, and what writes an activated map."""
+    weight, bias, mean, variance = (torch.empty(fields, device="meta") for _ in range(4))
+    numbers = field_statistics(x, fields, weight, bias, (mean, variance, 0.1), 1e-5)
+    activated(x, numbers[:3])
 
 
 def waited(layer: Layer, engine: str) -> float:

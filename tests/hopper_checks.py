@@ -111,6 +111,7 @@ CASES = {
     "p8m, 3×3, stride 2": {"group": "p8m", "fields": (5, 3), "stride": 2, **LOW},
     "p3, 7×7": {"group": "p3", "size": 7, "fields": (2, 2), "shape": (2, 7, 8)},
     "p2, no padding": {"group": "p2", "padding": 0, "shape": (2, 9, 10)},
+    "p8m, rectangles": {"group": "p8m", "fields": (2, 3), "spacing": (0.5, 0.8)},
     "order 0": {"operators": "order<=0", "bias": True},
     "stride 3, dilation 2": {"stride": 3, "dilation": 2, "padding": 3, "shape": (2, 10, 12), **LOW},
 }

@@ -11,8 +11,10 @@ import econv
 from econv import (
     CentredAvgPool2d,
     CentredMaxPool2d,
+    Curl2d,
     Downsample2d,
     Enlarge2d,
+    FieldConv2d,
     FieldParameter,
     Group,
     GroupBatchNorm2d,
@@ -40,7 +42,7 @@ from econv.testing import assert_equivariant, equivariance_error
 GROUPS = ["p4", "p4m", "p8", "p8m"]
 SIZES = [28, 29, 32, 33]
 MODES = ["train", "eval"]
-OUTPUTS = ["regular", "vector", "scalar max", "scalar mean"]
+OUTPUTS = ["regular", "vector", "vector curl", "scalar max", "scalar mean"]
 FIELDS = 2
 DOUBLE = {"dtype": torch.float64}
 
@@ -89,6 +91,7 @@ class UNet(nn.Module):
         self.head: nn.Module = {
             "regular": GroupConv2d(2 * f, 1, group, operators="order<=2"),
             "vector": VectorConv2d(2 * f, 2, group, groups=2, operators="order<=1"),
+            "vector curl": nn.Sequential(FieldConv2d(2 * f, group, pseudoscalars=2), Curl2d()),
             "scalar max": GroupPool2d(group),
             "scalar mean": GroupPool2d(group, "mean"),
         }[output]

@@ -172,7 +172,7 @@ def test_the_page_names_the_broken_layer_and_what_is_unknown():
         LiftConv2d(1, 2, "p8", stride=2), nn.Flatten(), nn.Linear(16 * 24 * 24, 2)
     )
     text = page(model, images())
-    assert "is <code>0</code>. It has a stride" in text
+    assert "is that of <code>0</code>. 0 (LiftConv2d) has a stride" in text
     assert "1 (Flatten), 2 (Linear)" in text
     assert "class=high" in text
 
@@ -180,7 +180,7 @@ def test_the_page_names_the_broken_layer_and_what_is_unknown():
 def test_an_output_that_is_not_exact_is_said():
     model = nn.Sequential(LiftConv2d(1, 2, "p4"), nn.Flatten(), nn.Linear(8 * 48 * 48, 2))
     text = page(model, images())
-    assert "but the output is not" in text
+    assert "is that of <code>output</code>. One of these breaks equivariance: 1 (Flatten)" in text
     assert "Every layer is exact" not in text
 
 
@@ -196,7 +196,7 @@ def test_a_layer_that_is_not_equivariant_is_named_instead_of_sampling():
     text = page(model, images())
     share = re.search(r'id="share-broken">([\d.]+) %', text)[1]
     assert float(share) > 10
-    assert "<code>2</code>, or what lies between" in text
+    assert "<code>1 (Conv2d)</code> does not turn with the image" in text
     assert "share-sampling" not in text
 
 
@@ -301,12 +301,13 @@ def seen(browser) -> dict[str, str]:
 def test_the_arrow_keys_turn_the_picture_and_the_numbers(opened):
     from selenium.webdriver.common.keys import Keys
 
-    before = seen(opened)
-    assert before["degrees"] == "0°"
-    assert before["ours-error"] == "0"
     slider = opened.find_element("id", "angle")
     opened.find_element("tag name", "body").send_keys(Keys.TAB)
     assert opened.switch_to.active_element == slider  # the first stop of the Tab key
+    slider.send_keys(Keys.HOME)
+    before = seen(opened)
+    assert before["degrees"] == "0°"
+    assert before["ours-error"] == "0"
     for _ in range(9):
         slider.send_keys(Keys.ARROW_RIGHT)
     after = seen(opened)
@@ -331,6 +332,28 @@ def test_the_numbers_shown_are_those_of_the_page(opened, text):
     assert float(shown.removesuffix(" %")) == pytest.approx(wanted, abs=0.06)
 
 
+def test_the_page_opens_at_an_angle_that_shows_something(opened, text):
+    shown = seen(opened)
+    assert shown["degrees"] == "45°"
+    assert shown["whose"] == "an angle of p8"
+    assert float(shown["twin-error"]) > float(shown["ours-error"]) > 1e-4
+
+
+@pytest.mark.parametrize(("group", "start"), [("p4", 18), ("p6m", 12), ("p16", 9), ("p1m", 9)])
+def test_the_first_angle_is_one_of_the_group(group, start):
+    text = page(nn.Sequential(LiftConv2d(1, 1, group)), images()[:1])
+    assert f'max="71" step="1" value="{start}"' in text
+
+
+def test_the_chart_reaches_down_to_rounding(text):
+    assert ">≤ 1e-7</text>" in text
+    ours = re.search(r'<polyline points="([^"]+)" style="stroke:var\(--ours\)"', text)[1]
+    heights = [float(point.split(",")[1]) for point in ours.split()]
+    errors = data_of(text)["errors"]["ours"]
+    assert 1e-8 < errors[18] < 1e-5  # a quarter turn in float32: not the floor of the others
+    assert heights[18] > heights[9] + 50
+
+
 def test_dragging_turns_it_too(opened):
     from selenium.webdriver import ActionChains
 
@@ -346,7 +369,7 @@ def test_focus_is_visible_and_changes_are_announced(opened):
     from selenium.webdriver.common.keys import Keys
 
     slider = opened.find_element("id", "angle")
-    slider.send_keys(Keys.ARROW_RIGHT)
+    slider.send_keys(Keys.HOME, Keys.ARROW_RIGHT)
     assert slider.value_of_css_property("outline-style") == "solid"
     assert slider.accessible_name == "Turn the input"
     assert slider.get_attribute("aria-valuetext") == "5°"

@@ -15,7 +15,10 @@ from econv.stencils import Gaussian
 LAYERS = [
     ("regular", "regular"),
     ("scalar", "regular"),
+    ("pseudoscalar", "regular"),
     ("vector", "regular"),
+    ("regular", "scalar"),
+    ("regular", "pseudoscalar"),
     ("regular", "vector"),
 ]
 GROUPS = ["p1", "p2", "p3", "p4", "p6", "p8", "p1m", "p3m", "p4m"]
@@ -61,6 +64,9 @@ def expected_filters(basis, kinds, weights):
     count = synthesis.shape[1]
     if kinds == ("scalar", "regular"):
         return np.einsum("s,asyx->ayx", weights, synthesis)[:, None]
+    reflections = np.where(np.arange(group.order) < group.rotations, 1.0, -1.0)
+    if kinds == ("pseudoscalar", "regular"):
+        return np.einsum("s,asyx,a->ayx", weights, synthesis, reflections)[:, None]
     if kinds == ("vector", "regular"):
         frames = group.matrices[group.inverse]
         return np.einsum("cs,asyx,acd->adyx", weights.reshape(2, count), synthesis, frames)
@@ -72,10 +78,14 @@ def expected_filters(basis, kinds, weights):
             fields[:, a, group.product[a, k]] += filters
     if kinds[1] == "regular":
         return fields[0]
+    if kinds[1] == "scalar":
+        return fields.sum(axis=1)
+    if kinds[1] == "pseudoscalar":
+        return np.einsum("a,cabyx->cbyx", reflections, fields)
     return np.einsum("adc,cabyx->dbyx", group.matrices, fields)
 
 
-@pytest.mark.parametrize("kinds", [*LAYERS, ("regular", "scalar")])
+@pytest.mark.parametrize("kinds", LAYERS)
 @pytest.mark.parametrize("group", ["p3", "p4", "p8", "p3m"])
 def test_the_adjoint_of_the_adjoint_is_the_layer(group, kinds):
     found = spectral_plan(filter_basis(group), *kinds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -29,14 +30,33 @@ def resolution_curve() -> ResolutionCurve:
 
 def test_the_polar_picture_has_the_errors_as_logarithmic_radii():
     figure = plot_angles({"ours": angle_curve(0.01), "twin": angle_curve()})
-    (axis,) = figure.axes
+    axis, beside = figure.axes
     ours, twin = (line for line in axis.lines if line.get_label() in ("ours", "twin"))
     at = 9  # 45°, where the error is 0.01 and 1
     assert ours.get_xdata()[at] == pytest.approx(math.pi / 4)
     assert twin.get_ydata()[at] - ours.get_ydata()[at] == pytest.approx(2.0)
+    assert twin.get_ydata()[at] == pytest.approx(7.0)  # the circle begins at 1e-7
     assert ours.get_ydata()[0] == 0.0  # exact: in the centre
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["ours", "twin"]
+    assert [text.get_text() for text in beside.get_legend().get_texts()] == ["ours", "twin"]
     assert "45°" in [label.get_text() for label in axis.get_xticklabels()]
+
+
+def test_beside_it_is_how_many_answers_change():
+    curve = angle_curve()
+    changed = dataclasses.replace(curve, changed=tuple(min(e, 0.5) for e in curve.errors))
+    _, beside = plot_angles(changed).axes
+    (line,) = beside.lines
+    assert "class changes, %" in beside.get_title()
+    assert (line.get_xdata()[9], line.get_ydata()[9]) == (45.0, 50.0)
+    assert line.get_xdata()[-1] == 360.0
+    _, beside = plot_angles(curve).axes
+    assert "relative error, %" in beside.get_title()
+    assert beside.lines[0].get_ydata()[9] == pytest.approx(100.0)
+
+
+def test_what_could_not_be_compared_is_not_drawn():
+    figure = plot_angles(AngleCurve("regular", (0.0, 45.0, 90.0), (0.0, None, 1e-3), Group("p8")))
+    assert [np.isnan(axis.lines[-1].get_ydata()[1]) for axis in figure.axes] == [True, True]
 
 
 def test_a_curve_that_is_exact_everywhere_can_be_drawn(tmp_path):

@@ -685,9 +685,13 @@ def test_an_element_is_a_number_within_the_group(element):
         transform(noise(1, 1, 5, 5), "p8", element)
 
 
-def test_a_layer_of_scalars_and_vectors_together_is_refused():
-    with pytest.raises(ValueError, match="input of one kind"):
-        equivariance_error(LiftConv2d(3, 1, "p4", vectors=1, **DOUBLE), noise(1, 3, 9, 9), 1)
+def test_a_layer_of_scalars_and_vectors_together_says_which_is_which():
+    layer, x = LiftConv2d(3, 1, "p4", vectors=1, **DOUBLE), noise(1, 3, 9, 9)
+    assert layer.input_kind == "mixed"
+    assert equivariance_error(layer, x, 1) < 1e-12
+    assert equivariance_error(layer, x, 1, input_kind="scalar") > 1e-2
+    wrong = [("vector", 1), ("scalar", 1)]
+    assert equivariance_error(layer, x, 1, input_kind=wrong) > 1e-2
 
 
 def test_no_elements_are_no_check():

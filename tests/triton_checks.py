@@ -11,9 +11,9 @@ import torch
 
 import econv
 from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
-from econv.engines import Prologue, door, memory_format
+from econv.engines import ENGINES, Prologue, choice, door, memory_format
 from econv.engines.problem import Geometry
-from econv.engines.spectral import tiling
+from econv.engines.spectral import operator, tiling
 from econv.engines.spectral.operator import Task
 from econv.engines.spectral.triton import engine as triton_engine
 from econv.engines.spectral.triton import kernels as triton_kernels
@@ -24,7 +24,6 @@ from econv.engines.spectral.triton.kernels import INTERPRETED, OVERALL
 from econv.layers import norm_relu_conv, shift, shift_kernel
 from econv.plan import spectral_plan
 from test_engines import run_reference
-from test_pooled import stats
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TRITON = "spectral/triton"  # on a Hopper GPU "spectral" stands for other kernels
@@ -46,7 +45,6 @@ def kernels_run(monkeypatch):
     triton_engine.DEVICES.add(DEVICE)
     triton_engine._not_installed.cache_clear()
     monkeypatch.setattr(Hopper, "why_not", why_not_hopper)
-    monkeypatch.setattr(torch, "batch_norm_stats", lambda x, eps: stats(x.float(), eps))
     with tiles(gradient_fields=4, splits=1):  # fewer programs, one after the other
         yield
     triton_engine.DEVICES.discard(DEVICE)
@@ -118,6 +116,8 @@ REFERENCE = {
     "no padding": {"padding": 0},
     "stride, dilation, padding": {"stride": 3, "dilation": 2, "padding": 1, "shape": (2, 10, 12)},
     "circular": {"padding_mode": "circular", "stride": 2, "shape": (1, 8, 7)},
+    "a channel": {"padding_mode": ("zeros", "circular"), "shape": (1, 6, 7)},
+    "rectangles": {"spacing": (0.5, 0.8), "shape": (1, 6, 5)},
     "order<=2, 3×3": {"operators": "order<=2", "size": 3},
     "one image, one field": {"shape": (1, 5, 5), "fields": (1, 1)},
     "fields beyond a tile": {"fields": (5, 9)},
@@ -808,6 +808,64 @@ def test_norm_and_relu_at_the_load_equal_the_modules_in_float64(training, option
     assert found[0].is_contiguous(memory_format=memory_format(x))
     for ours, theirs in zip(found, wanted, strict=True):
         assert error(ours, theirs) <= FLOAT32
+
+
+@pytest.fixture
+def dense_is_chosen(monkeypatch):
+    monkeypatch.setattr(choice, "_memory", {})
+    monkeypatch.setattr(choice, "rule", lambda *given: ENGINES["dense"])
+
+
+CHOSEN = {
+    "p4": (True, {}),
+    "p8m, eval": (False, {"group": "p8m", "shape": (1, 6, 7), **LOW}),
+    "p6, stride 2, odd fields": (True, {"group": "p6", "fields": (5, 3), "stride": 2}),
+}
+
+
+@pytest.mark.parametrize(("training", "options"), CHOSEN.values(), ids=CHOSEN.keys())
+def test_norm_and_relu_are_one_kernel_where_auto_takes_the_dense_engine(
+    dense_is_chosen, training, options
+):
+    pair, x, probe = pre_activated(**options)
+    pair.train(training)
+    x = x.to(memory_format=torch.channels_last if training else torch.contiguous_format)
+    wanted = exact_step(pair, x, probe)
+    for ours, theirs in zip(
+        step(pair, x, probe, "auto", wanted="dense" + door.FUSED), wanted, strict=True
+    ):
+        assert error(ours, theirs) <= FLOAT32
+    assert step(pair, x, probe, "dense", wanted="dense")  # by name: the modules
+
+
+def test_what_one_kernel_activates_has_gradients_of_gradients(dense_is_chosen):
+    pair, x, _ = pre_activated(fields=(1, 2), shape=(1, 6, 5))
+    found = []
+    for given in (pair, copy.deepcopy(pair).double()):
+        given.conv.engine, image = "auto", x.to(given.norm.weight).requires_grad_()
+        with econv.engine() as ran:
+            out = given(image)
+        parameters = [image, *given.parameters()]
+        first = torch.autograd.grad((out**2).sum(), parameters, create_graph=True)
+        found.append(torch.autograd.grad(sum((g**2).sum() for g in first), parameters))
+        assert ran == ["dense" + (door.FUSED if given is pair else "")]
+    for ours, theirs in zip(*found, strict=True):
+        assert error(ours, theirs) <= 20 * FLOAT32
+
+
+def test_where_triton_cannot_compile_the_dense_engine_takes_the_modules(
+    dense_is_chosen, monkeypatch, caplog
+):
+    pair, x, probe = pre_activated()
+    monkeypatch.setattr(triton_engine, "_ABLE", {})
+    monkeypatch.setattr(operator, "FAILED", {})
+    monkeypatch.setattr(triton_launches, "activated", lambda x, affine: 1 / 0)
+    for _ in range(2):
+        step(pair, x, probe, "auto", wanted="dense")
+    assert [record.message for record in caplog.records] == [
+        f"norm and ReLU in one kernel failed on {x.device} and is not chosen again: "
+        "ZeroDivisionError: division by zero"
+    ]
 
 
 STATISTICS = [(0.1, torch.float32, True), (1.0, torch.float32, False), (None, torch.float32, True)]

@@ -6,6 +6,7 @@ Filters are partial differential operators (PDO-eConvs, ICML 2020): turned exact
 
 from econv import models, testing
 from econv.basis import FilterBasis, filter_basis
+from econv.checking import checked
 from econv.conversion import ConversionError, convert
 from econv.engines import engine
 
@@ -15,8 +16,10 @@ from econv.groups import Group
 from econv.layers import (
     CentredAvgPool2d,
     CentredMaxPool2d,
+    Curl2d,
     Downsample2d,
     Enlarge2d,
+    FieldConv2d,
     FieldParameter,
     GroupBatchNorm2d,
     GroupConv2d,
@@ -51,8 +54,10 @@ __all__ = [
     "CentredAvgPool2d",
     "CentredMaxPool2d",
     "ConversionError",
+    "Curl2d",
     "Downsample2d",
     "Enlarge2d",
+    "FieldConv2d",
     "FieldParameter",
     "FilterBasis",
     "Group",
@@ -77,6 +82,7 @@ __all__ = [
     "Upsample2d",
     "VectorConv2d",
     "central",
+    "checked",
     "convert",
     "convert_sync_batchnorm",
     "create_model",

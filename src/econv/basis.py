@@ -79,6 +79,8 @@ class FilterBasis:
     operators: OperatorSet
     stencils: StencilSet
     size: int
+    aspect: float = 1.0
+    """Height of a pixel over its width. Spacings are sides of a square of the same area."""
     coordinates: str = "orthonormal"
 
     @cached_property
@@ -92,7 +94,9 @@ class FilterBasis:
 
     def monomial(self, exponents: tuple[int, ...]) -> FloatArray:
         """The stencil of ∂^exponents on the support of the basis, at spacing 1."""
-        found = self.stencils.stencil(Polynomial.monomial(exponents), self.size).weights
+        operator = Polynomial.monomial(exponents)
+        grid = (self.size,) if self.aspect == 1.0 else (self.size, self.aspect)
+        found = self.stencils.stencil(operator, *grid).weights
         return found.astype(np.float64)
 
     @cached_property
@@ -100,8 +104,8 @@ class FilterBasis:
         """The linear system T: each operator as a canonical filter, ``[operators, taps]``.
 
         Always central differences of second order on the smallest support that holds the operators
-        themselves (3×3 for the paper's nine), whatever stencils the layer runs with: the system
-        fixes what a weight *means*, so that weights can move between stencil sets.
+        themselves (3×3 for the paper's nine), of squares, whatever stencils and pixels the layer
+        runs with: the system fixes what a weight *means*, so that weights can move between them.
         """
         central = Central()
         size = central.smallest_size(self.operators.polynomials)
@@ -215,20 +219,22 @@ class FilterBasis:
             filters = hashlib.sha256(self.synthesis.tobytes()).hexdigest()
         operators = [[int(e) for e in exponents] for exponents in self.operators]
         content = f"{self.group.name} {operators} {self.size} {filters} {self.coordinates}"
+        content += f" {self.aspect!r}" if self.aspect != 1.0 else ""
         found = hashlib.sha256(content.encode()).hexdigest()[:32]
         _digested.setdefault(found, self)
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Rebuilt from its parts: a pickled layer holds no expanded array.
-        own = (self.group, self.operators, self.stencils, self.size)
-        return filter_basis, (*own, self.stencils.accuracy, self.coordinates)
+        parts = (self.group, self.operators, self.stencils, self.size)
+        return filter_basis, (*parts, self.stencils.accuracy, self.aspect, self.coordinates)
 
     def __repr__(self) -> str:
-        pixels = f", coordinates={self.coordinates!r}" if self.coordinates == "pixels" else ""
+        more = f", aspect={self.aspect}" if self.aspect != 1.0 else ""
+        more += f", coordinates={self.coordinates!r}" if self.coordinates == "pixels" else ""
         return (
             f"FilterBasis({self.group}, {self.operators.name!r}, {self.stencils!r}, "
-            f"size={self.size}{pixels})"
+            f"size={self.size}{more})"
         )
 
 
@@ -247,12 +253,14 @@ def filter_basis(
     stencils: StencilsLike = "isotropic",
     size: int | None = None,
     accuracy: int = 2,
+    aspect: float = 1.0,
     coordinates: str = "orthonormal",
 ) -> FilterBasis:
     """The filter basis of a group, an operator set and a stencil set, made once per process.
 
     ``size`` is the support of the filters, the smallest odd one that holds every turned operator
-    by default; ``coordinates`` are those of a weight, ``"orthonormal"`` or ``"pixels"``.
+    by default; ``aspect`` the height of a pixel over its width; ``coordinates`` are those of a
+    weight, ``"orthonormal"`` or ``"pixels"``.
     """
     if coordinates not in COORDINATES:
         raise ValueError(f"expected coordinates as one of {COORDINATES}; got {coordinates!r}")
@@ -262,13 +270,19 @@ def filter_basis(
         operator_set(operators, found.dimension),
         stencil_set(stencils, accuracy, found.rotations),
         size,
+        float(aspect),
         coordinates,
     )
 
 
 @lru_cache(maxsize=256, typed=True)
 def _filter_basis(
-    group: Group, operators: OperatorSet, stencils: StencilSet, size: int | None, coordinates: str
+    group: Group,
+    operators: OperatorSet,
+    stencils: StencilSet,
+    size: int | None,
+    aspect: float,
+    coordinates: str,
 ) -> FilterBasis:
     columns = monomials(operators.order, operators.dimension)
     used = np.abs(operators.turned(group)).max(axis=(0, 1)) > 0
@@ -280,6 +294,7 @@ def _filter_basis(
         operators,
         stencils,
         check_size(smallest if size is None else size, smallest, what, stencils),
+        aspect,
         coordinates,
     )
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 import econv
-from econv import demo, lab, report, train
-from econv.files import atomic
+from econv import demo, lab, page, report, train
+from econv.checking import KindError, checked
+from econv.files import atomic, write_atomically
 from econv.groups import Group
 from econv.layers import (
     Downsample2d,
@@ -33,11 +35,13 @@ from econv.layers import (
     PDOConv2d,
     VectorConv2d,
 )
+from econv.progress import Progress
 from econv.testing import smooth_field
 
 __all__ = ["main"]
 
 _COLUMNS = 8  # elements side by side in a table
+_SIZE = 65  # pixels along each side of random fields
 
 
 class BadInputError(Exception):
@@ -54,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"\neconv {args.command}: stopped", file=sys.stderr)
+        return 130  # as shells have it
     except BrokenPipeError:  # the reader, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -85,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="econv", description="Rotation- and reflection-equivariant networks: instruments."
     )
     parser.add_argument("--version", action="version", version=f"econv {econv.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     check = commands.add_parser(
         "check",
         help="is a model equivariant, where does its error come from, does training keep it?",
@@ -118,16 +125,30 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         type=Path,
         metavar="FILE",
-        help="state dicts (.pt or .safetensors); one row for each, in the order given",
+        help="state dicts (.pt, .ckpt or .safetensors), also inside checkpoints of Lightning; one "
+        "row for each, in the order given",
+    )
+    add(
+        "--prefix",
+        metavar="TEXT",
+        help="what stands before the model's names in the state dicts, such as 'model.' (default: "
+        "whatever fits)",
     )
     add(
         "--images",
         nargs="+",
         metavar="PATH",
-        help="pictures, .npy or .npz files, or a folder; smooth random fields by default",
+        help="pictures, .npy or .npz files, or a folder, with or without a subfolder for each "
+        "class; smooth random fields by default",
     )
     add("--count", type=_positive, default=4, help="how many images (default: %(default)s)")
-    add("--size", type=_positive, default=65, help="of random fields (default: %(default)s)")
+    add(
+        "--size",
+        type=_positive,
+        metavar="PIXELS",
+        help="side of random fields (default: 65, or what a network given by name is made for, if "
+        "that is less); images are cut to the square in their middle and resized to it",
+    )
     add(
         "--channels",
         type=_positive,
@@ -189,23 +210,34 @@ def _check(args: argparse.Namespace) -> str | None:
                 f"{option} turns images by any angle and needs square ones; got "
                 f"{images.shape[-2]}×{images.shape[-1]} pixels"
             )
-    _probe(model, images)
-    if args.model is None and not args.weights:
-        _prepare(model, images)
-    model.eval()
-
     checkpoints = []
-    for path in args.weights:
-        _load_weights(model, path)
+    with _Passes(args, model, group, square) as passes:
+        passes.say("a first look")
+        mistake = _probe(model, images)
+        if args.model is None and not args.weights:
+            _prepare(model, images)
         model.eval()
-        checkpoints.append((path, lab.layer_errors(model, lab.windowed(images), group)))
-    table = (
-        checkpoints[-1][1] if checkpoints else lab.layer_errors(model, lab.windowed(images), group)
-    )
-    sources, why_not = _sources(model, images, group)
-    curve = None
-    if square and (args.angles or args.plots or args.json):
-        curve = lab.angle_curve(model, lab.windowed(images), args.angles, group)
+        for path in args.weights:
+            _load_weights(model, path, args.prefix)
+            model.eval()
+            passes.say(f"layers, {path.name}")
+            checkpoints.append((path, lab.layer_errors(model, lab.windowed(images), group)))
+        passes.say("layers")
+        table = (
+            checkpoints[-1][1]
+            if checkpoints
+            else lab.layer_errors(model, lab.windowed(images), group)
+        )
+        passes.say("sources of the error")
+        sources, why_not = _sources(model, images, group)
+        curve = None
+        if square and (args.angles or args.plots or args.json):
+            passes.say("angles")
+            curve = lab.angle_curve(model, lab.windowed(images), args.angles, group)
+        written = None
+        if args.html is not None:
+            passes.say("page")
+            written = _page(args, model, images, table, sources, why_not, name)
 
     shape = "×".join(str(n) for n in images.shape[-2:])
     print(f"{name}: {group}, {len(images)} images of {shape} pixels")
@@ -214,6 +246,8 @@ def _check(args: argparse.Namespace) -> str | None:
         _print_checkpoints(checkpoints)
         print(f"\nAfter {args.weights[-1]}:")
     _print_table(table)
+    if mistake:
+        print(f"\nA mistake in the network: {mistake}.")
     if sources is not None:
         _print_sources(sources, group)
     else:
@@ -222,6 +256,9 @@ def _check(args: argparse.Namespace) -> str | None:
         print("\nError of the output over the angle")
         for angle, error in zip(curve.angles, curve.errors, strict=True):
             print(f"  {angle:>7.4g}°  {_figure(error)}")
+        if curve.changed is not None:
+            share = 100 * sum(curve.changed) / len(curve.changed)
+            print(f"  The predicted class is another than at 0° for {share:.0f} % of the images.")
 
     if args.json is not None:
         record = {
@@ -242,8 +279,9 @@ def _check(args: argparse.Namespace) -> str | None:
     if args.plots is not None:
         print()
         _plots(args.plots, model, curve, group)
-    if args.html is not None:
-        _page(args, model, images, table, sources, why_not, name)
+    if written is not None:
+        write_atomically(args.html, written.encode())
+        print(f"\nPage: {args.html}")
     if args.tolerance is None:
         return None
     return _too_large([found for _, found in checkpoints] or [table], args.tolerance)
@@ -258,8 +296,11 @@ def _too_large(tables: Sequence[lab.LayerErrors], tolerance: float) -> str | Non
             ("output", [entry.relative for entry in table.output]),
         ]
         for element, angle, error in zip(table.elements, table.names, errors, strict=True)
-        if element in table.group.grid_symmetries or len(table.group.grid_symmetries) == 1
+        if error is not None
+        and (element in table.group.grid_symmetries or len(table.group.grid_symmetries) == 1)
     ]
+    if not found:
+        return "nothing could be compared: every map has too few pixels for the angles of the group"
     # A NaN is the worst.
     error, where = max(found, key=lambda entry: math.inf if math.isnan(entry[0]) else entry[0])
     if error <= tolerance:
@@ -358,7 +399,7 @@ def _import(name: str) -> ModuleType:
         raise BadInputError(f"cannot import {name}: {type(error).__name__}: {error}") from None
 
 
-def _load_weights(model: nn.Module, path: Path) -> None:
+def _load_weights(model: nn.Module, path: Path, prefix: str | None = None) -> None:
     if not path.is_file():
         raise BadInputError(f"no such file: {path}")
     try:
@@ -366,7 +407,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
             # By name: it need not be installed where types are checked.
             state = importlib.import_module("safetensors.torch").load_file(path)
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = _read_tensors(path)
     except ImportError:
         raise BadInputError(f"reading {path} needs safetensors: pip install safetensors") from None
     except Exception as error:  # unpicklers raise what they like
@@ -379,12 +420,62 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         raise BadInputError(
             f"expected a state dict of tensors in {path}; got {type(state).__name__}"
         )
-    if set(state) != set(model.state_dict()):  # saved from within DataParallel
-        state = {key.removeprefix("module."): value for key, value in state.items()}
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(_without_prefix(state, set(model.state_dict()), prefix, path))
     except RuntimeError as error:
         raise BadInputError(f"the weights in {path} do not fit the model: {error}") from None
+
+
+def _read_tensors(path: Path) -> Any:
+    """What a file of torch holds, without running its code.
+
+    Checkpoints of Lightning name classes of the user's: objects of these are left out.
+    """
+    stubs: list[Any] = []
+    if zipfile.is_zipfile(path):  # older files have no list of what they name
+        for name in torch.serialization.get_unsafe_globals_in_checkpoint(path):
+            stubs.append((type(name.rpartition(".")[2], (_Unread,), {}), name))
+    with torch.serialization.safe_globals(stubs):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+class _Unread:
+    """Stands for an object of a class that is not loaded: it takes what comes, and forgets it."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+
+    def append(self, value: object) -> None:
+        """As lists have it."""
+
+    def extend(self, values: object) -> None:
+        """As lists have it."""
+
+
+def _without_prefix(
+    state: dict[str, Tensor], wanted: set[str], prefix: str | None, path: Path
+) -> dict[str, Tensor]:
+    """The model's part of a state dict, in which a wrapper put something before the names."""
+    if prefix is None:
+        first = next(iter(sorted(wanted)), "")
+        possible = sorted({key.removesuffix(first) for key in state if key.endswith(first)})
+        fitting = [p for p in possible if all(p + key in state for key in wanted)]
+        if "" in fitting or not fitting:
+            return state
+        if len(fitting) > 1:
+            raise BadInputError(
+                f"{path} has several networks that fit, under {', '.join(map(repr, fitting))}: "
+                "name one with --prefix"
+            )
+        prefix = fitting[0]
+    found = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    if not found:
+        there = sorted({key.partition(".")[0] + "." for key in state})
+        raise BadInputError(f"{path} has nothing under {prefix!r}; found {', '.join(there)}")
+    return found
 
 
 def _images(
@@ -394,18 +485,63 @@ def _images(
     of_layers = (getattr(module, "in_channels", None) for module in model.modules())
     reads = channels or next((found for found in of_layers if isinstance(found, int)), None)
     if args.images is not None:
-        images = lab.load_images(args.images, reads, square=quarter, limit=args.count)
+        images = lab.load_images(
+            args.images, reads, square=quarter, limit=args.count, size=args.size
+        )
     else:
-        images = smooth_field(args.size, reads or 1, args.smoothness, args.seed, args.count)
+        made_for = getattr(model, "image_size", None)
+        size = args.size or min(made_for if isinstance(made_for, int) else _SIZE, _SIZE)
+        images = smooth_field(size, reads or 1, args.smoothness, args.seed, args.count)
     weights = [p for p in model.parameters() if p.is_floating_point()]
     return images.to(weights[0]) if weights else images
 
 
-def _probe(model: nn.Module, images: Tensor) -> None:
+class _Passes:
+    """Counts the passes of a model through `check`, and says how many are left."""
+
+    def __init__(
+        self, args: argparse.Namespace, model: nn.Module, group: Group, square: bool
+    ) -> None:
+        exact = len(group.grid_symmetries)
+        total = 1 + group.order * max(1, len(args.weights)) + 2 + exact
+        if square and (args.angles or args.plots or args.json):
+            total += 1 + len(args.angles or range(72))
+        if args.html is not None:
+            total += 2 * page.STEPS + 1
+        self._bar = Progress("econv check", total, _per_second, last=False)
+        self._what = ""
+        # A function, which copies of the model share.
+        self._hook = model.register_forward_hook(lambda *_: self._bar.advance(1, self._what))
+
+    def say(self, what: str) -> None:
+        """What the passes are for from now on."""
+        self._what = what
+
+    def __enter__(self) -> _Passes:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.__exit__(*error)
+        self._hook.remove()
+
+
+def _per_second(rate: float) -> str:
+    return f"{rate:.1f} passes/s"
+
+
+def _probe(model: nn.Module, images: Tensor) -> str | None:
+    """Run the model once; what is wrong with the kinds of its features, if anything."""
     kept = model.training
+    mistake = None
     try:
         with torch.no_grad():
-            model.eval()(images)
+            try:
+                with checked():
+                    model.eval()(images[:1])
+            except KindError as error:
+                mistake = str(error)
+                model(images)
     except Exception as error:  # the user's code may raise anything
         raise BadInputError(
             f"the model fails on images of shape {list(images.shape)}: "
@@ -413,6 +549,7 @@ def _probe(model: nn.Module, images: Tensor) -> None:
         ) from None
     finally:
         model.train(kept)
+    return mistake
 
 
 def _sources(model: nn.Module, images: Tensor, group: Group) -> tuple[lab.ErrorSources | None, str]:
@@ -452,19 +589,13 @@ def _print_table(table: lab.LayerErrors) -> None:
             "No layer could be compared, because none says how its map turns: "
             "only the output was measured."
         )
-    inexact = table.first_inexact()
-    if inexact == "output":
+    if any(error is None for entry in table.layers for error in entry.errors):
+        print("–: too few pixels, or no signal, for a comparison at that angle.")
+    if table.blame is not None:
         print(
-            "Not exact at the symmetries of the pixel grid: the output. What lies between it and "
-            "the layers that were compared breaks equivariance."
+            f"Not exact at the symmetries of the pixel grid from {table.first_inexact()} on. "
+            f"{lab.verdict(table.blame)}"
         )
-    elif inexact is not None:
-        why = (
-            "it has a stride, and on this size its samples lie off the centre"
-            if inexact in table.strided
-            else "it, or what lies between it and the layer before, breaks equivariance"
-        )
-        print(f"Not exact at the symmetries of the pixel grid from {inexact} on: {why}.")
     if table.unknown:
         print(f"Not compared, because how they turn is unknown: {', '.join(table.unknown)}")
 
@@ -485,10 +616,7 @@ def _print_sources(sources: lab.ErrorSources, group: Group) -> None:
     if sources.broken_layer is None:
         print(f"  strided sampling      {100 * sources.sampling:5.1f} %{note}")
     else:
-        print(
-            f"  a layer that is not equivariant, {sources.broken_layer}: "
-            f"{100 * sources.broken:.1f} %{note}"
-        )
+        print(f"  not equivariant, {sources.broken_layer}: {100 * sources.broken:.1f} %{note}")
     print(f"  padding and cropping  {100 * sources.padding:5.1f} %")
     print(f"  stencils              {100 * sources.stencil:5.1f} %")
     print(f"Turning that map there and back changes it by {_figure(sources.comparison)}.")
@@ -508,11 +636,13 @@ def _print_checkpoints(checkpoints: Sequence[tuple[Path, lab.LayerErrors]]) -> N
                 error
                 for entry in table.layers
                 for element, error in zip(table.elements, entry.errors, strict=True)
-                if (element in grid) == on_grid
+                if (element in grid) == on_grid and error is not None
             ]
             return _figure(max(found)) if found else "–"
 
-        output = _figure(max(e.relative for e in table.output))
+        output = _figure(
+            max((e.relative for e in table.output if e.relative is not None), default=None)
+        )
         shares = [e.agreement for e in table.output if e.agreement is not None]
         same = f"{100 * min(shares):.0f} %" if shares else "–"
         row = f"{largest(True):>13}{largest(False):>13}{output:>13}{same:>13}"
@@ -550,17 +680,14 @@ def _page(
     sources: lab.ErrorSources | None,
     why_not: str,
     name: str,
-) -> None:
-    from econv.page import write_page
-
+) -> str:
     if sources is None:
         raise BadInputError(f"--html: {why_not}")
     twin = None
     if args.twin_weights is not None:
         twin = lab.plain_twin(model)
-        _load_weights(twin, args.twin_weights)
-    write_page(
-        args.html,
+        _load_weights(twin, args.twin_weights, args.prefix)
+    return page.page(
         model,
         images,
         twin=twin,
@@ -569,11 +696,10 @@ def _page(
         table=table,
         sources=sources,
     )
-    print(f"\nPage: {args.html}")
 
 
-def _figure(error: float) -> str:
-    return f"{error:.1e}"
+def _figure(error: float | None) -> str:
+    return "–" if error is None else f"{error:.1e}"
 
 
 def _finite(value: Any) -> Any:

@@ -222,7 +222,7 @@ def _turned(
         found = lab.layer_errors(_Answer(run.network), images, GROUP)
         exact = [element in GROUP.grid_symmetries for element in found.elements]
         heads = ("", *(n + "∗" * e for n, e in zip(found.names, exact, strict=True)))
-        lines.append((run.recipe.row, *(f"{e.relative:.1e}" for e in found.output)))
+        lines.append((run.recipe.row, *(f"{e.relative or 0:.1e}" for e in found.output)))
         same = (f"{100 * (entry.agreement or 0):.1f} %" for entry in found.output)
         lines.append((f"{run.recipe.row}, same class", *same))
     return heads, lines

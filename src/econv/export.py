@@ -23,8 +23,10 @@ from torch.utils._pytree import tree_leaves
 from econv.layers import (
     CentredAvgPool2d,
     CentredMaxPool2d,
+    Curl2d,
     Downsample2d,
     Enlarge2d,
+    FieldConv2d,
     FieldParameter,
     GroupBatchNorm2d,
     GroupDropout2d,
@@ -45,6 +47,7 @@ from econv.layers import (
     Upsample2d,
 )
 from econv.layers.checks import expect
+from econv.layers.fields import curl
 from econv.layers.orientations import pool_orientations
 from econv.layers.sampling import halve, nearest_pixels, points_about_centre
 from econv.layers.window import jets
@@ -155,6 +158,25 @@ def _conv(layer: PDOConv2d) -> nn.Conv2d:
     if conv.bias is not None and layer.bias is not None:
         conv.bias.copy_(_by_channel(layer.bias, layer.out_channels))
     return conv
+
+
+@plain_form.register
+def _(layer: FieldConv2d) -> nn.Module:
+    """One convolution for all kinds of fields."""
+    first, *others = convs = [_conv(head) for head in layer.heads]
+    joined = copy.copy(first)
+    joined.out_channels = sum(conv.out_channels for conv in convs)
+    joined._parameters = {"weight": nn.Parameter(torch.cat([conv.weight for conv in convs]))}
+    rest = first.weight.new_zeros(sum(conv.out_channels for conv in others))
+    bias = None if first.bias is None else nn.Parameter(torch.cat([first.bias, rest]))
+    joined._parameters["bias"] = bias
+    steps = [*_before(layer.heads[0]).values(), joined]
+    return nn.Sequential(*steps) if len(steps) > 1 else joined
+
+
+@plain_form.register
+def _(layer: Curl2d) -> nn.Module:
+    return _graph(_Curl(layer), "Curl")
 
 
 @plain_form.register
@@ -406,6 +428,15 @@ class _PointsAboutCentre(nn.Module):
 
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
         return points_about_centre(x, height, width, self.fill)
+
+
+class _Curl(nn.Module):
+    def __init__(self, layer: Curl2d) -> None:
+        super().__init__()
+        self.spacing, self.padding_mode = layer.spacing, layer.padding_mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        return curl(x, self.spacing, self.padding_mode)
 
 
 class _NearestPixels(nn.Module):

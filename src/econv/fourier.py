@@ -29,9 +29,9 @@ __all__ = [
     "transform",
 ]
 
-KINDS = ("regular", "scalar", "vector")
-"""How the channels of one field transform: by permutation of the group elements, not at all, or as
-a vector of the plane."""
+KINDS = ("regular", "scalar", "pseudoscalar", "vector")
+"""How the channels of one field transform: by permutation of the group elements, not at all, by a
+change of sign under reflections, or as a vector of the plane."""
 
 _DUST = 1e-13  # what is left of entries that cancel exactly
 
@@ -54,6 +54,8 @@ def representation(group: Group, kind: str) -> FloatArray:
     """
     if kind == "scalar":
         return frozen(np.ones((group.order, 1, 1)))
+    if kind == "pseudoscalar":
+        return frozen(np.linalg.det(group.matrices).round()[:, None, None])
     if kind == "vector":
         return group.matrices
     if kind == "regular":  # (π_h f)(g) = f(h⁻¹g)

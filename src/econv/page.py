@@ -36,6 +36,7 @@ from econv.lab import (
     find_group,
     layer_errors,
     plain_twin,
+    verdict,
     windowed,
 )
 from econv.lab.kinds import input_kind_of
@@ -258,6 +259,7 @@ def _fill(
         "pixels": "×".join(str(n) for n in image.shape[-2:]),
         "compared": str(len(table.layers)),
         "last": str(len(angles) - 1),
+        "start": str(_first_shown(data["own"])),
         "step": f"{360 / len(angles):g}",
         "pooled": pooled,
         "twin": about_twin,
@@ -285,6 +287,11 @@ def filled(template: str, parts: Mapping[str, str]) -> str:
     whole = {**parts, "style": given["base.css"]}
     # One pass: what is filled in is never read as a template.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: whole[match[1]], given[template] + "\n")
+
+
+def _first_shown(own: Sequence[bool]) -> int:
+    """Where the page opens: at the first angle of the group, or an eighth of a turn."""
+    return next((index for index, is_own in enumerate(own) if is_own and index), len(own) // 8)
 
 
 def _finite(value: float) -> float | None:
@@ -333,16 +340,15 @@ def _probabilities(
     )
 
 
-_LEFT, _WIDTH, _TOP, _HEIGHT = 112, 640, 20, 190
+_LEFT, _WIDTH, _TOP, _HEIGHT = 112, 640, 20, 260
+_FLOOR = -7  # the decade in which rounding in float32 lies: what is exact reaches down to it
 
 
 def _chart(results: dict[str, _Result], own: Sequence[bool]) -> str:
     errors = [e for result in results.values() for e in result.errors if 0 < e < math.inf]
     high = max(0, math.ceil(math.log10(max(errors)))) if errors else 0
-    # What is zero but for rounding must not stretch the scale.
-    least = min((e for e in errors if e > 1e-6), default=1.0)
-    decades = min(max(high - math.floor(math.log10(least)), 2), 5)
-    low = high - decades
+    low = _FLOOR
+    decades = high - low
 
     def y(error: float) -> float:
         # Written so that a NaN goes to the top.
@@ -353,9 +359,10 @@ def _chart(results: dict[str, _Result], own: Sequence[bool]) -> str:
     for exponent in range(low, high + 1):
         at = y(10.0**exponent)
         label = f"≤ 1e{exponent}" if exponent == low else "1" if exponent == 0 else f"1e{exponent}"
+        rank = ' class="minor"' if (exponent - low) % 2 and exponent else ""
         lines.append(
             f'<line class="grid" x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{at:.1f}" y2="{at:.1f}"/>'
-            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
+            f'<text{rank} x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
         )
     for degrees in range(0, 361, 45):
         at = _LEFT + _WIDTH * degrees / 360
@@ -395,10 +402,10 @@ def _table(table: LayerErrors) -> str:
         for element, name in zip(table.elements, table.names, strict=True)
     )
 
-    def row(name: str, kind: str, errors: Sequence[float], extra: str = "") -> str:
+    def row(name: str, kind: str, errors: Sequence[float | None], extra: str = "") -> str:
         cells = ""
         for element, error in zip(table.elements, errors, strict=True):
-            wrong = element in exact and not error <= 1e-4
+            wrong = element in exact and error is not None and not error <= 1e-4
             cells += f"<td{' class=high' if wrong else ''}>{_figure(error)}</td>"
         head = f'<th scope="row">{html.escape(name)}</th><td>{html.escape(kind)}</td>'
         return f"<tr{extra}>{head}{cells}</tr>"
@@ -415,7 +422,9 @@ def _table(table: LayerErrors) -> str:
     )
 
 
-def _figure(error: float) -> str:
+def _figure(error: float | None) -> str:
+    if error is None:
+        return "–"
     return "0" if error < 1e-12 else f"{error:.1e}"
 
 
@@ -424,22 +433,13 @@ def _verdict(table: LayerErrors) -> str:
     inexact = table.first_inexact()
     if inexact is None and any(e in table.group.grid_symmetries for e in table.elements):
         parts.append("Every layer is exact at the symmetries of the pixel grid.")
-    elif inexact == "output":
+    elif table.blame is not None:
         parts.append(
-            "Every layer that was compared is exact at the symmetries of the pixel grid, but the "
-            "output is not: what lies between them and it is broken."
+            "The first map that is not exact at the symmetries of the pixel grid is that of "
+            f"<code>{html.escape(str(inexact))}</code>. {html.escape(verdict(table.blame))}"
         )
-    elif inexact is not None:
-        name = html.escape(inexact)
-        why = (
-            "It has a stride, and on this size of image its samples lie off the centre."
-            if inexact in table.strided
-            else "It has no stride: it, or what lies between it and the layer before, is broken."
-        )
-        parts.append(
-            "The first layer that is not exact at the symmetries of the pixel grid is "
-            f"<code>{name}</code>. {why}"
-        )
+    if any(error is None for entry in table.layers for error in entry.errors):
+        parts.append("–: too few pixels, or no signal, for a comparison at that angle.")
     if table.unknown:
         names = html.escape(", ".join(table.unknown))
         parts.append(
@@ -463,8 +463,7 @@ _SOURCES = (
         "twin",
         "A layer that is not equivariant",
         "Without a stride to blame, this is what remains at quarter turns, where every layer can "
-        "be exact: <code>{layer}</code>, or what lies between it and the layer before, does not "
-        "turn with the image.",
+        "be exact: <code>{layer}</code> does not turn with the image.",
     ),
     (
         "padding",

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from econv.basis import FilterBasis, basis_of, filter_basis
-from econv.fourier import KINDS, Copy, commutant, couple, decompose, transform
+from econv.fourier import KINDS, Copy, commutant, couple, decompose, representation, transform
 from econv.groups import FloatArray, IntArray, frozen
 from econv.operators import Polynomial, action, monomials
 from econv.stencils import harmonic
@@ -177,9 +177,8 @@ class SpectralPlan:
         """From a layer's weight to spectral weights, ``[coordinates, weights]``.
 
         Coordinates of a pair of fields, in the order of the layers' weights: (k, s) for regular
-        fields to regular ones, (s) for scalar to regular, (component, s) for vector to regular,
-        and (component, k, s) for regular to vector. There are none for plans that occur as adjoints
-        only.
+        fields to regular ones, (component, s) for others to regular, and (component, k, s) for
+        regular to others; scalars and pseudoscalars have one component.
         """
         return _weight_map(self)
 
@@ -503,23 +502,21 @@ def _weight_map(plan: SpectralPlan) -> FloatArray:
     if not error <= 1e-10:
         raise ArithmeticError(f"{plan!r} does not span the turned stencils: off by {error:.1e}")
     analysis, synthesis = plan.analysis, plan.synthesis
-    kinds = (plan.source, plan.target)
-    if kinds == ("scalar", "regular"):
-        wanted = np.einsum("ao,asi->soi", synthesis, turned)[..., None]
-        return frozen(_project(plan, wanted))
-    if kinds == ("vector", "regular"):  # component c in frame A is that of A⁻¹v
-        frames = group.matrices[group.inverse]
+    if plan.source != "regular":
+        if plan.target != "regular":
+            raise ValueError(f"expected regular fields on one side; got {plan!r}")
+        # Component c in frame A is that of A⁻¹v.
+        frames = representation(group, plan.source)[group.inverse]
         wanted = np.einsum("ao,asi,acd,qd->csoiq", synthesis, turned, frames, analysis)
         return frozen(_project(plan, wanted).reshape(-1, plan.weights))
-    if kinds not in (("regular", "regular"), ("regular", "vector")):
-        return frozen(np.zeros((0, plan.weights)))
     found = []
     for k in range(group.order):  # output A reads input Ak
         moved = analysis[:, group.product[:, k]]
         if plan.target == "regular":
             wanted = np.einsum("ao,asi,qa->soiq", synthesis, turned, moved, optimize=True)
-        else:  # Σ_A A·[s₁, s₂]
-            matrices = np.einsum("adc,do->aco", group.matrices, synthesis)
+        else:  # Σ_A ρ(A)·s(A), such as A·[s₁, s₂]
+            frames = representation(group, plan.target)
+            matrices = np.einsum("adc,do->aco", frames, synthesis)
             wanted = np.einsum("aco,asi,qa->csoiq", matrices, turned, moved, optimize=True)
         found.append(_project(plan, wanted))
     stacked = np.stack(found, axis=-3)  # [(component,) k, s, weights]

@@ -27,51 +27,78 @@ __all__ = ["plot_angles", "plot_filters", "plot_resolution", "plot_symbols", "sa
 
 COLOURS = ("#1f5fa8", "#c8553d", "#3b8f5a", "#8a5aa8", "#a07a1e", "#4d4d4d")
 MARKERS = "osD^v*"
+_ROUNDING = 1e-5  # what is less is that of float32, and exact
 
 
 def plot_angles(
     curves: AngleCurve | Mapping[str, AngleCurve], title: str = "Equivariance error over the angle"
 ) -> Figure:
-    """Error over the angle, around a circle, the radius on a logarithmic scale.
+    """Error over the angle, on a logarithmic scale around a circle and on a linear one beside it.
 
-    Spokes are drawn at the angles of the group of the first curve.
+    The circle reaches from 1e-7, where rounding lies, to the largest error; its spokes are at the
+    angles of the group of the first curve. The linear scale has what is noticed: the share of
+    images whose class changes, or for outputs that are no scores the error itself.
     """
     named = {"error": curves} if isinstance(curves, AngleCurve) else dict(curves)
     if not named:
         raise ValueError("expected at least one curve")
-    figure = _figure(6.4, 6.2)
-    axis: Any = figure.add_subplot(projection="polar")
-    errors = np.concatenate([np.asarray(curve.errors) for curve in named.values()])
+    figure = _figure(11.4, 6.0)
+    grid = figure.add_gridspec(1, 2, width_ratios=(1.25, 1))
+    axis: Any = figure.add_subplot(grid[0], projection="polar")
+    beside = figure.add_subplot(grid[1])
+    found = {name: _errors(curve) for name, curve in named.items()}
+    errors = np.concatenate(list(found.values()))
     shown = errors[(errors > 0) & np.isfinite(errors)]
-    high = math.ceil(math.log10(shown.max())) if shown.size else 0
-    # Whatever is exact to rounding ends in the centre, and leaves the scale to the rest.
-    low = high - 4
+    low = -7  # the decade of rounding in float32: whatever is exact ends in the centre
+    high = max(0, math.ceil(math.log10(shown.max()))) if shown.size else 0
+    scores = all(curve.changed is not None for curve in named.values())
+    style: dict[str, Any]
     for (name, curve), colour, marker in zip(named.items(), COLOURS, MARKERS, strict=False):
         angles = np.radians(curve.angles)
-        radius = np.log10(np.maximum(np.asarray(curve.errors), 10.0**low)) - low
+        radius = np.log10(np.maximum(found[name], 10.0**low)) - low
+        linear = 100 * (np.asarray(curve.changed) if scores else found[name])
+        degrees = np.asarray(curve.angles)
         # A line to the centre and back would hide that only single angles are exact.
-        line = np.where(radius > 0, radius, np.nan)
+        line = np.where(found[name] > _ROUNDING, radius, np.nan)
         if _goes_round(curve.angles):
             angles, radius, line = (np.append(a, a[0]) for a in (angles, radius, line))
+            degrees, linear = np.append(degrees, degrees[0] + 360), np.append(linear, linear[0])
         axis.plot(angles, line, color=colour, lw=1.4)
         style = {"marker": marker, "markersize": 3.5, "ls": "none", "clip_on": False}
         axis.plot(angles, radius, color=colour, label=name, **style)
+        style = {"marker": marker, "markersize": 3.5, "lw": 1.4, "clip_on": False}
+        beside.plot(degrees, linear, color=colour, label=name, zorder=3, **style)
     group = next(iter(named.values())).group
     count = group.rotations if group is not None and 3 <= group.rotations <= 24 else 8
     axis.set_thetagrids([360 * k / count for k in range(count)])
     axis.set_rlim(0, high - low)
     ticks = range(1, high - low + 1)
-    labels = [f"$10^{{{low + t}}}$" for t in ticks]
+    labels = [f"$10^{{{low + t}}}$" if (high - low - t) % 2 == 0 else "" for t in ticks]
     axis.set_rgrids(list(ticks), labels, angle=360 / count / 2, fontsize=9, color="0.35")
     axis.grid(color="0.85")
-    axis.set_title(title, pad=18, fontsize=13)
+    axis.set_title("relative error, logarithmic", pad=18, fontsize=11)
     caption = f"centre: $10^{{{low}}}$ or less"
     if group is not None:
         caption += f"; labelled: the angles of {group.name}"
     axis.set_xlabel(caption, fontsize=9, color="0.35", labelpad=10)
+    beside.set_title(
+        "images whose class changes, %" if scores else "relative error, %", fontsize=11
+    )
+    beside.set_xlabel("angle")
+    beside.set_xticks(range(0, 361, 90), [f"{degrees}°" for degrees in range(0, 361, 90)])
+    beside.set_ylim(0, max(5.0, beside.get_ylim()[1]))
+    beside.grid(color="0.9")
+    for side in ("top", "right"):
+        beside.spines[side].set_visible(False)
     if len(named) > 1:
-        axis.legend(loc="upper right", bbox_to_anchor=(1.14, 1.08), fontsize=9)
+        beside.legend(fontsize=9)
+    figure.suptitle(title, fontsize=13)
     return figure
+
+
+def _errors(curve: AngleCurve) -> FloatArray:
+    """The errors, with NaN where nothing could be compared: nothing is drawn there."""
+    return np.array([math.nan if error is None else error for error in curve.errors])
 
 
 def plot_resolution(

@@ -26,12 +26,20 @@ class Progress:
         total: how much of it there is; None if nobody knows.
         rate: a number per second in words.
         enabled: whether to say anything.
+        last: whether lines, where no bar can be shown, end with the last state: without it, what
+            took no time leaves none.
     """
 
     def __init__(
-        self, label: str, total: int | None, rate: Callable[[float], str], enabled: bool = True
+        self,
+        label: str,
+        total: int | None,
+        rate: Callable[[float], str],
+        enabled: bool = True,
+        last: bool = True,
     ) -> None:
         self._label, self._total, self._rate, self._enabled = label, total, rate, enabled
+        self._last = last
         self._done = 0
         self._settled = 0  # of what was done here, how much took the time that was spent
         self._skipped = 0
@@ -50,7 +58,7 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._news:
+        if self._news and (self._last or self._bar is not None):
             self._tell()
         if self._bar is not None:
             self._bar.stop()

@@ -7,14 +7,28 @@ The functions take and give tensors, so that autograd gives the reference for ev
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from econv.groups import Group, GroupLike
-from econv.operators import OperatorsLike, operator_set
+from econv.operators import OperatorsLike, Polynomial, operator_set
 from econv.stencils import StencilsLike, stencil_set
 
-__all__ = ["convolve", "group_filters", "lift_filters", "pad", "recentre", "vector_filters"]
+__all__ = [
+    "convolve",
+    "group_filters",
+    "lift_filters",
+    "pad",
+    "recentre",
+    "scalar_filters",
+    "vector_filters",
+]
+
+
+Spacing = float | tuple[float, float]
+"""The length of a pixel, or its lengths along (y, x)."""
 
 
 def lift_filters(
@@ -23,12 +37,14 @@ def lift_filters(
     operators: OperatorsLike = "paper",
     stencils: StencilsLike = "isotropic",
     size: int = 5,
-    spacing: float = 1.0,
+    spacing: Spacing = 1.0,
     vectors: int = 0,
+    pseudoscalars: int = 0,
 ) -> Tensor:
     """Ψ̃ as a filter bank: β ``[out, in, operators]`` → ``[out * order, in, size, size]``.
 
-    The last 2·``vectors`` input channels are vectors (x, y), read in frame A: A⁻¹v.
+    The last 2·``vectors`` input channels are vectors (x, y), read in frame A: A⁻¹v. Before them
+    come ``pseudoscalars``, which a frame that was mirrored reads with the other sign.
     """
     found = Group(group)
     out_fields, in_channels, _ = coefficients.shape
@@ -40,7 +56,8 @@ def lift_filters(
                 beta = coefficients[o, c]
                 chi = turned_filter(beta, found, g, operators, stencils, size, spacing)
                 if c < scalars:
-                    filters[o * found.order + g, c] += chi
+                    mirrored = c >= scalars - pseudoscalars and g >= found.rotations
+                    filters[o * found.order + g, c] += -chi if mirrored else chi
                     continue
                 vector, component = divmod(c - scalars, 2)
                 for d in range(2):
@@ -56,7 +73,7 @@ def group_filters(
     operators: OperatorsLike = "paper",
     stencils: StencilsLike = "isotropic",
     size: int = 5,
-    spacing: float = 1.0,
+    spacing: Spacing = 1.0,
 ) -> Tensor:
     """Φ̃ as a filter bank: β ``[out, in, order, operators]`` → ``[out * order, in * order, …]``.
 
@@ -81,7 +98,7 @@ def vector_filters(
     operators: OperatorsLike = "paper",
     stencils: StencilsLike = "isotropic",
     size: int = 5,
-    spacing: float = 1.0,
+    spacing: Spacing = 1.0,
 ) -> Tensor:
     """Group features to vector fields: β ``[2 * out, in, order, operators]`` → ``[2 * out, …]``.
 
@@ -100,6 +117,30 @@ def vector_filters(
     return filters
 
 
+def scalar_filters(
+    coefficients: Tensor,
+    group: GroupLike,
+    operators: OperatorsLike = "paper",
+    stencils: StencilsLike = "isotropic",
+    size: int = 5,
+    spacing: Spacing = 1.0,
+    pseudo: bool = False,
+) -> Tensor:
+    """Group features to scalars: β ``[out, in, order, operators]`` → ``[out, …]``.
+
+    out(x) = Σ_A s(x, A), for pseudoscalars Σ_A det(A)·s(x, A), where s = Φ̃[e].
+    """
+    found = Group(group)
+    fields = group_filters(coefficients, found, operators, stencils, size, spacing)
+    filters = torch.zeros(coefficients.shape[0], *fields.shape[1:], dtype=torch.float64)
+    for field in range(coefficients.shape[0]):
+        for g in range(found.order):
+            mirrored = pseudo and g >= found.rotations
+            one = fields[field * found.order + g]
+            filters[field] += -one if mirrored else one
+    return filters
+
+
 def turned_filter(
     beta: Tensor,
     group: Group,
@@ -107,17 +148,20 @@ def turned_filter(
     operators: OperatorsLike,
     stencils: StencilsLike,
     size: int,
-    spacing: float,
+    spacing: Spacing,
 ) -> Tensor:
     """χ̃^(A) = Σ_i C_i^(A) ũ_i (equation 20), for one element and one β, ``[size, size]``."""
+    dy, dx = spacing if isinstance(spacing, tuple) else (spacing, spacing)
     total = torch.zeros(size, size, dtype=torch.float64)
     differences = stencil_set(stencils, rotations=group.rotations)
     polynomials = operator_set(operators).polynomials
     for b, polynomial in zip(beta.double(), polynomials, strict=True):
         for exponents, c in polynomial.in_frame(group.matrices[element]).terms:
             if abs(c) > 1e-13:
-                u = torch.from_numpy(differences.weights(exponents, size).copy())
-                total = total + b * c * u / spacing ** sum(exponents)
+                u = differences.stencil(Polynomial.monomial(exponents), size, dy / dx).weights
+                # The stencils are those of pixels of area 1.
+                scaled = torch.from_numpy(u.copy()) / math.sqrt(dy * dx) ** sum(exponents)
+                total = total + b * c * scaled
     return total
 
 

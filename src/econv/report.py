@@ -495,7 +495,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the tables and write what is asked for; 0, or 1 with a line on stderr."""
+    """Print the tables and write what is asked for; 0, or 1 with a line on stderr.
+
+    Without any record, too: a script that waits for some must notice.
+    """
     try:
         for path in strays(options.records):
             print(f"econv report: {path} is left out: no record's name", file=sys.stderr)
@@ -512,6 +515,11 @@ def main(options: argparse.Namespace) -> int:
             text = options.check.read_text(encoding="utf-8")
             if updated(text, found, options.check) != text:
                 raise ValueError(f"the tables in {options.check} are not those of the records")
+        if not records:
+            raise ValueError(
+                f"no records in {options.records}: econv train writes them, or name another folder "
+                "with --records"
+            )
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:

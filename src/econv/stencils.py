@@ -5,6 +5,9 @@ This room knows nothing of groups, filters or tensors.
 
 Arrays of weights have one axis per coordinate, the last one x. x points right along its axis;
 y points up, against its axis, because rows run downwards; a third coordinate runs along its axis.
+
+Pixels may be rectangles: their ``aspect`` is height over width, 1 for squares. Lengths are in sides
+of a square of the same area, so that derivatives mean the same on every grid.
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ class Stencil:
     """``[size] * d`` at spacing 1, row 0 on top."""
     accuracy: int
     """The error is O(spacing ** accuracy)."""
+    aspect: float = 1.0
+    """Height of a pixel over its width."""
 
     def __post_init__(self) -> None:
         weights = frozen(np.atleast_1d(self.weights).copy())
@@ -88,7 +93,9 @@ class Stencil:
         points = [
             c + spacing * offset
             for c, offset in zip(
-                centre, coordinates(self.size, self.operator.dimension), strict=True
+                centre,
+                coordinates(self.size, self.operator.dimension, self.aspect),
+                strict=True,
             )
         ]
         return (self.weights * function(*points)).sum().item() / spacing**self.operator.order
@@ -103,7 +110,8 @@ def check_moments(stencil: Stencil, tolerance: float = 1e-10) -> None:
     operator = stencil.operator
     powers = monomials(operator.order + stencil.accuracy - 1, operator.dimension)
     # Sums of large powers cancel: rounding is measured against the sum of their absolute values.
-    terms = taylor_terms(powers, stencil.size, operator.dimension) * stencil.weights.ravel()
+    terms = taylor_terms(powers, stencil.size, operator.dimension, stencil.aspect)
+    terms = terms * stencil.weights.ravel()
     wanted = np.array([operator.coefficient(exponents) for exponents in powers])
     error = np.abs(terms.sum(axis=1) - wanted) / np.maximum(1.0, np.abs(terms).sum(axis=1))
     worst = int(error.argmax())
@@ -114,16 +122,32 @@ def check_moments(stencil: Stencil, tolerance: float = 1e-10) -> None:
         )
 
 
-def coordinates(size: int, dimension: int) -> tuple[FloatArray, ...]:
+def sides(dimension: int, aspect: float) -> tuple[float, ...]:
+    """The lengths of a pixel along x, y, …; those of a rectangle have the product 1.
+
+    >>> sides(2, 4.0)
+    (0.5, 2.0)
+    """
+    if aspect == 1.0:
+        return (1.0,) * dimension
+    if dimension != 2:
+        raise ValueError(f"expected an aspect of 1 in {dimension} dimensions; got {aspect!r}")
+    return 1 / math.sqrt(aspect), math.sqrt(aspect)
+
+
+def coordinates(size: int, dimension: int, aspect: float = 1.0) -> tuple[FloatArray, ...]:
     """The coordinates (x, y, …) of the points of a patch around 0, each ``[size] * d``."""
     line = np.arange(size, dtype=np.float64) - size // 2
-    axes = np.meshgrid(*[line] * dimension, indexing="ij")[::-1]
+    lines = [side * line for side in sides(dimension, aspect)[::-1]]
+    axes = np.meshgrid(*lines, indexing="ij")[::-1]
     return tuple(-axis if name == 1 else axis for name, axis in enumerate(axes))
 
 
-def taylor_terms(powers: Sequence[Exponents], size: int, dimension: int) -> FloatArray:
+def taylor_terms(
+    powers: Sequence[Exponents], size: int, dimension: int, aspect: float = 1.0
+) -> FloatArray:
     """x^a / a! at every point of a patch, ``[powers, size ** d]``."""
-    points = np.stack([axis.ravel() for axis in coordinates(size, dimension)])
+    points = np.stack([axis.ravel() for axis in coordinates(size, dimension, aspect)])
     exponents = np.array(powers)[:, :, None]
     factorials = np.array([math.prod(map(math.factorial, a)) for a in powers])
     return np.prod(points**exponents, axis=1) / factorials[:, None]
@@ -148,15 +172,29 @@ class StencilSet(ABC):
     def weights(self, exponents: Exponents, size: int) -> FloatArray:
         """The weights of one monomial on a support of ``[size] * d``."""
 
-    def stencil(self, operator: Polynomial, size: int | None = None) -> Stencil:
+    def weights_on(self, exponents: Exponents, size: int, aspect: float) -> FloatArray:
+        """The same where pixels are rectangles: derivatives along pixels, over their lengths.
+
+        Moments stay as they are. What is designed for rotations should be designed again.
+        """
+        lengths = sides(len(exponents), aspect)
+        scale = math.prod(n**e for n, e in zip(lengths, exponents, strict=True))
+        return self.weights(exponents, size) / scale
+
+    def stencil(
+        self, operator: Polynomial, size: int | None = None, aspect: float = 1.0
+    ) -> Stencil:
         """The stencil of an operator, on the smallest support or on a given one."""
         smallest = self.smallest_size([operator])
         size = check_size(smallest if size is None else size, smallest, str(operator), self)
         total = sum(
-            (self.weights(exponents, size) * value for exponents, value in operator.terms),
+            (
+                self.weights_on(exponents, size, aspect) * value
+                for exponents, value in operator.terms
+            ),
             start=np.zeros((size,) * operator.dimension),
         )
-        return Stencil(operator, total, self.accuracy)
+        return Stencil(operator, total, self.accuracy, aspect)
 
 
 @dataclass(frozen=True)
@@ -204,7 +242,9 @@ class HarmonicStencils(StencilSet):
     accuracy = 2
 
     @abstractmethod
-    def harmonic_weights(self, p: int, q: int, size: int) -> npt.NDArray[np.complex128]:
+    def harmonic_weights(
+        self, p: int, q: int, size: int, aspect: float = 1.0
+    ) -> npt.NDArray[np.complex128]:
         """The weights of D₊^p D₋^q with p ≥ q, on ``[size, size]``."""
 
     def smallest_size(self, operators: Sequence[Polynomial]) -> int:
@@ -212,6 +252,9 @@ class HarmonicStencils(StencilSet):
         return max(2 * ((operator.order + 1) // 2) + 1 for operator in operators)
 
     def weights(self, exponents: Exponents, size: int) -> FloatArray:
+        return self.weights_on(exponents, size, 1.0)
+
+    def weights_on(self, exponents: Exponents, size: int, aspect: float) -> FloatArray:
         if len(exponents) != 2:
             raise ValueError(
                 f"expected operators in 2 dimensions for {self.name} stencils; got {exponents!r}"
@@ -220,7 +263,7 @@ class HarmonicStencils(StencilSet):
         dx, dy = (plus + minus) * 0.5, (plus - minus) * -0.5j
         total = np.zeros((size, size))
         for (p, q), value in (dx ** exponents[0] * dy ** exponents[1]).terms:
-            found = self.harmonic_weights(max(p, q), min(p, q), size)
+            found = self.harmonic_weights(max(p, q), min(p, q), size, aspect)
             # Reflection swaps D₊ and D₋, and conjugates the weights.
             total = total + (value * (found if p >= q else found.conj())).real
         return total
@@ -235,7 +278,7 @@ class Isotropic(HarmonicStencils):
     here keep all Taylor moments through order N + 1 exact, so that the error stays O(h²), and
     among those minimise what turns wrongly on random fields of smoothness 1, 1.5, 2 and 3 pixels,
     with a little weight on plain accuracy. They have the symmetry of the grid to the last bit, so
-    that quarter turns and flips are exact.
+    that quarter turns and flips are exact; of a grid of rectangles, half turns and flips.
 
     Args:
         rotations: the n of the group pn or pnm that the stencils shall serve. What turns wrongly is
@@ -258,8 +301,10 @@ class Isotropic(HarmonicStencils):
         if self.rotations > 16 or self.rotations in (1, 2, 4):
             object.__setattr__(self, "rotations", 0)
 
-    def harmonic_weights(self, p: int, q: int, size: int) -> npt.NDArray[np.complex128]:
-        return _isotropic(p, q, size, self.rotations)
+    def harmonic_weights(
+        self, p: int, q: int, size: int, aspect: float = 1.0
+    ) -> npt.NDArray[np.complex128]:
+        return _isotropic(p, q, size, self.rotations, aspect)
 
 
 @dataclass(frozen=True)
@@ -286,8 +331,10 @@ class Gaussian(HarmonicStencils):
         if not isinstance(self.width, float | int) or not 0.3 <= self.width <= 100:
             raise ValueError(f"expected a width of 0.3 to 100 pixels; got {self.width!r}")
 
-    def harmonic_weights(self, p: int, q: int, size: int) -> npt.NDArray[np.complex128]:
-        return _gaussian(p, q, size, self.width)
+    def harmonic_weights(
+        self, p: int, q: int, size: int, aspect: float = 1.0
+    ) -> npt.NDArray[np.complex128]:
+        return _gaussian(p, q, size, self.width, aspect)
 
 
 StencilsLike = StencilSet | str
@@ -380,7 +427,9 @@ _CONSISTENCY_WIDE = 3e-8  # … and on wider supports, where leaks are a hundred
 
 
 @lru_cache(maxsize=256)
-def _isotropic(p: int, q: int, size: int, rotations: int) -> npt.NDArray[np.complex128]:
+def _isotropic(
+    p: int, q: int, size: int, rotations: int, aspect: float
+) -> npt.NDArray[np.complex128]:
     """Minimise the leak into wrong angular frequencies under exact moments.
 
     A field of smoothness σ has the power spectrum e^{−σ²|κ|²}. The symbol ŝ(κ) = Σ_x s_x e^{iκ·x}
@@ -392,7 +441,7 @@ def _isotropic(p: int, q: int, size: int, rotations: int) -> npt.NDArray[np.comp
     if p == q == 0:
         return frozen(_delta(size))
     m = p - q
-    points = _complex_points(size)
+    points = _complex_points(size, aspect)
     quadratic = np.zeros((size**2, size**2), dtype=np.complex128)
     linear = np.zeros(size**2, dtype=np.complex128)
     consistency = _CONSISTENCY if size <= 5 else _CONSISTENCY_WIDE
@@ -400,36 +449,37 @@ def _isotropic(p: int, q: int, size: int, rotations: int) -> npt.NDArray[np.comp
         everything = np.exp(-(np.abs(points[:, None] - points) ** 2) / (4 * sigma**2))
         leak = everything - _frequency_energy(points, m, sigma)
         # A turn by θ shows 1 − cos(dθ) of what leaked by d frequencies; 1 is the mean over all θ.
-        # The grid's quarter turns leave d = ±4, ±8 …, of which those beyond 12 hardly matter.
-        for d in (4, 8, 12) if rotations else ():
+        # The grid's quarter turns leave d = ±4, ±8 …, of which those beyond 12 hardly matter;
+        # half turns of rectangles leave every even d.
+        for d in range(0, 13, 4 if aspect == 1.0 else 2)[1:] if rotations else ():
             excess = max(1 - math.cos(2 * math.pi * d / rotations), _LEAST_LEAK) - 1
             both = [_frequency_energy(points, m + step, sigma) for step in (d, -d)]
             leak = leak + excess * sum(both)
         unit = sigma**_SMOOTH_WEIGHT
         quadratic += unit * (leak + consistency * everything)
         linear += unit * consistency * _gaussian_derivative(p, q, -points, 2 * sigma**2)
-    return frozen(_constrained(p, q, size, quadratic, linear))
+    return frozen(_constrained(p, q, size, quadratic, linear, aspect))
 
 
 @lru_cache(maxsize=256)
-def _gaussian(p: int, q: int, size: int, width: float) -> npt.NDArray[np.complex128]:
+def _gaussian(p: int, q: int, size: int, width: float, aspect: float) -> npt.NDArray[np.complex128]:
     """Samples of a differentiated Gaussian with the smallest correction that sets the moments."""
     if p == q == 0:
         return frozen(_delta(size))
-    points = _complex_points(size)
+    points = _complex_points(size, aspect)
     # Correlation with s reads f at x where convolution reads it at −x.
     samples = _gaussian_derivative(p, q, -points, width**2) / (2 * math.pi * width**2)
     operator = harmonic(p, q)
     powers = monomials(operator.order + 1, 2)
     moments = np.array([operator.coefficient(exponents) for exponents in powers])
-    rows = taylor_terms(powers, size, 2)
+    rows = taylor_terms(powers, size, 2, aspect)
     # The correction c with the least Σ |c|²/g among those that set the moments is √g times the
     # shortest solution of rows·√g; scaled so, weights that span many orders stay accurate.
     root = np.exp(-(np.abs(points) ** 2) / (4 * width**2))
     missing = moments - rows @ samples
     correction = root * np.linalg.lstsq(rows * root, missing, rcond=1e-14)[0]
-    weights = _symmetrised((samples + correction).reshape(size, size), p - q)
-    return Stencil(operator, weights, accuracy=2).weights
+    weights = _symmetrised((samples + correction).reshape(size, size), p - q, aspect == 1.0)
+    return Stencil(operator, weights, 2, aspect).weights
 
 
 def _constrained(
@@ -438,16 +488,20 @@ def _constrained(
     size: int,
     quadratic: npt.NDArray[np.complexfloating[Any]],
     linear: npt.NDArray[np.complexfloating[Any]],
+    aspect: float,
 ) -> npt.NDArray[np.complex128]:
     """The weights s that minimise sᴴQs − 2 Re(sᴴb) among all stencils of D₊^p D₋^q.
 
     A stencil of it has exact moments through order p + q + 1 and the symmetry of the operator
-    under the grid's eight symmetries, which leaves a handful of real unknowns.
+    under the grid's eight symmetries, four on rectangles, which leaves a handful of real unknowns.
     """
     operator = harmonic(p, q)
-    basis = _symmetric_basis(p - q, size)  # [size², unknowns], complex columns, real combinations
+    square = aspect == 1.0
+    basis = _symmetric_basis(
+        p - q, size, square
+    )  # [size², unknowns], complex columns, real combinations
     powers = monomials(operator.order + 1, 2)
-    conditions = taylor_terms(powers, size, 2) @ basis
+    conditions = taylor_terms(powers, size, 2, aspect) @ basis
     moments = np.array([operator.coefficient(exponents) for exponents in powers])
     conditions = np.concatenate([conditions.real, conditions.imag])
     moments = np.concatenate([moments.real, moments.imag])
@@ -457,26 +511,30 @@ def _constrained(
     cost = (basis.conj().T @ quadratic @ basis).real
     target = (basis.conj().T @ linear).real
     step = np.linalg.lstsq(free.T @ cost @ free, free.T @ (target - cost @ start), rcond=None)[0]
-    weights = _symmetrised((basis @ (start + free @ step)).reshape(size, size), p - q)
-    return Stencil(operator, weights, accuracy=2).weights
+    weights = _symmetrised((basis @ (start + free @ step)).reshape(size, size), p - q, square)
+    return Stencil(operator, weights, 2, aspect).weights
 
 
-def _symmetric_basis(m: int, size: int) -> npt.NDArray[np.complex128]:
+def _symmetric_basis(m: int, size: int, square: bool) -> npt.NDArray[np.complex128]:
     """An orthonormal basis of the weights that turn with angular frequency m on the grid."""
     units = np.eye(size**2).reshape(-1, size, size)
-    rows = _symmetrised(np.concatenate([units, 1j * units]), m).reshape(-1, size**2)
+    rows = _symmetrised(np.concatenate([units, 1j * units]), m, square).reshape(-1, size**2)
     vectors, values = np.linalg.svd(np.concatenate([rows.real, rows.imag], axis=1).T)[:2]
     kept = vectors[:, values > 1e-9]
     return kept[: size**2] + 1j * kept[size**2 :]
 
 
-def _symmetrised(weights: npt.NDArray[Any], m: int) -> npt.NDArray[np.complex128]:
-    """The mean over the grid's symmetries: a quarter turn multiplies by i^m, a flip conjugates."""
+def _symmetrised(weights: npt.NDArray[Any], m: int, square: bool) -> npt.NDArray[np.complex128]:
+    """The mean over the grid's symmetries: a quarter turn multiplies by i^m, a flip conjugates.
+
+    Rectangles have half turns and flips alone.
+    """
     # i^m is a permutation of real and imaginary parts with signs, so the mean is exactly symmetric
     # as soon as the sum does not depend on the order of its terms: quarter turns first, in pairs.
     half = (weights + (-1) ** m * np.rot90(weights, 2, (-2, -1))) / 2
-    quarter = (half + np.array([1, 1j, -1, -1j])[m % 4] * np.rot90(half, 1, (-2, -1))) / 2
-    return (quarter + quarter[..., ::-1, :].conj()) / 2
+    if square:
+        half = (half + np.array([1, 1j, -1, -1j])[m % 4] * np.rot90(half, 1, (-2, -1))) / 2
+    return (half + half[..., ::-1, :].conj()) / 2
 
 
 def _frequency_energy(
@@ -513,8 +571,8 @@ def _gaussian_derivative(
     return total * np.exp(-(np.abs(points) ** 2) / (2 * variance))
 
 
-def _complex_points(size: int) -> npt.NDArray[np.complex128]:
-    x, y = coordinates(size, 2)
+def _complex_points(size: int, aspect: float) -> npt.NDArray[np.complex128]:
+    x, y = coordinates(size, 2, aspect)
     return (x + 1j * y).ravel()
 
 

@@ -16,6 +16,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from econv.groups import FloatArray, Group, GroupLike
 
@@ -29,27 +30,43 @@ __all__ = [
     "transform",
 ]
 
-KINDS = ("scalar", "regular", "vector", "invariant")
-"""How channels turn: not at all, as group features, as (x, y) components; or nothing turns."""
+KINDS = ("scalar", "pseudoscalar", "regular", "vector", "invariant")
+"""How channels turn: not at all, with a sign under reflections, as group features, as (x, y)
+components; or nothing turns."""
+
+Kind = str | Sequence[tuple[str, int]]
+"""One of `KINDS`, or for channels of several kinds each with its number of fields, in order."""
 
 
-def transform(x: Tensor, group: GroupLike, element: int, kind: str = "scalar") -> Tensor:
+def transform(
+    x: Tensor,
+    group: GroupLike,
+    element: int,
+    kind: Kind = "scalar",
+    spacing: float | tuple[float, float] = 1.0,
+) -> Tensor:
     """π of one group element: turn an image, a group feature map or a vector field.
 
     - ``"scalar"``: (πr)(x) = r(Ã⁻¹x), every channel an image;
     - ``"regular"``: (πe)(x, A) = e(Ã⁻¹x, Ã⁻¹A), channels ``fields * order``;
+    - ``"pseudoscalar"``: (πω)(x) = det(Ã) ω(Ã⁻¹x);
     - ``"vector"``: (πv)(x) = Ã v(Ã⁻¹x), channels in pairs x (right), y (up);
+    - ``[("scalar", 1), ("vector", 1)]`` and the like: channels of several kinds, one after the
+      other, and how many fields are of each;
     - ``"invariant"``: the tensor itself, of any shape, such as class scores.
 
     Pixels turn about the centre of the image. Quarter turns and flips are exact (and swap height
     and width of images that are not square); other angles are interpolated by quintic splines, in
-    float64, with zeros where no image was.
+    float64, with zeros where no image was. Where pixels are rectangles, ``spacing=(dy, dx)``, only
+    half turns and flips along the axes are exact, and quarter turns are interpolated.
 
     >>> x = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
     >>> transform(x, "p4", 1)[0, 0].tolist()
     [[2.0, 4.0], [1.0, 3.0]]
     """
     found = Group(group)
+    if not isinstance(kind, str):
+        return _transform_parts(x, found, element, kind, spacing)
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}: expected one of {KINDS}")
     if not isinstance(element, int | np.integer) or not 0 <= element < found.order:
@@ -60,15 +77,16 @@ def transform(x: Tensor, group: GroupLike, element: int, kind: str = "scalar") -
         return x
     if x.ndim != 4:
         raise ValueError(f"expected [batch, channels, height, width]; got {tuple(x.shape)}")
-    if not (x.is_floating_point() or element in found.grid_symmetries):
+    aspect = _aspect(spacing)
+    if not (x.is_floating_point() or element in _exact(found, aspect)):
         raise ValueError(f"expected a floating-point image to interpolate; got {x.dtype}")
-    multiple = {"scalar": 1, "regular": found.order, "vector": 2}[kind]
+    multiple = _channels(kind, found)
     if x.shape[1] % multiple:
         raise ValueError(
             f"expected channels in multiples of {multiple} for kind {kind!r} of {found}; "
             f"got {x.shape[1]}"
         )
-    moved = _move_pixels(x, found, element)
+    moved = _move_pixels(x, found, element, aspect)
     channels = moved.unflatten(1, (-1, multiple))
     if kind == "regular":
         # Orientation A of the result is orientation Ã⁻¹A of the input.
@@ -76,7 +94,36 @@ def transform(x: Tensor, group: GroupLike, element: int, kind: str = "scalar") -
     elif kind == "vector":
         matrix = torch.tensor(found.matrices[element], dtype=x.dtype, device=x.device)
         channels = torch.einsum("dc,bvcyx->bvdyx", matrix, channels)
+    elif kind == "pseudoscalar" and element >= found.rotations:
+        channels = -channels
     return channels.flatten(1, 2)
+
+
+def _channels(kind: str, group: Group) -> int:
+    """Of one field."""
+    return {"regular": group.order, "vector": 2}.get(kind, 1)
+
+
+def _transform_parts(
+    x: Tensor,
+    group: Group,
+    element: int,
+    parts: Sequence[tuple[str, int]],
+    spacing: float | tuple[float, float],
+) -> Tensor:
+    try:
+        sizes = [fields * _channels(kind, group) for kind, fields in parts]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"expected one of {KINDS}, or pairs such as ('scalar', 1); got {parts!r}"
+        ) from error
+    if x.ndim != 4 or sum(sizes) != x.shape[1]:
+        raise ValueError(
+            f"expected [batch, {sum(sizes)}, height, width] for {list(map(tuple, parts))}; "
+            f"got {tuple(x.shape)}"
+        )
+    each = zip(x.split(sizes, dim=1), parts, strict=True)
+    return torch.cat([transform(own, group, element, kind, spacing) for own, (kind, _) in each], 1)
 
 
 def rotate(x: Tensor, degrees: float) -> Tensor:
@@ -107,9 +154,10 @@ def equivariance_error(
     element: int,
     group: GroupLike | None = None,
     *,
-    input_kind: str | None = None,
-    output_kind: str | None = None,
+    input_kind: Kind | None = None,
+    output_kind: Kind | None = None,
     margin: float = 3 / 16,
+    spacing: float | tuple[float, float] | None = None,
 ) -> float:
     """How far a module is from commuting with one group element: ‖f(πx) − πf(x)‖ / ‖πf(x)‖.
 
@@ -124,6 +172,8 @@ def equivariance_error(
             ``"regular"``, or ``"invariant"`` for an output that is no image.
         margin: for elements that need interpolation, the error is taken inside the central disc
             that ends this fraction of the side before the border, where padding plays no role.
+        spacing: the length of a pixel, or its lengths along (y, x); by default those that the
+            layers name.
 
     Both passes see the same random numbers, and running statistics are left as they were.
 
@@ -136,26 +186,23 @@ def equivariance_error(
     True
     """
     found = _group_of(module, group)
-    into = input_kind or str(getattr(module, "input_kind", "scalar"))
-    if into == "mixed":
-        raise ValueError(
-            "expected an input of one kind: this layer takes scalars and vectors together; check "
-            "a function that splits its input, or a layer with one of them"
-        )
-    turned_input = transform(x, found, element, into)
+    into = input_kind or _kind_of(module, "input", "scalar")
+    lengths = _spacing_of(module) if spacing is None else spacing
+    turned_input = transform(x, found, element, into, lengths)
     with _undisturbed(module, x.device) as run:
         turned_first, turned_last = run(turned_input), run(x)
     default = "regular" if turned_last.ndim == 4 else "invariant"
-    out = output_kind or str(getattr(module, "output_kind", default))
-    turned_last = transform(turned_last, found, element, out)
+    out = output_kind or _kind_of(module, "output", default)
+    turned_last = transform(turned_last, found, element, out, lengths)
     if turned_first.shape != turned_last.shape:
         raise ValueError(
             f"the output for the turned input has shape {tuple(turned_first.shape)}, the turned "
             f"output {tuple(turned_last.shape)}: expected the same"
         )
     difference, size = (turned_first - turned_last).double(), turned_last.double()
-    if out != "invariant" and element not in found.grid_symmetries:
-        disc = _disc(size.shape[-2], size.shape[-1], margin).to(size.device)
+    aspect = _aspect(lengths)
+    if out != "invariant" and element not in _exact(found, aspect):
+        disc = _disc(size.shape[-2], size.shape[-1], margin, aspect).to(size.device)
         difference, size = difference * disc, size * disc
     error, norm = float(difference.norm()), float(size.norm())
     if norm == 0.0:
@@ -170,9 +217,10 @@ def assert_equivariant(
     *,
     elements: Iterable[int] | None = None,
     tolerance: float | None = None,
-    input_kind: str | None = None,
-    output_kind: str | None = None,
+    input_kind: Kind | None = None,
+    output_kind: Kind | None = None,
     margin: float = 3 / 16,
+    spacing: float | tuple[float, float] | None = None,
 ) -> None:
     """Raise ``AssertionError`` with every element's error unless the module is equivariant.
 
@@ -181,14 +229,16 @@ def assert_equivariant(
     what the stencils are expected to give. Further arguments: see :func:`equivariance_error`.
     """
     found = _group_of(module, group)
-    chosen = found.grid_symmetries if elements is None else tuple(elements)
+    lengths = _spacing_of(module) if spacing is None else spacing
+    exact = _exact(found, _aspect(lengths))
+    chosen = exact if elements is None else tuple(elements)
     if not chosen:
         raise ValueError("expected at least one element to check; got none")
     if tolerance is None:
-        if not set(chosen) <= set(found.grid_symmetries):
+        if not set(chosen) <= set(exact):
             raise ValueError(
                 "expected a tolerance for elements that are no symmetries of the pixel grid: "
-                f"their error depends on the stencils; those of {found} are {found.grid_symmetries}"
+                f"their error depends on the stencils; those of {found} are {exact}"
             )
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(x.dtype, 5e-2)
     errors = {
@@ -200,6 +250,7 @@ def assert_equivariant(
             input_kind=input_kind,
             output_kind=output_kind,
             margin=margin,
+            spacing=lengths,
         )
         for element in chosen
     }
@@ -263,6 +314,33 @@ def _group_of(module: object, group: GroupLike | None) -> Group:
     return Group(found)
 
 
+def _kind_of(module: object, end: str, default: str) -> Kind:
+    """What a module says of its input or output."""
+    kind = str(getattr(module, f"{end}_kind", default))
+    return kind if kind != "mixed" else list(getattr(module, f"{end}_parts"))
+
+
+def _spacing_of(module: object) -> float | tuple[float, float]:
+    """The pair of spacings that the layers of a module agree on; 1 where none names a pair."""
+    parts = module.modules() if isinstance(module, nn.Module) else [module]
+    named = [found for part in parts if isinstance(found := getattr(part, "spacing", 1.0), tuple)]
+    if len({_aspect(found) for found in named}) > 1:
+        raise ValueError(f"expected pixels of one shape: the layers have {sorted(set(named))}")
+    return named[0] if named else 1.0
+
+
+def _aspect(spacing: float | tuple[float, float]) -> float:
+    """Height of a pixel over its width."""
+    y, x = spacing if isinstance(spacing, tuple | list) else (spacing, spacing)
+    return y / x
+
+
+def _exact(group: Group, aspect: float) -> tuple[int, ...]:
+    """The elements that map the pixel grid onto itself."""
+    square = aspect == 1.0
+    return tuple(e for e in group.grid_symmetries if square or not group.matrices[e][0, 1])
+
+
 @contextlib.contextmanager
 def _undisturbed(
     module: Callable[[Tensor], Tensor], device: torch.device
@@ -289,45 +367,55 @@ def _undisturbed(
             restore()
 
 
-def _move_pixels(x: Tensor, group: Group, element: int) -> Tensor:
+def _move_pixels(x: Tensor, group: Group, element: int, aspect: float = 1.0) -> Tensor:
     """r(A⁻¹x) for every channel."""
     matrix = group.matrices[element]
-    if element in group.grid_symmetries:
+    if element in _exact(group, aspect):
         if element >= group.rotations:  # A = R·F: the flip y → −y comes first
             x = x.flip(-2)
             matrix = matrix @ np.diag([1.0, -1.0])
         quarters = round(math.atan2(matrix[1, 0], matrix[0, 0]) / (math.pi / 2))
         return torch.rot90(x, quarters, (-2, -1))
-    return _resample(x, matrix)
+    # In pixels, that are shorter along one axis.
+    return _resample(x, matrix * [[1.0, 1 / aspect], [aspect, 1.0]])
 
 
 def _resample(x: Tensor, matrix: FloatArray) -> Tensor:
     """r(A⁻¹x) by quintic B-splines, with zeros outside of the image."""
     height, width = x.shape[-2:]
+    places, weights = _taps(height, width, tuple(matrix.ravel().tolist()))
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(x.device)
+
+    coefficients = tensor(_spline_filter(height)) @ x.double() @ tensor(_spline_filter(width)).T
+    # Each pixel is a weighted sum of coefficients, with one row of them for all channels at once.
+    table = coefficients.flatten(2).flatten(0, 1).T.contiguous()
+    result = functional.embedding_bag(
+        tensor(places), table, mode="sum", per_sample_weights=tensor(weights)
+    )
+    return result.T.reshape(x.shape).to(x.dtype)
+
+
+@lru_cache(maxsize=64)
+def _taps(height: int, width: int, matrix: tuple[float, ...]) -> tuple[np.ndarray, FloatArray]:
+    """The 36 coefficients that each turned pixel reads, and their weights, ``[pixels, 36]``."""
     rows, columns = np.mgrid[:height, :width]
     right = columns - (width - 1) / 2
     up = (height - 1) / 2 - rows
-    inverse = matrix.T
+    inverse = np.array(matrix).reshape(2, 2).T
     source_column = inverse[0, 0] * right + inverse[0, 1] * up + (width - 1) / 2
     source_row = (height - 1) / 2 - (inverse[1, 0] * right + inverse[1, 1] * up)
     edge = 1e-9  # a corner that rounding moved out of the image still belongs to it
     inside = (np.abs(source_row - (height - 1) / 2) <= (height - 1) / 2 + edge) & (
         np.abs(source_column - (width - 1) / 2) <= (width - 1) / 2 + edge
     )
-
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(x.device)
-
-    coefficients = tensor(_spline_filter(height)) @ x.double() @ tensor(_spline_filter(width)).T
-    flat = coefficients.flatten(2)
-    result = torch.zeros_like(flat)
-    row_taps = list(_spline_taps(source_row, height))
-    column_taps = list(_spline_taps(source_column, width))
-    for row, row_weight in row_taps:
-        for column, column_weight in column_taps:
-            weight = tensor((row_weight * column_weight * inside).ravel())
-            result += flat[:, :, tensor((row * width + column).ravel())] * weight
-    return result.view(x.shape).to(x.dtype)
+    places, weights = [], []
+    for row, row_weight in _spline_taps(source_row, height):
+        for column, column_weight in _spline_taps(source_column, width):
+            places.append((row * width + column).ravel())
+            weights.append((row_weight * column_weight * inside).ravel())
+    return np.stack(places, axis=1), np.stack(weights, axis=1)
 
 
 def _spline_taps(position: FloatArray, size: int) -> Iterator[tuple[np.ndarray, FloatArray]]:
@@ -364,8 +452,9 @@ def _mirrored(index: np.ndarray, size: int) -> np.ndarray:
     return np.minimum(folded, period - folded)
 
 
-def _disc(height: int, width: int, margin: float) -> Tensor:
-    radius = min(height, width) * (0.5 - margin)
-    rows = torch.arange(height, dtype=torch.float64) - (height - 1) / 2
+def _disc(height: int, width: int, margin: float, aspect: float = 1.0) -> Tensor:
+    """The disc in the middle; lengths are in widths of a pixel."""
+    radius = min(height * aspect, width) * (0.5 - margin)
+    rows = (torch.arange(height, dtype=torch.float64) - (height - 1) / 2) * aspect
     columns = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
     return (rows[:, None] ** 2 + columns**2 <= radius**2).double()

@@ -209,3 +209,17 @@ def test_progress_is_drawn_on_a_terminal(publish, monkeypatch):
     published.check(data.load("cifar10"))
     assert published.files[0].name in terminal.getvalue()
     assert "━" in terminal.getvalue()
+
+
+def test_where_mnist_rot_cannot_be_had_its_re_creation_is_mentioned(tmp_path, monkeypatch):
+    def fails(file, folder):
+        raise DataError(f"{file.name}: could not be downloaded")
+
+    monkeypatch.setattr("econv.data.official.fetched", fails)
+    with pytest.raises(DataError, match=r"could not be downloaded.*--recreated"):
+        data.load("mnist_rot", root=tmp_path)
+    with pytest.raises(DataError) as caught:
+        data.load("cifar10", root=tmp_path)
+    assert "recreated" not in str(caught.value)
+    with pytest.raises(DataError, match=r"missing.*--recreated"):
+        data.load("mnist_rot", root=tmp_path, download=False)

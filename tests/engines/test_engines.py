@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from econv import Central, GroupConv2d, LiftConv2d, VectorConv2d, engines, filter_basis, reference
+from econv import (
+    Central,
+    FieldConv2d,
+    GroupConv2d,
+    LiftConv2d,
+    VectorConv2d,
+    engines,
+    filter_basis,
+    reference,
+)
 from econv.engines import dense
 from econv.engines.problem import replicate
 
@@ -19,6 +28,9 @@ OPTIONS = {
     "wide": {"size": 7},
     "fourth-order accuracy": {"accuracy": 4, "stencils": "central"},
     "fine": {"spacing": 0.25},
+    "rectangles": {"spacing": (0.7, 0.4)},
+    "flat rectangles": {"spacing": (0.5, 1.5), "stencils": "gaussian", "size": 7, "dilation": 2},
+    "central rectangles": {"spacing": (2.0, 0.5), "stencils": "central"},
     "coarse and dilated": {"spacing": 1.5, "dilation": 2},
     "all at once": {
         "operators": "order<=2",
@@ -44,14 +56,20 @@ def reference_filters(layer, coefficients=None):
         build = reference.group_filters
     else:
         build = reference.lift_filters
-    more = {"vectors": layer.vectors} if isinstance(layer, LiftConv2d) else {}
+    more = {}
+    if isinstance(layer, LiftConv2d):
+        more = {"vectors": layer.vectors, "pseudoscalars": layer.pseudoscalars}
+    elif layer.output_kind in ("scalar", "pseudoscalar"):
+        build, more = reference.scalar_filters, {"pseudo": layer.output_kind == "pseudoscalar"}
+    spacing, dilation = layer.spacing, layer.dilation
+    several = isinstance(spacing, tuple)
     return build(
         layer.coefficients() if coefficients is None else coefficients,
         layer.group,
         layer.basis.operators,
         layer.basis.stencils,
         layer.basis.size,
-        layer.spacing * layer.dilation,
+        tuple(n * dilation for n in spacing) if several else spacing * dilation,
         **more,
     )
 
@@ -65,7 +83,9 @@ def assert_filters_are_the_reference(layer):
 
 def run_reference(layer, x):
     """The layer as the reference runs it, differentiable through the coefficients."""
-    bias = None if layer.bias is None else layer.bias.repeat_interleave(layer.group.order)
+    bias = layer.bias
+    if bias is not None:
+        bias = bias.repeat_interleave(layer.out_channels // len(bias))
     mode, padding = layer.padding_mode, layer.padding
     if not isinstance(mode, str):
         x, padding = reference.pad(x, padding, mode), 0
@@ -84,6 +104,15 @@ def test_filters_of_lift_conv_equal_the_reference(group):
 @pytest.mark.parametrize("group", GROUPS)
 def test_filters_of_lift_conv_with_vectors_equal_the_reference(group):
     assert_filters_are_the_reference(LiftConv2d(3, 2, group, vectors=1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_filters_of_fields_that_change_sign_equal_the_reference(group):
+    options = {"dtype": torch.float64}
+    assert_filters_are_the_reference(LiftConv2d(2, 2, group, pseudoscalars=2, **options))
+    assert_filters_are_the_reference(LiftConv2d(5, 1, group, pseudoscalars=1, vectors=1, **options))
+    for head in FieldConv2d(2, group, scalars=2, pseudoscalars=1, vectors=1, **options).heads:
+        assert_filters_are_the_reference(head)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -143,6 +172,7 @@ FORWARD = {
     "wide padding": {"padding": 4},
     "dilation": {"dilation": 2, "spacing": 0.5},
     "groups": {"groups": 2, "bias": True},
+    "rectangles": {"spacing": (0.8, 0.5), "bias": True},
     "reflect": {"padding_mode": "reflect"},
     "replicate": {"padding_mode": "replicate", "stride": 2},
     "circular": {"padding_mode": "circular", "bias": True},
@@ -163,6 +193,11 @@ def layers_with(group, options):
     ]
     if "groups" not in options:
         kinds.append(LiftConv2d(4, 1, group, vectors=1, dtype=torch.float64, **options))
+        parts = {"pseudoscalars": 1, "vectors": 1}
+        kinds.append(LiftConv2d(4, 1, group, **parts, dtype=torch.float64, **options))
+        kinds += FieldConv2d(
+            2, group, scalars=2, pseudoscalars=1, dtype=torch.float64, **options
+        ).heads
     for layer in kinds:
         if layer.bias is not None:
             torch.nn.init.normal_(layer.bias)
@@ -192,6 +227,8 @@ def test_outputs_and_gradients_equal_the_reference_in_other_groups(engine, group
     for layer in (
         GroupConv2d(1, 1, group, bias=True, **options),
         VectorConv2d(1, 1, group, **options),
+        LiftConv2d(4, 1, group, pseudoscalars=1, vectors=1, **options),
+        *FieldConv2d(1, group, scalars=2, pseudoscalars=1, bias=True, **options).heads,
     ):
         x = torch.randn(1, layer.in_channels, 7, 7, dtype=torch.float64, requires_grad=True)
         found, wanted = layer(x), run_reference(layer, x)

@@ -311,6 +311,21 @@ def test_the_angle_curve_tells_a_cnn_from_an_equivariant_network():
     assert twin.errors[0] > 0.1
 
 
+def test_the_curve_of_scores_says_how_many_answers_change():
+    class Corner(nn.Module):
+        group = "p4"
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, 0, 1, 1:3]  # which of two pixels is larger
+
+    x = torch.zeros(2, 1, 4, 4)
+    x[0, 0, 1, 1] = x[1, 0, 1, 2] = 1.0
+    curve = lab.angle_curve(Corner(), x, angles=[0, 90, 180])
+    # A quarter turn brings the one from the left to the lower left: both are 0, the first is taken.
+    assert curve.changed == (0.0, 0.5, 0.5)
+    assert lab.angle_curve(network().eval(), smooth_field(9), angles=[0.0]).changed is None
+
+
 def test_group_maps_have_a_curve_at_the_angles_of_the_group_only():
     model, x = LiftConv2d(1, 2, "p6").double(), smooth_field(25, smoothness=3.0)
     curve = lab.angle_curve(model, x)
@@ -605,6 +620,36 @@ def test_bytes_become_unit_floats():
     assert found[0, 0].tolist() == [[0.0, 1.0]]
 
 
+def test_subfolders_of_classes_are_read_in_turn(tmp_path):
+    for name, value in (("cat/1", 1), ("cat/2", 2), ("dog/1", 3), ("dog/deep/1", 4), (".x/1", 9)):
+        path = tmp_path / f"{name}.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, np.full((4, 4), value, np.float32))
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    found = lab.load_images(tmp_path)
+    assert found[:, 0, 0, 0].tolist() == [1.0, 3.0, 4.0, 2.0]
+    assert len(lab.load_images(tmp_path, limit=2)) == 2
+
+
+def test_images_of_several_sizes_are_cut_and_resized(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(6 * 12, dtype=np.float32).reshape(6, 12))
+    np.save(tmp_path / "b.npy", np.zeros((8, 8), np.float32))
+    with pytest.raises(ValueError, match=r"one size.*--size"):
+        lab.load_images(tmp_path)
+    found = lab.load_images(tmp_path, size=6)
+    assert found.shape == (2, 1, 6, 6)
+    assert found[0, 0, 0, 0] == 3.0  # the square in the middle
+    assert lab.load_images(tmp_path, size=4, square=True).shape == (2, 1, 4, 4)
+
+
+def test_grey_pictures_among_colour_ones_are_read_as_colour(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    image.new("L", (8, 8), 128).save(tmp_path / "a.png")
+    image.new("RGB", (8, 8), (128, 128, 128)).save(tmp_path / "b.png")
+    found = lab.load_images(tmp_path, 3)
+    assert torch.equal(found[0], found[1])
+
+
 def test_pictures_folders_and_archives_are_read(tmp_path):
     pixels = np.zeros((6, 6, 3))
     pixels[0, 0] = (1.0, 0.0, 0.0)
@@ -735,7 +780,7 @@ def test_a_layer_that_is_not_equivariant_is_not_taken_for_sampling(group, elemen
         LiftConv2d(1, 2, group), Downsample2d(), Swapped(), GroupConv2d(2, 2, group)
     ).double()
     found = lab.error_sources(model, smooth_field(33), element)
-    assert found.broken_layer == "2"
+    assert found.broken_layer == "2 (Swapped)"
     assert found.sampling == 0.0
     assert found.broken > 0.5
     whole = found.broken + found.padding + found.stencil
@@ -747,8 +792,96 @@ def test_a_plain_convolution_in_the_middle_is_not_taken_for_sampling():
         LiftConv2d(1, 2, "p4"), nn.Conv2d(8, 8, 3, padding=1), GroupConv2d(2, 2, "p4")
     ).double()
     found = lab.error_sources(model, smooth_field(17))
-    assert (found.broken_layer, found.sampling) == ("2", 0.0)
+    assert (found.broken_layer, found.sampling) == ("1 (Conv2d)", 0.0)
     assert found.broken == pytest.approx(1.0)  # at a quarter turn nothing else can be wrong
+
+
+@pytest.mark.parametrize(
+    ("model", "blamed", "strided"),
+    [
+        # A stride behind what is broken is not to blame.
+        (
+            [LiftConv2d(1, 2, "p4"), nn.Conv2d(8, 8, 1), GroupConv2d(2, 2, "p4", stride=2)],
+            "1 (Conv2d)",
+            False,
+        ),
+        ([LiftConv2d(1, 2, "p4"), nn.ReLU(), nn.BatchNorm2d(8)], "2 (BatchNorm2d)", False),
+        ([LiftConv2d(1, 2, "p4"), GroupConv2d(2, 2, "p4", stride=2)], "1 (GroupConv2d)", True),
+        (
+            [
+                LiftConv2d(1, 2, "p4"),
+                nn.Conv2d(8, 8, 3),
+                nn.BatchNorm2d(8),
+                nn.ReLU(),
+                GroupPool2d("p4"),
+            ],
+            "1 (Conv2d) or 2 (BatchNorm2d) or 3 (ReLU)",
+            False,
+        ),
+        (
+            [LiftConv2d(1, 2, "p4"), nn.Flatten(), nn.Linear(8 * 64, 2)],
+            "1 (Flatten) or 2 (Linear)",
+            False,
+        ),
+    ],
+    ids=["before a stride", "itself", "a stride", "one of several", "the output"],
+)
+def test_what_is_to_blame_is_named(model, blamed, strided):
+    network = nn.Sequential(*model).double()
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight)
+    table = lab.layer_errors(network.eval(), smooth_field(8))
+    assert (str(table.blame), table.blame.strided) == (blamed, strided)
+    assert ("stride" in lab.verdict(table.blame)) == strided
+
+
+def test_functions_between_layers_are_blamed_as_such():
+    class Rolled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lift, self.conv = LiftConv2d(1, 2, "p4"), GroupConv2d(2, 2, "p4")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(self.lift(x).roll(1, 1))
+
+    table = lab.layer_errors(Rolled().double(), smooth_field(9))
+    assert str(table.blame) == "what lies between lift and conv"
+    assert table.blame.names == ()
+    assert lab.layer_errors(network().eval(), smooth_field(9)).blame is None
+
+
+def test_maps_of_too_few_pixels_for_an_angle_are_not_compared():
+    model = nn.Sequential(
+        LiftConv2d(1, 2, "p8"),
+        nn.AvgPool2d(8),
+        GroupConv2d(2, 2, "p8", size=1, operators="order<=0"),
+    ).double()
+    table = lab.layer_errors(model, smooth_field(16))
+    names = dict(zip(table.names, table.layers[1].errors, strict=True))
+    assert names["45°"] is None
+    assert names["90°"] < 1e-12
+    assert table.layers[0].errors[0] > 0
+    assert table.output[0].relative is None
+    assert table.first_inexact() is None
+    assert "null" in json.dumps(table.to_dict())
+    assert lab.error_sources(model, smooth_field(16)).layer == "0"
+    assert None in lab.angle_curve(model, smooth_field(16)).errors
+    three = lab.layer_errors(model, smooth_field(24))
+    assert all(error is not None for layer in three.layers for error in layer.errors)
+
+
+def test_a_map_without_signal_is_not_compared_at_other_angles():
+    class Dark(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lift, self.relu = LiftConv2d(1, 1, "p8"), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.relu(self.lift(x) - 1e3)
+
+    (_, dark) = lab.layer_errors(Dark().double(), smooth_field(17)).layers
+    assert dark.errors[:2] == (None, 0.0)
 
 
 def test_a_stride_of_a_function_is_sampling():

@@ -15,7 +15,9 @@ from econv import (
     Central,
     CentredAvgPool2d,
     CentredMaxPool2d,
+    Curl2d,
     Downsample2d,
+    FieldConv2d,
     FieldParameter,
     Group,
     GroupBatchNorm2d,
@@ -45,6 +47,14 @@ CHANNELS = 8  # two fields of p4, for every layer of the table
 LAYERS = {
     "LiftConv2d": lambda: LiftConv2d(8, 2, "p4", bias=True),
     "LiftConv2d vectors": lambda: LiftConv2d(8, 2, "p4", vectors=3),
+    "LiftConv2d pseudoscalars": lambda: LiftConv2d(8, 2, "p4", pseudoscalars=3, vectors=2),
+    "FieldConv2d": lambda: FieldConv2d(
+        2, "p4", scalars=2, pseudoscalars=1, vectors=1, bias=True, padding_mode="circular"
+    ),
+    "FieldConv2d in a channel": lambda: FieldConv2d(
+        2, "p4", pseudoscalars=1, vectors=1, padding_mode=("zeros", "circular")
+    ),
+    "Curl2d": lambda: Curl2d(spacing=(0.5, 1.0), padding_mode=("replicate", "circular")),
     "GroupConv2d": lambda: GroupConv2d(2, 3, "p4", bias=True),
     "GroupConv2d stride": lambda: GroupConv2d(2, 3, "p4", stride=2),
     "GroupConv2d centred": lambda: GroupConv2d(2, 3, "p4", stride=2, centred=True),

@@ -14,16 +14,17 @@ from torch.nn.utils import parametrize
 
 from econv.conversion.fit import Kept
 from econv.conversion.heads import find_ends
-from econv.conversion.network import ConvertedNetwork
-from econv.conversion.operations import convert_node, is_leaf, pair_with_training
+from econv.conversion.network import ConvertedNetwork, assemble
+from econv.conversion.operations import convert_node, is_image, is_leaf, pair_with_training
 from econv.conversion.outputs import check_outputs
 from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
+from econv.conversion.refusals import explained
 from econv.conversion.report import Cost, Line, Report
-from econv.conversion.trace import ConversionError, trace, value_of
+from econv.conversion.structure import Written, divide
+from econv.conversion.trace import Call, ConversionError, trace, value_of
 from econv.conversion.widths import Sizes, match_widths
 from econv.groups import Group, GroupLike
 from econv.layers import ConvOptions
-from econv.layers.checks import expect
 from econv.layers.normalisation import calibrate
 from econv.layers.orientations import read_statistics
 from econv.testing import equivariance_error, transform
@@ -107,10 +108,11 @@ def convert(
     inputs = example_input if isinstance(example_input, tuple) else (example_input,)
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise ValueError(f"expected an nn.Module that is not scripted; got {type(model).__name__}")
-    images = [x for x in inputs if isinstance(x, Tensor) and x.ndim == 4]
+    images = [x for x in inputs if is_image(x)]
     if not images:
         raise ValueError(
-            "expected an example_input [batch, channels, height, width]; got "
+            "expected an example_input [batch, channels, height, width], or bags of images [batch, "
+            "instances, channels, height, width]; got "
             f"{[tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in inputs]}"
         )
     unknown = set(options or {}) - _OPTIONS
@@ -119,7 +121,10 @@ def convert(
     _check_source(model, strict)
     if is_leaf(model):  # one layer: what is traced must contain it
         model = nn.Sequential(model).train(model.training)
-    plan = _plan(model, inputs, found, pool, options or {}, strict)
+    try:
+        plan = _plan(model, inputs, found, pool, options or {}, strict)
+    except ConversionError as error:
+        raise explained(error, model) from error.__cause__
     sizes = _choose(plan, match, model)
     own = next(model.parameters(), torch.empty(0))
     where = {"device": own.device, "dtype": own.dtype}
@@ -269,30 +274,21 @@ def _build(
                 plan.notes.append(f"{name}: its blocks are not the source's, its weights are new")
     else:
         _draw_anew(plan, modules)
-    emission = Emission(sizes, plan)
-    for node, step in plan.steps:
-        new = step(emission)
-        if new is not None:
-            emission.found[node] = new
-    _drop_unused(emission.graph)
-    emission.graph.lint()
-    root: dict[str, Any] = dict(modules)
-    for node in emission.graph.nodes:
-        if node.op == "get_attr":
-            root[str(node.target)] = _own_copy(plan.trace.attribute(str(node.target)))
-    used = {str(node.target) for node in emission.graph.nodes if node.op == "call_module"}
-    network = ConvertedNetwork(
-        {name: root[name] for name in root if name in used or name not in modules},
-        emission.graph,
-        type(model).__name__,
-    )
-    network.train(model.training)
+    divided = divide(_write(plan, sizes, modules))
+    network = assemble(model, divided, modules, lambda n: _own_copy(plan.trace.attribute(n)))
     for name, part in plan.parts.items():
-        if part.source is not None and name in used:
+        if part.source is not None:
             modules[name].train(part.source.training)
+    former = {n: divided.renamed[n] for n in divided.renamed if any(modules[n].state_dict())}
+    gone = {n: "" for n in plan.trace.constants if n not in network._buffers}
+    network.describe_as(former=former | gone)
+    plan.notes += [
+        f"{name}: it runs as a part of what calls it, and its hooks do not; {reason}"
+        for name, reason in divided.inlined.items()
+    ]
     lines = tuple(
         Line(
-            row.name,
+            divided.renamed.get(row.name, row.name),
             row.source,
             row.became if isinstance(row.became, str) else row.became(modules[row.name]),
             errors.get(row.name),
@@ -313,14 +309,30 @@ def _freeze(layer: nn.Module, source: nn.Module | None) -> None:
                 found.requires_grad_(parameter.requires_grad)
 
 
-def _drop_unused(graph: fx.Graph) -> None:
-    """Remove questions and parameters that nothing reads; what works in place stays."""
-    for node in reversed(list(graph.nodes)):
-        name = getattr(node.target, "__name__", str(node.target))
-        does_more = name.endswith("_") or "assert" in name or node.target is expect
-        plain = node.op in ("get_attr", "call_function", "call_method") and not does_more
-        if plain and not node.users:
-            graph.erase_node(node)
+def _write(plan: Plan, sizes: Sizes, modules: dict[str, nn.Module]) -> Written:
+    """The flat graph of the converted network."""
+    emission = Emission(sizes, plan)
+    places = {node: place for place, node in enumerate(plan.trace.graph.nodes)}
+    origin: dict[fx.Node, tuple[int, Call | None]] = {}
+    for node, step in plan.steps:
+        new = step(emission)
+        if new is not None:
+            emission.found[node] = new
+        for written in reversed(emission.graph.nodes):
+            if written in origin:
+                break
+            origin[written] = places[node], plan.trace.call_of.get(node)
+    emission.graph.lint()
+    return Written(
+        emission.graph,
+        plan.trace.calls,
+        origin,
+        emission.found,
+        plan.trace.names,
+        frozenset(plan.trace.constants),
+        lambda name: not any(modules[name].state_dict()),
+        lambda name: repr(modules[name]),
+    )
 
 
 def _own_copy(given: Any) -> Any:
@@ -394,10 +406,10 @@ def _errors(
 
 def _turn(inputs: tuple[Any, ...], group: Group) -> int:
     """The symmetry of the pixels to measure; of an oblong image one that leaves it its sides."""
-    image = next(x for x in inputs if isinstance(x, Tensor) and x.ndim == 4)
+    image = next(x for x in inputs if is_image(x))
     exact = [element for element in group.grid_symmetries if element]
-    if image.shape[2] != image.shape[3]:
-        same = [e for e in exact if transform(image, group, e, "scalar").shape == image.shape]
+    if image.shape[-2] != image.shape[-1]:
+        same = [e for e in exact if _moved(image, group, e).shape == image.shape]
         exact = same or exact
     return exact[0] if exact else min(1, group.order - 1)
 
@@ -405,17 +417,21 @@ def _turn(inputs: tuple[Any, ...], group: Group) -> int:
 def _error(
     measured: nn.Module, inputs: tuple[Any, ...], group: Group, kind: _Output, element: int
 ) -> float:
-    place = next(i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.ndim == 4)
+    place = next(i for i, x in enumerate(inputs) if is_image(x))
+    bags = inputs[place].shape[:-3]
     run = _with_statistics(measured, inputs)
     turned = tuple(_turned(x, inputs[place], group, element) for x in inputs)
 
+    flat = inputs[place].flatten(0, -4)
+
     def output(x: Tensor) -> Tensor:
-        others = inputs if x is inputs[place] else turned
-        return kind.as_image(_first(run(*others[:place], x, *others[place + 1 :])))
+        others = inputs if x is flat else turned
+        bag = x.unflatten(0, bags)
+        return kind.as_image(_first(run(*others[:place], bag, *others[place + 1 :])))
 
     try:
         return equivariance_error(
-            output, inputs[place], element, group, input_kind="scalar", output_kind=kind.turns_as
+            output, flat, element, group, input_kind="scalar", output_kind=kind.turns_as
         )
     except ValueError as error:
         if "the output for the turned input has shape" in str(error):
@@ -427,11 +443,17 @@ def _turned(x: Any, image: Tensor, group: Group, element: int) -> Any:
     """An argument of a turned image: images beside it, and maps without channels, turn with it."""
     if not isinstance(x, Tensor):
         return x
-    if x.ndim == 4:
-        return transform(x, group, element, "scalar")
+    if is_image(x):
+        return _moved(x, group, element)
     if tuple(x.shape) == (image.shape[0], *image.shape[2:]):
         return transform(x[:, None], group, element, "scalar")[:, 0]
     return x
+
+
+def _moved(image: Tensor, group: Group, element: int) -> Tensor:
+    """A turned image, or bag of images."""
+    moved = transform(image.flatten(0, -4), group, element, "scalar")
+    return moved.unflatten(0, image.shape[:-3])
 
 
 _ROUNDING = 1e-6
@@ -442,7 +464,7 @@ def _check_exact(
 ) -> None:
     """Refuse a network that a quarter turn or a flip changes by more than rounding can."""
     element = _turn(inputs, group)
-    image = next(x for x in inputs if isinstance(x, Tensor) and x.ndim == 4)
+    image = next(x for x in inputs if is_image(x))
     own = next((p.dtype for p in network.parameters()), torch.float32)
     rounding = max(_ROUNDING, 1e3 * torch.finfo(own).eps)
     if error is None or not error > rounding or element not in group.grid_symmetries:

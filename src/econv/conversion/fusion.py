@@ -1,14 +1,17 @@
 """Norm, ReLU and convolution of a graph as one call, for devices whose kernels run them as one.
 
-The graph of a converted network has a node for each. `fused` writes another graph, in which every
-such chain is a call of `econv.layers.norm_relu_conv`. Both compute the same, with the same modules,
-which are looked up when they run: one that was replaced, or has hooks, counts in both.
+The graphs of a converted network and of its parts have a node for each. `flattened` is all of them
+as one, and `fused` writes another, in which every such chain is a call of
+`econv.layers.norm_relu_conv`. All compute the same, with the same modules, which are looked up when
+they run: one that was replaced, or has hooks, counts in all of them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import inspect
+import operator
+from collections.abc import Callable, Iterator
 from functools import update_wrapper
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -16,11 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.nn.modules import module as hooks
 
 from econv.layers import GroupBatchNorm2d, GroupConv2d, norm_relu_conv
+from econv.layers.checks import expect
 from econv.layers.fused import may_fuse
 
-__all__ = ["Chain", "chains", "fused", "switched"]
+__all__ = ["Chain", "chains", "flattened", "fused", "switched"]
 
 _RELUS: dict[Any, bool] = {
     torch.relu: False,
@@ -79,18 +84,24 @@ def fused(graph: fx.Graph, root: nn.Module) -> fx.Graph | None:
     return found if together else None
 
 
-def switched(plain: Callable[..., Any], graph: fx.Graph, code: str) -> Callable[..., Any]:
-    """The ``forward`` that was generated from a graph, as ``code``, with a second form.
+def switched(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``forward`` that was generated from a graph, with a second form.
 
-    Eager calls on devices whose kernels fuse run what is generated from the `fused` graph, at the
-    first of them. Whoever traces, compiles, exports or transforms meets ``plain``.
+    Eager calls on devices whose kernels fuse run what is generated from the `fused` graph of the
+    module and its parts, at the first of them. Whoever traces, compiles, exports or transforms
+    meets ``plain``; so do calls while parts of the module have hooks, which then run one by one.
     """
-    forms: list[Callable[..., Any]] = []
+    forms: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def second(network: nn.Module) -> Callable[..., Any]:
-        if not forms:
-            forms.append(_generated(graph, code, network) or plain)
-        return forms[0]
+        parts = list(_parts(network, ""))
+        if any(_has_hooks(part) for _, part in parts[1:]):
+            return plain
+        key = tuple((path, getattr(part, "_code", None), *part._modules) for path, part in parts)
+        if key not in forms:
+            forms.clear()  # of what it was before it was edited
+            forms[key] = _generated(network) or plain
+        return forms[key]
 
     may_fuse_call = _may_fuse_call  # not a global: those of the function are others
 
@@ -103,6 +114,85 @@ def switched(plain: Callable[..., Any], graph: fx.Graph, code: str) -> Callable[
     return update_wrapper(made, plain)
 
 
+_CONTAINERS = (fx.GraphModule, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """A module and all in it that only calls others."""
+    yield path, module
+    for name, part in module._modules.items():
+        if isinstance(part, _CONTAINERS) or type(part) is nn.Module:
+            yield from _parts(part, f"{path}{name}.")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    compiled = module._compiled_call_impl or "forward" in vars(module)
+    return bool(own or module._backward_pre_hooks or compiled or hooks._has_any_global_hook())
+
+
+def flattened(root: fx.GraphModule) -> fx.Graph:
+    """The graph of a module and of all the parts that it calls as one."""
+    graph = fx.Graph()
+    inputs = {node: graph.node_copy(node) for node in root.graph.nodes if node.op == "placeholder"}
+    graph.output(_inlined(graph, root, "", inputs))
+    return graph
+
+
+def _inlined(graph: fx.Graph, module: fx.GraphModule, path: str, found: dict[fx.Node, Any]) -> Any:
+    """Write the operations of a part; what it gives."""
+
+    def read(given: Any) -> Any:
+        return fx.node.map_arg(given, lambda node: found[node])
+
+    for node in module.graph.nodes:
+        args, kwargs = read(node.args), read(node.kwargs)
+        if node.op == "output":
+            return args[0]
+        if node.op == "placeholder":
+            continue
+        if node.op == "call_module":
+            called = module.get_submodule(str(node.target))
+            found[node] = _called(graph, called, f"{path}{node.target}", args, kwargs)
+        elif node.target in _KNOWN and not _nodes_in(args[: 2 - (node.target is operator.getitem)]):
+            found[node] = node.target(*args)  # of arguments that are no tensors
+        else:
+            made = found[node] = graph.node_copy(node, lambda n: n)
+            made.args, made.kwargs = args, kwargs
+            if node.op == "get_attr":
+                made.target = f"{path}{node.target}"
+    return None
+
+
+_KNOWN = (operator.eq, operator.getitem, expect)
+
+
+def _nodes_in(given: Any) -> bool:
+    return any(isinstance(item, fx.Node) for item in given)
+
+
+def _called(
+    graph: fx.Graph, called: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Write a call of a module; what it gives."""
+    if isinstance(called, fx.GraphModule):
+        given = inspect.signature(type(called).forward).bind(called, *args, **kwargs)
+        given.apply_defaults()
+        inputs = {
+            node: given.arguments[str(node.target).strip("*")]
+            for node in called.graph.nodes
+            if node.op == "placeholder"
+        }
+        return _inlined(graph, called, f"{name}.", inputs)
+    if isinstance(called, nn.Sequential) and type(called).forward is nn.Sequential.forward:
+        for key, part in called._modules.items():
+            assert part is not None
+            args = (_called(graph, part, f"{name}.{key}", args, kwargs),)
+            kwargs = {}
+        return args[0]
+    return graph.call_module(name, args, kwargs)
+
+
 def _may_fuse_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether kernels may take the first tensor of a call."""
     if torch.compiler.is_compiling():
@@ -112,11 +202,12 @@ def _may_fuse_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return first is not None and may_fuse(first)
 
 
-def _generated(graph: fx.Graph, code: str, root: nn.Module) -> Callable[..., Any] | None:
-    """The function of the fused graph; nothing if the graph was edited since it became code."""
-    if graph.python_code("self").src != code:
+def _generated(root: Any) -> Callable[..., Any] | None:
+    """The function of the fused graph; nothing if a graph was edited since it became code."""
+    parts = [part for _, part in _parts(root, "") if isinstance(part, fx.GraphModule)]
+    if any(part.graph.python_code("self").src != part.code for part in parts):
         return None
-    found = fused(graph, root)
+    found = fused(flattened(root), root)
     return None if found is None else type(fx.GraphModule(root, found)).forward
 
 

@@ -9,12 +9,21 @@ from torch import Tensor, fx, nn
 from econv.conversion.answers import check_answers
 from econv.conversion.arguments import known, no_rule
 from econv.conversion.network import sizes_in_order
-from econv.conversion.plan import IMAGE, OTHER, Plan, Value
+from econv.conversion.plan import BAGS, IMAGE, OTHER, Plan, Value
 from econv.conversion.registry import Rule
 from econv.conversion.rules import dropping, rule_of, rule_of_module
-from econv.conversion.trace import ConversionError, calls_of, live_nodes, name_of, owner, value_of
+from econv.conversion.trace import (
+    LEAVE,
+    ConversionError,
+    calls_of,
+    line_of,
+    live_nodes,
+    name_of,
+    owner,
+    value_of,
+)
 
-__all__ = ["convert_node", "is_leaf", "pair_with_training"]
+__all__ = ["convert_node", "is_image", "is_leaf", "pair_with_training"]
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -23,6 +32,11 @@ def is_leaf(module: nn.Module) -> bool:
         return True
     inside = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     return type(module).__module__.startswith("torch.nn.") and not inside
+
+
+def is_image(value: Any) -> bool:
+    """Whether an input is a batch of images, or of bags of images."""
+    return isinstance(value, Tensor) and value.ndim in (4, 5)
 
 
 def convert_node(plan: Plan, node: fx.Node) -> None:
@@ -80,15 +94,20 @@ def _by_rule(plan: Plan, node: fx.Node, rule: Rule | None) -> Value:
     except ConversionError as error:
         here = owner(node) or node.name
         if plan.strict or error.module not in ("", here):
-            raise ConversionError(error.module or here, error.reason) from None
+            raise ConversionError(
+                error.module or here,
+                error.reason,
+                error.line or line_of(node),
+                error.remedy or LEAVE,
+            ) from None
         return (rule.otherwise if rule else Plan.leave)(plan, node, error.reason)
 
 
 def _input(plan: Plan, value: Any) -> Value:
     if not isinstance(value, Tensor):
         return OTHER
-    if value.ndim == 4:
-        return Value("image", IMAGE)
+    if is_image(value):
+        return Value("image", IMAGE if value.ndim == 4 else BAGS)
     images = [value_of(n) for n in plan.trace.signature if isinstance(value_of(n), Tensor)]
     shapes = [(x.shape[0], *x.shape[2:]) for x in images if x.ndim == 4]
     return Value("image", ("N", "H", "W")) if tuple(value.shape) in shapes else Value("invariant")

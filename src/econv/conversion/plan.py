@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from econv.conversion.trace import ConversionError, Trace, owner, value_of
+from econv.conversion.trace import LEAVE, ConversionError, Trace, line_of, owner, value_of
 from econv.conversion.widths import Sizes, Width, count_of, join, runs
 from econv.groups import Group
 from econv.layers import (
@@ -27,6 +27,7 @@ from econv.layers import (
 )
 
 __all__ = [
+    "BAGS",
     "FLAT",
     "IMAGE",
     "PATHS",
@@ -42,6 +43,7 @@ __all__ = [
 IMAGE = ("N", "C", "H", "W")
 VECTOR = ("N", "C")
 PATHS = ("N", "P", "C", "H", "W")
+BAGS = ("N", "I", "C", "H", "W")
 FLAT = (("N", "CHW"), ("N", "HWC"))
 
 _FEW = 32
@@ -270,7 +272,7 @@ class Plan:
         """Stop, or leave an operation alone: it reads images of the source's channels."""
         name = owner(node)
         if self.strict:
-            raise ConversionError(name, reason)
+            raise ConversionError(name, reason, line_of(node), LEAVE)
         self.left.append((name or node.name, reason))
         return self.as_in_source(node)
 

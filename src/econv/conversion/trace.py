@@ -8,10 +8,14 @@ This room knows nothing of groups.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import linecache
 import math
 import operator
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,10 +29,13 @@ from torch.nn.parameter import is_lazy
 from econv.tracing import followed
 
 __all__ = [
+    "LEAVE",
     "Answer",
+    "Call",
     "ConversionError",
     "Trace",
     "calls_of",
+    "line_of",
     "live_nodes",
     "name_of",
     "owner",
@@ -38,13 +45,22 @@ __all__ = [
 ]
 
 
-class ConversionError(ValueError):
-    """What cannot be converted: the module's name and the reason."""
+LEAVE = "strict=False leaves it as it is, and the report says so"
+"""What can be done about an operation without a counterpart."""
 
-    def __init__(self, module: str, reason: str) -> None:
-        super().__init__(f"cannot convert {module or 'the network'}: {reason}")
+
+class ConversionError(ValueError):
+    """What cannot be converted: the module's name, the reason, the source's line and a remedy."""
+
+    def __init__(self, module: str, reason: str, line: str = "", remedy: str = "") -> None:
+        text = f"cannot convert {module or 'the network'}: {reason}"
+        if line:
+            text += f" ({line})"
+        super().__init__(f"{text}; {remedy}" if remedy else text)
         self.module = module
         self.reason = reason
+        self.line = line
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,31 @@ class Answer:
         return bool(self.value) == (self.node.target is operator.eq)
 
 
+@dataclass(eq=False)
+class Call:
+    """One call of a module in the traced pass, or of another method than ``forward``."""
+
+    path: str
+    """The name of the module."""
+    method: str
+    """The name of the method, if it is not ``forward``."""
+    caller: Call | None
+    """The call in whose code it stands; nothing in that of the network's ``forward``."""
+    signature: inspect.Signature
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    start: int
+    """How many nodes there were before."""
+    result: Any = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What each parameter was given, with nodes in the place of tensors and sizes."""
+        bound = self.signature.bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
 class Trace:
     """The graph of a source network, and what its tracing took for granted."""
 
@@ -83,10 +124,21 @@ class Trace:
         answers: list[Answer],
         arguments: list[inspect.Parameter],
         constants: dict[str, Tensor],
+        calls: list[Call],
+        call_of: dict[fx.Node, Call],
     ) -> None:
         self.graph = graph
+        self.calls = calls
+        """Every call that was followed, callers first."""
+        self.call_of = call_of
+        """The call that made a node; for the call of a leaf that call itself."""
         self.model = model
         self.modules = dict(model.named_modules())
+        names: dict[nn.Module, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            names.setdefault(module, []).append(name)
+        self.names = {found[0]: tuple(found) for found in names.values()}
+        """All names of each module, by the first of them."""
         self.answers = answers
         self.constants = constants
         """Tensors that the source's code makes of numbers."""
@@ -112,6 +164,11 @@ def value_of(node: fx.Node) -> Any:
 def owner(node: fx.Node) -> str:
     """The name of the module whose code made this node; the module itself for its call."""
     return str(node.target) if node.op == "call_module" else str(node.meta.get("owner", ""))
+
+
+def line_of(node: fx.Node) -> str:
+    """The line of the source's code that made this node, in words; empty where torch's did."""
+    return _line(node.meta.get("place"))
 
 
 def name_of(node: fx.Node) -> str:
@@ -180,6 +237,9 @@ class _Source:
         tracer = _Tracer(without_data, self.is_leaf, differ)
         rest = self.names[len(inputs) :]
         given = {p.name: p.default for p in rest if p.default is not p.empty}
+        for name, module in blank.named_modules():
+            if not self.is_leaf(module):
+                tracer.follow_methods(name, module)
         before = set(vars(blank))
         try:
             with torch.no_grad(), followed():
@@ -190,6 +250,7 @@ class _Source:
             raise ConversionError(
                 tracer.where,
                 f"torch.fx cannot follow it: {type(error).__name__}: {_first_line(error)}",
+                _line(_raised(error)),
             ) from error
         constants = {n: v for n, v in vars(blank).items() if n not in before}
         constants |= {n: v for n, v in blank.named_buffers() if n.startswith("_tensor_constant")}
@@ -202,6 +263,8 @@ class _Source:
             tracer.answers,
             self.names,
             {n: v for n, v in constants.items() if isinstance(v, Tensor)},
+            tracer.calls,
+            tracer.call_of,
         )
 
 
@@ -374,7 +437,9 @@ class _Proxy(fx.Proxy):
     def _fixed(self) -> Any:
         value = self._value
         if isinstance(value, Tensor):
-            raise ConversionError(owner(self.node), "it computes with the numbers in a tensor")
+            raise ConversionError(
+                owner(self.node), "it computes with the numbers in a tensor", _line(_place())
+            )
         self.tracer.answered(self.node, value)  # type: ignore[attr-defined]
         return value
 
@@ -405,6 +470,9 @@ class _Tracer(fx.Tracer):
         self.differ = differ
         self.path: list[str] = []
         self.answers: list[Answer] = []
+        self.calls: list[Call] = []
+        self.call_of: dict[fx.Node, Call] = {}
+        self.inside: list[Call] = []
         self.running = False
         self.where = ""
         """The module that the pass is in, or was in when it stopped."""
@@ -431,12 +499,54 @@ class _Tracer(fx.Tracer):
             return forward(*args, **kwargs)
         self.path.append(self.path_of_module(m))
         self.where = self.path[-1]
+        call = self._begin(self.path[-1], "", inspect.signature(m.forward), args, kwargs)
         try:
             found = super().call_module(m, forward, args, kwargs)
         finally:
             self.path.pop()
+            self.inside.pop()
         self.where = self._here()
+        call.result = _nodes(found)
         return found
+
+    def follow_methods(self, name: str, module: nn.Module) -> None:
+        """Remember calls of the methods that the class of a module has beside ``forward``."""
+        for owner_ in type(module).__mro__:
+            for method, function in vars(owner_).items():
+                plain = inspect.isfunction(function) and not method.startswith("_")
+                if plain and not hasattr(nn.Module, method) and method not in vars(module):
+                    vars(module)[method] = self._remembered(name, method, getattr(module, method))
+
+    def _remembered(self, path: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = list(_leaves(_nodes((args, kwargs))))
+            if self.running or not any(isinstance(leaf, fx.Node) for leaf in given):
+                return method(*args, **kwargs)
+            call = self._begin(path, name, inspect.signature(method), args, kwargs)
+            try:
+                found = method(*args, **kwargs)
+            finally:
+                self.inside.pop()
+            call.result = _nodes(found)
+            return found
+
+        return run
+
+    def _begin(
+        self,
+        path: str,
+        method: str,
+        signature: inspect.Signature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call:
+        caller = self.inside[-1] if self.inside else None
+        given = _nodes(args), _nodes(kwargs)
+        call = Call(path, method, caller, signature, *given, start=len(self.graph.nodes))
+        self.calls.append(call)
+        self.inside.append(call)
+        return call
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if self.running:
@@ -450,7 +560,10 @@ class _Tracer(fx.Tracer):
         value = value_of(obj.node)
         if isinstance(value, Tensor):
             raise ConversionError(
-                owner(obj.node) or self._here(), "its course depends on the numbers in a tensor"
+                owner(obj.node) or self._here(),
+                "its course depends on the numbers in a tensor",
+                _line(_place()),
+                "take the decision outside of the network, or compute both and use torch.where",
             )
         return bool(self.answered(obj.node, bool(value)))
 
@@ -464,6 +577,9 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         node.meta["owner"] = self._here()
+        node.meta["place"] = _place()
+        if self.inside:
+            self.call_of[node] = self.inside[-1]
         if node.op != "output" and "value" not in node.meta:
             node.meta["value"] = self._run(node)
         return node
@@ -489,16 +605,30 @@ class _Tracer(fx.Tracer):
                 return target(*args, **kwargs)
         except NotImplementedError as error:  # of tensors without data
             raise ConversionError(
-                owner(node) or self._here(), f"it asks for the numbers in a tensor: {error}"
+                owner(node) or self._here(),
+                f"it asks for the numbers in a tensor: {_first_line(error)}",
+                line_of(node),
             ) from error
         except Exception as error:
             raise ConversionError(
                 owner(node) or self._here(),
                 "it does not run on the example input: "
                 f"{type(error).__name__}: {_first_line(error)}",
+                line_of(node),
             ) from error
         finally:
             self.running = False
+
+
+def _nodes(found: Any) -> Any:
+    """Arguments or results, with the nodes of the proxies in them."""
+    return fx.node.map_aggregate(found, lambda a: a.node if isinstance(a, fx.Proxy) else a)
+
+
+def _leaves(found: Any) -> list[Any]:
+    leaves: list[Any] = []
+    fx.node.map_aggregate(found, leaves.append)
+    return leaves
 
 
 def _attribute(root: nn.Module, name: str) -> Any:
@@ -508,8 +638,15 @@ def _attribute(root: nn.Module, name: str) -> Any:
     return found
 
 
+_LONGEST = 160
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    """The first sentence of an error, without the advice that torch may add."""
+    line = str(error).strip().partition("\n")[0]
+    if len(line) > _LONGEST:
+        line = line.partition(". ")[0]
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …"
 
 
 def _without_data(value: Any) -> Any:
@@ -534,3 +671,35 @@ def _asking() -> tuple[str, int]:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
+
+
+_OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+Place = tuple[str, int]
+
+
+def _place() -> Place | None:
+    """The innermost line that is neither torch's nor ours, of the pass that is being traced."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not _Source.trace.__code__:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def _raised(error: Exception) -> Place | None:
+    """The innermost such line that an error came through."""
+    found = None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_filename
+        if not name.startswith(_OURS):
+            found = name, number
+    return found
+
+
+def _line(place: Place | None) -> str:
+    if place is None:
+        return ""
+    code = linecache.getline(*place).strip()
+    where = f"{Path(place[0]).name}, line {place[1]}"
+    return f"{where}: `{code}`" if code else where

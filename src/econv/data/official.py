@@ -37,6 +37,16 @@ def wanted(name: str) -> str:
     return f"a folder with {files} or {name}.npz, or an .npz with {', '.join(KEYS)}"
 
 
+def instead(name: str) -> str:
+    """What to take where the files of a data set cannot be had."""
+    if f"{name}_recreated" not in SOURCES:
+        return ""
+    return (
+        ". Or take the images that are made again from MNIST: --recreated on the command line, "
+        "recreated=True in Python"
+    )
+
+
 def official(name: str, root: Path, place: Path, download: bool) -> Found:
     """Read the official files in (or at) ``place``, downloading into it what is missing."""
     source = SOURCES[name]
@@ -54,7 +64,10 @@ def official(name: str, root: Path, place: Path, download: bool) -> Found:
             unverified |= not file.member_md5  # the archive's checksum says nothing of these
             continue
         if found is None and download:
-            found = fetched(file, place)
+            try:
+                found = fetched(file, place)
+            except DataError as error:
+                raise DataError(f"{error}{instead(name)}") from error
         elif found is not None and not file.member_md5:
             check_md5(found, file)
         if found is None:
@@ -65,7 +78,7 @@ def official(name: str, root: Path, place: Path, download: bool) -> Found:
         raise DataError(
             f"{place}: expected {wanted(name)}; missing: {', '.join(f.name for f in missing)}. "
             f"Get what is missing from {' or '.join(missing[0].folders)}"
-            f"{_pickled(place, missing)}"
+            f"{_pickled(place, missing)}{instead(name)}"
         )
 
     contents = {m: d for f in source.files for m, d in zip(f.members, f.member_md5, strict=False)}

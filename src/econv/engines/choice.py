@@ -84,8 +84,8 @@ def engine(name: str = "auto", measure: bool = True) -> Iterator[list[str]]:
     The name holds for all layers that leave the choice open (``engine="auto"``). What the block
     gives is a list to which every convolution adds what ran it: ``"dense"``,
     ``"spectral/torch"``, ``"spectral/native"``, ``"spectral/triton"`` or ``"spectral/hopper"``;
-    after the last two there may be ``"+norm+relu"``, where the kernels did these two as well.
-    Compiled and exported passes add nothing. Blocks hold for all threads.
+    then ``"+norm+relu"`` where kernels did these two as well. Compiled and exported passes add
+    nothing. Blocks hold for all threads.
 
     Args:
         name: ``"auto"``, ``"dense"``, ``"spectral"`` or one of the names above.

@@ -26,8 +26,12 @@ from econv.engines.problem import (
     memory_format,
     transformed,
 )
+from econv.fourier import representation
 
-__all__ = ["Dense", "convolve", "filter_offsets", "filters", "tables"]
+__all__ = ["TABLES", "Dense", "convolve", "filter_offsets", "filters", "tables"]
+
+TABLES = ("synthesis", "offsets", "offsets_back", "signs", "matrices")
+"""The names of `tables`, in their order; the last two turn fields of one and of two channels."""
 
 
 _SMALL = 1 << 25
@@ -65,10 +69,12 @@ def tables(convolution: Convolution) -> dict[str, npt.NDArray[Any]]:
         in_fields = convolution.parts[0].fields // convolution.groups
         offsets = filter_offsets(group.relative, in_fields)
         found["offsets"], found["offsets_back"] = offsets, np.argsort(offsets)
-    if convolution.target == "vector":
-        found["matrices"] = group.matrices
-    elif convolution.parts[-1].kind == "vector":
-        found["matrices"] = group.matrices[group.inverse]
+    made = convolution.target != "regular"  # fields, of features; otherwise they are read
+    kinds = [convolution.target] if made else [k for k, _ in convolution.parts if k != "scalar"]
+    for kind in kinds if kinds != ["regular"] else ():
+        turns = representation(group, kind)
+        name = "signs" if turns.shape[-1] == 1 else "matrices"
+        found[name] = turns if made else turns[group.inverse]
     return found
 
 
@@ -83,14 +89,16 @@ def filters(convolution: Convolution, weight: Weight, fused: torch.dtype | None 
         found = _turned(learned, synthesis, more[0], more[1], fused).unflatten(-1, pixels)
         if convolution.target == "regular":
             return found.flatten(0, 1)
-        # out(x) = Σ_A A·[s₁(x, A), s₂(x, A)]
-        return torch.einsum("gdc,vcgiyx->vdiyx", more[2], found.unflatten(0, (-1, 2))).flatten(0, 1)
+        # out(x) = Σ_A ρ(A)·s(x, A), for vectors A·[s₁(x, A), s₂(x, A)]
+        found = found.unflatten(0, (-1, more[2].shape[-1]))
+        return torch.einsum("gdc,vcgiyx->vdiyx", more[2], found).flatten(0, 1)
     bank = _expand(learned, synthesis).unflatten(-1, pixels)  # [out, in, order, size, size]
-    scalars = sum(fields for kind, fields in convolution.parts if kind == "scalar")
-    if len(more):  # vectors come last, and are read in frame A as A⁻¹v
-        pairs = bank[:, scalars:].unflatten(1, (-1, 2))
-        pairs = torch.einsum("ovcgyx,gcd->ovdgyx", pairs, more[0]).flatten(1, 2)
-        bank = torch.cat([bank[:, :scalars], pairs], dim=1)
+    if more:  # what turns comes last, and is read in frame A as ρ(A)⁻¹v
+        banks = list(bank.split([n * convolution.width(k) for k, n in convolution.parts], 1))
+        for place, turns in enumerate(more, len(banks) - len(more)):
+            own = banks[place].unflatten(1, (-1, turns.shape[-1]))
+            banks[place] = torch.einsum("ovcgyx,gcd->ovdgyx", own, turns).flatten(1, 2)
+        bank = torch.cat(banks, dim=1)
     return bank.transpose(1, 2).flatten(0, 1)
 
 

@@ -26,6 +26,7 @@ from econv.engines.problem import (
 )
 from econv.engines.registry import ENGINES
 from econv.engines.spectral.operator import EngineError, give_up
+from econv.engines.spectral.triton.engine import activated, activates
 
 __all__ = ["convolve", "explain", "fuses"]
 
@@ -58,30 +59,38 @@ def convolve(
     return _run(problem, x, weight, bias, prologue)
 
 
-def _run(problem: Problem, *operands: Any) -> Tensor:
-    """The same of operands as `Engine.run` takes them."""
+def _run(
+    problem: Problem, x: Tensor, weight: Weight, bias: Tensor | None, prologue: Prologue | None
+) -> Tensor:
     for met in _met:
         met[problem] = None
     chosen = ENGINES["dense"] if _met else choice.choose(problem)
+    fused = chosen.fuses and prologue is not None
     try:
         with without_autocast(problem.device):
-            found = chosen.run(problem, *operands)
+            if prologue and not fused and problem.context == "eager" and activates(x):
+                found, fused = chosen.run(problem, activated(x, prologue), weight, bias), True
+            else:
+                found = chosen.run(problem, x, weight, bias, prologue)
     except EngineError as error:
         if problem.named:
             raise
         give_up(chosen.name, problem.convolution.name, problem, error)
-        return _run(problem, *operands)
+        return _run(problem, x, weight, bias, prologue)
     if problem.context != "traced" and not exporting():
-        choice.note(chosen.name + FUSED * (chosen.fuses and operands[-1] is not None))
+        choice.note(chosen.name + FUSED * fused)
     return found
 
 
 def fuses(convolution: Convolution, x: Tensor, weight: Tensor, engine: str = "auto") -> bool:
-    """Whether the engine of a call would apply a prologue where it reads ``x``."""
+    """Whether kernels would apply a prologue: where the engine reads ``x``, or before it does.
+
+    Who asks for an engine that cannot gets the modules, one after the other.
+    """
     problem = Problem.of(convolution, x, weight, None, choice.resolve(engine))
     if problem.context != "eager" or problem.dtype != x.dtype or convolution.groups > 1:
         return False
-    return choice.choose(problem).fuses
+    return choice.choose(problem).fuses or (not problem.named and activates(x))
 
 
 _LIBRARY = torch.library.Library("econv", "FRAGMENT")

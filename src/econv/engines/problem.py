@@ -104,7 +104,7 @@ class Convolution:
 
     def width(self, kind: str) -> int:
         """Channels of a field."""
-        return {"scalar": 1, "vector": 2, "regular": self.basis.group.order}[kind]
+        return {"vector": 2, "regular": self.basis.group.order}.get(kind, 1)
 
     def geometry(self, height: int, width: int) -> Geometry:
         """Of an input whose borders, if they are not zeros, were made before."""
@@ -219,8 +219,9 @@ class Weight(NamedTuple):
     def parts(self, convolution: Convolution) -> list[Tensor]:
         """For each part of the input ``[out fields, in fields / groups, coordinates]``."""
         weight = self.learned.flatten(2)
-        if convolution.target == "vector":  # [2 * vectors, in fields, coordinates / 2]
-            weight = weight.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
+        if convolution.target != "regular":  # [width * fields, in fields, coordinates / width]
+            width = convolution.width(convolution.target)
+            weight = weight.unflatten(0, (-1, width)).transpose(1, 2).flatten(2)
         if convolution.parts[0].kind == "regular":
             return [weight]
         parts = [

@@ -15,18 +15,21 @@ from econv.lab.measure import (
 )
 from econv.lab.results import (
     AngleCurve,
+    Blame,
     ErrorSources,
     LayerError,
     LayerErrors,
     OperatorSymbol,
     OutputError,
     ResolutionCurve,
+    verdict,
 )
 from econv.lab.twins import plain_twin
 from econv.layers.normalisation import calibrate
 
 __all__ = [
     "AngleCurve",
+    "Blame",
     "ErrorSources",
     "LayerError",
     "LayerErrors",
@@ -43,5 +46,6 @@ __all__ = [
     "operator_symbols",
     "plain_twin",
     "resolution_curve",
+    "verdict",
     "windowed",
 ]

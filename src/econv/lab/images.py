@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".npy", ".npz")
 
@@ -20,16 +22,20 @@ def load_images(
     *,
     square: bool = False,
     limit: int | None = None,
+    size: int | None = None,
 ) -> Tensor:
     """Images as a float tensor ``[n, channels, height, width]``; bytes become 0 … 1.
 
     Args:
-        source: a file (picture, ``.npy`` or ``.npz``), several files, a folder of them, an array or
-            a tensor. Arrays may be ``[h, w]``, ``[h, w, c]``, ``[c, h, w]``, ``[n, h, w]``,
-            ``[n, c, h, w]`` or ``[n, h, w, c]``; channels are looked for among 1 to 4.
+        source: a file (picture, ``.npy`` or ``.npz``), several files, a folder of them, with or
+            without a subfolder for each class, an array or a tensor. Arrays may be ``[h, w]``,
+            ``[h, w, c]``, ``[c, h, w]``, ``[n, h, w]``, ``[n, c, h, w]`` or ``[n, h, w, c]``;
+            channels are looked for among 1 to 4.
         channels: how many the model reads; any number by default.
         square: whether quarter turns will be asked for.
-        limit: take the first so many only.
+        limit: take so many only: of subfolders as many from each.
+        size: cut the square in the middle of each image out and resize it to so many pixels;
+            needed where images are of several sizes.
 
     >>> load_images(np.zeros((28, 28), dtype=np.uint8)).shape
     torch.Size([1, 1, 28, 28])
@@ -38,13 +44,16 @@ def load_images(
         named = [("the array", _as_images(source, "the array"))]
     else:
         paths = [Path(source)] if isinstance(source, str | Path) else [Path(p) for p in source]
-        named = [(str(p), _read_images(p)) for p in _image_paths(paths, limit)]
+        named = [(str(p), _read_images(p, channels)) for p in _image_paths(paths, limit)]
+    if size is not None:
+        named = [(name, _resized(found, size)) for name, found in named]
     first, rest = named[0], named[1:]
     for name, found in rest:
         if found.shape[1:] != first[1].shape[1:]:
             raise ValueError(
                 f"expected images of one size: {first[0]} has "
-                f"{_size_text(first[1])}, {name} has {_size_text(found)}"
+                f"{_size_text(first[1])}, {name} has {_size_text(found)}; a size to resize them to "
+                "(--size) makes them alike"
             )
     images = torch.cat([found for _, found in named])[:limit]
     if images.numel() == 0:
@@ -57,7 +66,7 @@ def load_images(
     if square and images.shape[-1] != images.shape[-2]:
         raise ValueError(
             f"expected square images, which quarter turns map onto themselves; {first[0]} has "
-            f"{images.shape[-2]}×{images.shape[-1]} pixels"
+            f"{images.shape[-2]}×{images.shape[-1]} pixels; a size (--size) cuts them square"
         )
     if not bool(torch.isfinite(images).all()):
         raise ValueError(f"expected finite numbers; {first[0]} has NaN or infinity")
@@ -84,16 +93,38 @@ def windowed(images: Tensor, start: float = 0.7) -> Tensor:
     return images * (1 - rise).to(images)
 
 
+def _resized(images: Tensor, size: int) -> Tensor:
+    """The square in the middle, of so many pixels along each side."""
+    height, width = images.shape[-2:]
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    square = images[..., top : top + side, left : left + side]
+    if side == size:
+        return square
+    return functional.interpolate(square, (size, size), mode="bilinear", antialias=True)
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    """Its images and those of its subfolders, one of each folder in turn."""
+    by_folder: dict[Path, list[Path]] = {}
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.suffix.lower() in IMAGE_FILES and not hidden and path.is_file():
+            by_folder.setdefault(path.parent, []).append(path)
+    turns = itertools.zip_longest(*by_folder.values())
+    return [path for turn in turns for path in turn if path is not None]
+
+
 def _image_paths(paths: Sequence[Path], limit: int | None) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if not path.exists():
             raise ValueError(f"no such file or folder: {path}")
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGE_FILES)
+            inside = _in_folder(path)
             if not inside:
                 raise ValueError(
-                    f"no images in the folder {path}: expected {', '.join(IMAGE_FILES)}"
+                    f"no images in the folder {path} or below it: expected {', '.join(IMAGE_FILES)}"
                 )
             found += inside
         else:
@@ -103,7 +134,7 @@ def _image_paths(paths: Sequence[Path], limit: int | None) -> list[Path]:
     return found[:limit]
 
 
-def _read_images(path: Path) -> Tensor:
+def _read_images(path: Path, channels: int | None) -> Tensor:
     try:
         if path.suffix.lower() == ".npy":
             return _as_images(np.load(path, allow_pickle=False), str(path))
@@ -112,7 +143,10 @@ def _read_images(path: Path) -> Tensor:
                 if len(archive.files) != 1:
                     raise ValueError(f"expected one array; found {archive.files}")
                 return _as_images(archive[archive.files[0]], str(path))
-        return _as_images(_read_picture(path), str(path))
+        picture = _as_images(_read_picture(path), str(path))
+        # Folders of photographs have grey ones among them.
+        grey = picture.shape[1] == 1 and channels == 3
+        return picture.expand(-1, 3, -1, -1).contiguous() if grey else picture
     except ImportError:
         raise
     except Exception as error:  # decoders raise what they like

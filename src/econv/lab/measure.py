@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from econv.basis import FilterBasis
+from econv.checking import FieldType
 from econv.groups import FloatArray, Group, GroupLike
 from econv.lab.kinds import (
-    FieldType,
     Map,
     element_name,
     find_group,
+    group_of_layers,
     input_kind_of,
     leaf_modules,
     output_kind_of,
@@ -31,6 +32,7 @@ from econv.lab.kinds import (
 )
 from econv.lab.results import (
     AngleCurve,
+    Blame,
     ErrorSources,
     LayerError,
     LayerErrors,
@@ -44,11 +46,14 @@ from econv.layers import (
     PDOConv2d,
 )
 from econv.layers.activations import ACTIVATIONS
-from econv.stencils import coordinates
+from econv.stencils import coordinates, sides
 from econv.testing import _disc, _undisturbed, convergence_order, transform
 
 MARGIN = 3 / 16
 """Fraction of the side before the border that interior errors leave out."""
+
+_EXACT = 1e-4
+"""What fails by more at a symmetry of the pixel grid is not exact."""
 
 
 def layer_errors(
@@ -69,7 +74,8 @@ def layer_errors(
 
     The model is measured in the mode that it is in, and left as it was. At elements that are no
     symmetries of the pixel grid the error of maps is taken inside the disc that ends ``margin`` of
-    the side before the border.
+    the side before the border; maps of two pixels, which no other angle maps onto themselves, and
+    those without a signal there are not compared.
 
     >>> from econv import LiftConv2d
     >>> from econv.testing import smooth_field
@@ -85,18 +91,26 @@ def layer_errors(
     with _undisturbed(model, images.device) as run:
         straight = trace_maps(model, run, images, kind, found)
         out_kind = output_kind_of(model, straight, output_kind)
-        errors: list[list[float]] = [[] for _ in straight.maps]
+        errors: list[list[float | None]] = [[] for _ in straight.maps]
         outputs = []
+        wrong: tuple[int, int] | None = None  # the first map that fails on the grid, and where
         for element in chosen:
             turned = trace_maps(model, run, transform(images, found, element, kind), kind, found)
             exact = element in found.grid_symmetries
-            for row, before, after in zip(errors, straight.maps, turned.maps, strict=True):
+            pairs = zip(errors, straight.maps, turned.maps, strict=True)
+            for place, (row, before, after) in enumerate(pairs):
                 expected = turn_map(before.value, before.field_type, found, element)
-                mask = None if exact else disc_mask(expected, margin)
-                row.append(relative_error(after.value, expected, mask, before.name))
+                off_grid = None if exact else margin
+                error = _map_error(after.value, expected, off_grid, before.name)
+                row.append(error)
+                if exact and not _is_exact(error) and (wrong is None or place < wrong[0]):
+                    wrong = place, element
             outputs.append(
                 _output_error(straight.output, turned.output, out_kind, found, element, margin)
             )
+            if exact and wrong is None and not _is_exact(outputs[-1].relative):
+                wrong = len(straight.maps), element
+        blame = None if wrong is None else _blame(model, run, images, kind, found, straight, *wrong)
     layers = tuple(
         LayerError(
             entry.name,
@@ -118,7 +132,68 @@ def layer_errors(
         tuple(outputs),
         tuple(straight.unknown),
         strided,
+        blame,
     )
+
+
+def _is_exact(error: float | None) -> bool:
+    return error is None or error <= _EXACT  # written so that a NaN is not
+
+
+def _map_error(result: Tensor, expected: Tensor, margin: float | None, name: str) -> float | None:
+    """The error of a map: of all of it, or inside of a margin, where something is to be seen."""
+    if margin is None:
+        return relative_error(result, expected, None, name)
+    if expected.ndim == 4 and expected.shape[-2:] != (1, 1) and _too_small(expected, margin):
+        return None
+    mask = disc_mask(expected, margin)
+    if mask is not None and not bool((expected.double() * mask).any()):
+        return None
+    return relative_error(result, expected, mask, name)
+
+
+def _too_small(x: Tensor, margin: float) -> bool:
+    """Whether pixels of the disc come from outside of the map when it turns."""
+    side = min(x.shape[-2:])
+    return side * (0.5 - _inner_margin(side, margin)) > (side - 1) / 2
+
+
+def _blame(
+    model: nn.Module,
+    run: Any,
+    images: Tensor,
+    kind: str,
+    group: Group,
+    straight: Any,
+    place: int,
+    element: int,
+) -> Blame:
+    """Why the map at this place, or the output behind the last, fails at a symmetry of the grid."""
+    before = straight.maps[place - 1].name if place else "the input"
+    if place == len(straight.maps):
+        modules, here = straight.rest, "the output"
+    else:
+        entry = straight.maps[place]
+        modules, here = entry.before, entry.name
+        there = transform(images, group, element, kind)
+        read, turned = (
+            trace_maps(model, run, x, kind, group, reader=entry.name).reading
+            for x in (images, there)
+        )
+        if read is not None and turned is not None:
+            expected = turn_map(read[0], read[1], group, element)
+            if _is_exact(relative_error(turned[0], expected, None, entry.name)):
+                module = _module_of(model, entry.name)
+                return Blame((f"{entry.name} ({entry.type})",), _strided(module))
+    if modules:
+        named = [_module_of(model, name.rpartition(" (")[0]) for name in modules]
+        return Blame(tuple(modules), all(_strided(module) for module in named))
+    loses = place < len(straight.maps) and _loses_pixels(model, straight.maps, place)
+    return Blame((), loses, (before, here))
+
+
+def _module_of(model: nn.Module, name: str) -> nn.Module:
+    return dict(model.named_modules()).get(name.partition(" (call")[0], model)
 
 
 def angle_curve(
@@ -164,7 +239,10 @@ def angle_curve(
                     )
         elif angles is None:
             angles = [5.0 * k for k in range(72)]
-        errors = []
+        scores = field_type.kind == "invariant" and straight.output.ndim == 2
+        scores = scores and straight.output.shape[1] > 1
+        errors: list[float | None] = []
+        changed = []
         for angle in angles:
             if "regular" in (kind, field_type.kind):
                 element = round(angle / step) % found.rotations
@@ -173,9 +251,14 @@ def angle_curve(
             else:
                 result = run(rotate_map(images, angle, kind))
                 expected = rotate_map(straight.output, angle, field_type.kind)
-            mask = None if field_type.kind == "invariant" else disc_mask(expected, margin)
-            errors.append(relative_error(result, expected, mask, "the output"))
-    return AngleCurve(field_type.kind, tuple(float(a) for a in angles), tuple(errors), found)
+            off_grid = None if field_type.kind == "invariant" else margin
+            errors.append(_map_error(result, expected, off_grid, "the output"))
+            if scores:
+                other = result.argmax(1) != straight.output.argmax(1)
+                changed.append(float(other.double().mean()))
+    shares = tuple(changed) if scores else None
+    degrees = tuple(float(a) for a in angles)
+    return AngleCurve(field_type.kind, degrees, tuple(errors), found, shares)
 
 
 def resolution_curve(
@@ -202,8 +285,10 @@ def resolution_curve(
     >>> 1.8 < curve.order < 2.2
     True
     """
-    found = find_group(module, group)
-    if not 0 <= element < found.order or element in found.grid_symmetries:
+    found = group_of_layers(module, group)
+    square = not any(isinstance(getattr(m, "spacing", 1.0), tuple) for m in module.modules())
+    exact = [e for e in found.grid_symmetries if square or not found.matrices[e][0, 1]]
+    if not 0 <= element < found.order or element in exact:
         raise ValueError(
             f"expected an element of {found} that is no symmetry of the pixel grid, where the "
             f"error is zero at every resolution; got {element}"
@@ -229,16 +314,18 @@ def resolution_curve(
     fields = convolutions[0].in_channels // order
     size = 1 + sum(c.extent - 1 for c in convolutions)
     coefficients = [c.coefficients().detach() for c in convolutions]
-    waves = _PlaneWaves(functions, fields * order, length * own, seed)
+    lengths = np.broadcast_to(own, 2)  # along y and x
+    waves = _PlaneWaves(functions, fields * order, length * math.sqrt(lengths.prod()), seed)
     inner = convolutions[0].group.embed(found)[element]
     errors = []
     for spacing in spacings:
         for convolution, beta in zip(convolutions, coefficients, strict=True):
             convolution.padding = 0
-            convolution.spacing = own * spacing
+            scaled = tuple((lengths * spacing).tolist())
+            convolution.spacing = scaled if isinstance(own, tuple) else scaled[0]
             convolution.set_coefficients(beta)
-        straight = waves.sample(size, own * spacing, np.eye(2))
-        turned = waves.sample(size, own * spacing, found.matrices[element])
+        straight = waves.sample(size, lengths * spacing, np.eye(2))
+        turned = waves.sample(size, lengths * spacing, found.matrices[element])
         turned = turn_channels(turned, kind, convolutions[0].group, int(inner))
         with torch.no_grad():
             trace = trace_maps(work, work, straight, kind, found)
@@ -270,11 +357,12 @@ def operator_symbols(
     >>> central[3].name, isotropic[3].turning_error < central[3].turning_error
     ('∂xx', True)
     """
-    line = np.linspace(-math.pi, math.pi, points)
+    limit = math.pi / max(sides(2, basis.aspect))
+    line = np.linspace(-limit, limit, points)
     kappa = np.stack(np.broadcast_arrays(line[None, :], line[:, None]))
     weight = np.exp(-(smoothness**2) * (kappa**2).sum(axis=0))
     # Turned beyond the square of frequencies, a response would repeat itself.
-    weight = weight * ((kappa**2).sum(axis=0) <= math.pi**2)
+    weight = weight * ((kappa**2).sum(axis=0) <= limit**2)
 
     def distance(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
         error = (weight * np.abs(one - other) ** 2).sum() / (weight * np.abs(other) ** 2).sum()
@@ -283,17 +371,16 @@ def operator_symbols(
     symbols = []
     for place, polynomial in enumerate(basis.operators.polynomials):
         exponents = basis.operators.monomials[place]
-        found = _response(basis.turned[0, place], kappa)
+        found = _response(basis.turned[0, place], kappa, basis.aspect)
         ideal = np.ones_like(found)
         for axis, exponent in enumerate(exponents):
             ideal = ideal * (1j * kappa[axis]) ** exponent
         # r(A⁻¹x) moves frequency κ to Aκ, where the operator in frame A must do what it did at κ.
-        turning = max(
-            distance(
-                _response(basis.turned[element, place], np.tensordot(matrix, kappa, axes=1)), found
-            )
-            for element, matrix in enumerate(basis.group.matrices)
-        )
+        turning = 0.0
+        for element, matrix in enumerate(basis.group.matrices):
+            moved = np.tensordot(matrix, kappa, axes=1)
+            there = _response(basis.turned[element, place], moved, basis.aspect)
+            turning = max(turning, distance(there, found))
         symbols.append(
             OperatorSymbol(str(polynomial), line, found, ideal, distance(found, ideal), turning)
         )
@@ -315,8 +402,8 @@ def error_sources(
       Strided layers keep samples that lie off the centre of the image by some vector c; π moves
       them by c − Ac, and the squared error grows with the square of that. At other angles the share
       is therefore an estimate, extrapolated from quarter turns and flips.
-    - ``broken``: the same where the first layer that fails there has no stride: it is not
-      equivariant. At other angles an estimate too, the mean over quarter turns and flips.
+    - ``broken``: the same where what fails there first has no stride: it is not equivariant.
+      At other angles an estimate too, the mean over quarter turns and flips.
     - ``padding``: what the error in the whole inscribed disc exceeds that of the interior disc by.
     - ``stencil``: the rest of the interior's error: stencils, and the aliasing of sharp maps.
 
@@ -335,25 +422,30 @@ def error_sources(
     kind = input_kind_of(model, input_kind)
     with _undisturbed(model, images.device) as run:
         straight = trace_maps(model, run, images, kind, found)
-        places = [i for i, entry in enumerate(straight.maps) if entry.has_pixels]
+        places = [
+            i
+            for i, entry in enumerate(straight.maps)
+            if entry.has_pixels and (element in exact or not _too_small(entry.value, margin))
+        ]
         if not places:
             raise ValueError(
-                "expected a model with at least one map that is known to turn with the image; "
+                "expected a model with at least one map that is known to turn with the image and "
+                "has pixels enough for it; "
                 "what its layers do to it is unknown: " + (", ".join(straight.unknown) or "none")
             )
         last = straight.maps[places[-1]]
 
-        first_inexact = len(straight.maps)
+        first_inexact, failing = len(straight.maps), element
 
         def squares(which: int, margin: float) -> tuple[float, float]:
-            nonlocal first_inexact
+            nonlocal first_inexact, failing
             turned = trace_maps(model, run, transform(images, found, which, kind), kind, found)
             if which in exact:
                 pairs = zip(straight.maps[:first_inexact], turned.maps, strict=False)
                 for place, (before, after) in enumerate(pairs):
                     wanted = turn_map(before.value, before.field_type, found, which)
-                    if not relative_error(after.value, wanted, None, before.name) <= 1e-4:
-                        first_inexact = place
+                    if not _is_exact(relative_error(after.value, wanted, None, before.name)):
+                        first_inexact, failing = place, which
                         break
             expected = turn_map(last.value, last.field_type, found, which).double()
             result = turned.maps[places[-1]].value.double()
@@ -369,14 +461,15 @@ def error_sources(
         back = turn_map(there, last.field_type, found, int(found.inverse[element]))
         mask = _disc_of(back, margin)
         comparison = relative_error(back, last.value.double(), mask, last.name) / math.sqrt(2)
+        broken_layer = None
+        if first_inexact <= places[-1]:
+            blame = _blame(model, run, images, kind, found, straight, first_inexact, failing)
+            broken_layer = None if blame.strided else str(blame)
     if not (inner_norm > 0 and math.isfinite(whole) and math.isfinite(whole_norm)):
         raise ValueError(f"expected a map after {last.name} that is finite and not zero")
     interior = inner / inner_norm
     total = max(whole / whole_norm, interior)
     grid = max((error / norm for _, error, norm in on_grid), default=0.0)
-    broken_layer = None
-    if first_inexact <= places[-1] and not _loses_pixels(model, straight.maps, first_inexact):
-        broken_layer = straight.maps[first_inexact].name
     at_fault = 0.0
     if element in exact:
         at_fault = interior = total  # stencils and padding are exact
@@ -443,10 +536,10 @@ def _output_error(
     margin: float,
 ) -> OutputError:
     expected = turn_map(straight, field_type, group, element)
-    mask = None
+    mask, off_grid = None, None
     if field_type.kind != "invariant" and element not in group.grid_symmetries:
-        mask = disc_mask(expected, margin)
-    relative = relative_error(turned, expected, mask, "the output")
+        mask, off_grid = disc_mask(expected, margin), margin
+    relative = _map_error(turned, expected, off_grid, "the output")
     difference = (turned.double() - expected.double()).abs()
     agreement = None
     if field_type.kind == "invariant" and turned.ndim == 2 and turned.shape[1] > 1:
@@ -461,9 +554,13 @@ def disc_mask(x: Tensor, margin: float) -> Tensor | None:
 
 
 def _disc_of(x: Tensor, margin: float) -> Tensor:
-    # On maps of a few pixels an empty disc would measure nothing.
     height, width = x.shape[-2:]
-    return _disc(height, width, min(margin, 0.5 - 0.75 / min(height, width))).to(x.device)
+    return _disc(height, width, _inner_margin(min(height, width), margin)).to(x.device)
+
+
+def _inner_margin(side: int, margin: float) -> float:
+    """On maps of a few pixels an empty disc would measure nothing."""
+    return min(margin, 0.5 - 0.75 / side)
 
 
 def relative_error(result: Tensor, expected: Tensor, mask: Tensor | None, name: str) -> float:
@@ -493,8 +590,7 @@ def _displacement(group: Group, element: int) -> float:
 
 def _loses_pixels(model: nn.Module, maps: Sequence[Map], place: int) -> bool:
     """Whether a layer has a stride, or a function before it keeps only some of the pixels."""
-    module = dict(model.named_modules()).get(maps[place].name.partition(" (call")[0], model)
-    if _strided(module):
+    if _strided(_module_of(model, maps[place].name)):
         return True
     before = next((m for m in reversed(maps[:place]) if m.has_pixels), None)
     return before is not None and maps[place].value.shape[-1] <= 0.6 * before.value.shape[-1]
@@ -519,17 +615,17 @@ class _PlaneWaves:
         self.wave_x, self.wave_y = number * np.cos(angle), number * np.sin(angle)
         self.phase = random.uniform(0.0, 2 * np.pi, shape)
 
-    def sample(self, size: int, spacing: float, matrix: FloatArray) -> Tensor:
-        """f(A⁻¹x) on a grid around the origin."""
-        right, up = (spacing * axis for axis in coordinates(size, 2))
+    def sample(self, size: int, spacing: FloatArray, matrix: FloatArray) -> Tensor:
+        """f(A⁻¹x) on a grid around the origin, of spacings along (y, x)."""
+        right, up = (h * axis for h, axis in zip(spacing[::-1], coordinates(size, 2), strict=True))
         x = matrix[0, 0] * right + matrix[1, 0] * up
         y = matrix[0, 1] * right + matrix[1, 1] * up
         waves = np.cos(self.wave_x * x + self.wave_y * y + self.phase)
         return torch.from_numpy(waves.sum(axis=2) / math.sqrt(self.count))
 
 
-def _response(weights: FloatArray, kappa: FloatArray) -> npt.NDArray[np.complex128]:
+def _response(weights: FloatArray, kappa: FloatArray, aspect: float) -> npt.NDArray[np.complex128]:
     """Σ w(x) e^{iκ·x} at every frequency κ, ``[2, …]``."""
-    x, y = coordinates(weights.shape[-1], 2)
+    x, y = coordinates(weights.shape[-1], 2, aspect)
     phase = np.multiply.outer(kappa[0], x) + np.multiply.outer(kappa[1], y)
     return (weights * np.exp(1j * phase)).sum(axis=(-2, -1))

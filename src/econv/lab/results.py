@@ -44,8 +44,42 @@ class LayerError(_Result):
     order: int
     """How many channels turn together: the group's elements, the components of a vector, or 1."""
     shape: tuple[int, ...]
-    errors: tuple[float, ...]
-    """‖f(πx) − πf(x)‖ / ‖πf(x)‖ for each element."""
+    errors: tuple[float | None, ...]
+    """‖f(πx) − πf(x)‖ / ‖πf(x)‖ for each element; None for maps of too few pixels to turn so."""
+
+
+@dataclass(frozen=True)
+class Blame(_Result):
+    """What breaks equivariance at a quarter turn or flip, where every layer can be exact."""
+
+    names: tuple[str, ...]
+    """The module to blame, or those that may be, one of which is."""
+    strided: bool
+    """Whether it keeps pixels that lie off the centre on this size, and is sound on others."""
+    between: tuple[str, str] | None = None
+    """Without a module to blame: the layers between which functions break it."""
+
+    def __str__(self) -> str:
+        if self.between is not None:
+            return f"what lies between {self.between[0]} and {self.between[1]}"
+        return " or ".join(self.names)
+
+
+def verdict(blame: Blame) -> str:
+    """A sentence on what is to blame, and why."""
+    if blame.between is not None:
+        first, last = blame.between
+        why = (
+            "keeps only some of the pixels, which lie off the centre on this size"
+            if blame.strided
+            else "breaks equivariance"
+        )
+        return f"What lies between {first} and {last} {why}."
+    if blame.strided:
+        return f"{blame} has a stride, and on this size its samples lie off the centre."
+    if len(blame.names) > 1:
+        return f"One of these breaks equivariance: {', '.join(blame.names)}."
+    return f"{blame} breaks equivariance."
 
 
 @dataclass(frozen=True)
@@ -55,8 +89,8 @@ class OutputError(_Result):
     element: int
     absolute: float
     """The largest difference of any number."""
-    relative: float
-    """‖f(πx) − πf(x)‖ / ‖πf(x)‖."""
+    relative: float | None
+    """‖f(πx) − πf(x)‖ / ‖πf(x)‖; None for a map of too few pixels to turn so."""
     agreement: float | None
     """For scores: the share of images whose predicted class stays the same."""
 
@@ -76,6 +110,8 @@ class LayerErrors(_Result):
     """Modules whose maps were not compared, because how they turn is not known."""
     strided: tuple[str, ...]
     """Layers that keep only some of the pixels: on some sizes their samples lie off the centre."""
+    blame: Blame | None = None
+    """What is to blame where something fails at a symmetry of the pixel grid."""
 
     def first_inexact(self, tolerance: float = 1e-4) -> str | None:
         """The first layer that fails at a quarter turn or flip, where every layer can be exact.
@@ -87,11 +123,16 @@ class LayerErrors(_Result):
         ]
         for layer in self.layers:
             # Written so that a NaN fails.
-            if not all(layer.errors[i] <= tolerance for i in places):
+            if not all(_within(layer.errors[i], tolerance) for i in places):
                 return layer.name
-        if not all(self.output[i].relative <= tolerance for i in places):
+        if not all(_within(self.output[i].relative, tolerance) for i in places):
             return "output"
         return None
+
+
+def _within(error: float | None, tolerance: float) -> bool:
+    """Whether an error is at most the tolerance; a NaN is not."""
+    return error is None or error <= tolerance
 
 
 @dataclass(frozen=True)
@@ -100,9 +141,11 @@ class AngleCurve(_Result):
 
     kind: str
     angles: tuple[float, ...]
-    errors: tuple[float, ...]
+    errors: tuple[float | None, ...]
     group: Group | None
     """The group of the model; its own angles are those that the layers are made for."""
+    changed: tuple[float, ...] | None = None
+    """For scores: the share of images whose predicted class is another than at 0°."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +200,7 @@ class ErrorSources(_Result):
     broken: float = 0.0
     """Share of a layer that is not equivariant, instead of ``sampling``: an estimate likewise."""
     broken_layer: str | None = None
-    """The first layer that fails on the pixel grid for a reason other than its stride."""
+    """What fails on the pixel grid for a reason other than its stride: what is to blame."""
 
     @property
     def exact(self) -> bool:

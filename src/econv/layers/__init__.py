@@ -22,6 +22,7 @@ from econv.layers.convolution import (
     PDOConv2d,
     VectorConv2d,
 )
+from econv.layers.fields import Curl2d, FieldConv2d
 from econv.layers.fused import norm_relu_conv
 from econv.layers.normalisation import (
     GroupBatchNorm2d,
@@ -60,8 +61,10 @@ __all__ = [
     "CentredAvgPool2d",
     "CentredMaxPool2d",
     "ConvOptions",
+    "Curl2d",
     "Downsample2d",
     "Enlarge2d",
+    "FieldConv2d",
     "FieldParameter",
     "GroupBatchNorm2d",
     "GroupConv2d",

@@ -49,7 +49,7 @@ class ConvOptions(TypedDict, total=False):
     bias: bool
     groups: int
     dilation: int
-    spacing: float
+    spacing: float | tuple[float, float]
     centred: bool | tuple[int, int]
     init: str
     engine: str
@@ -90,7 +90,7 @@ class PDOConv2d(WithConstants):
         bias: bool = False,
         groups: int = 1,
         dilation: int = 1,
-        spacing: float = 1.0,
+        spacing: float | tuple[float, float] = 1.0,
         centred: bool | tuple[int, int] = False,
         init: str = "relu",
         engine: str = "auto",
@@ -99,17 +99,16 @@ class PDOConv2d(WithConstants):
     ) -> None:
         super().__init__()
         self.group = Group(group)
-        self.basis = filter_basis(self.group, operators, stencils, size, accuracy)
+        self.spacing = read_spacing(spacing)
+        aspect = _aspect(self.spacing)
+        self.basis = filter_basis(self.group, operators, stencils, size, accuracy, aspect)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.stride = positive("stride", stride)
         self.dilation = positive("dilation", dilation)
         self.groups = groups
-        if spacing is True or not isinstance(spacing, float | int) or not 0 < spacing < math.inf:
-            raise ValueError(f"expected a positive spacing; got {spacing!r}")
-        self.spacing = float(spacing)
         self.padding = self._read_padding(padding)
-        self.padding_mode = _read_padding_mode(padding_mode)
+        self.padding_mode = read_padding_mode(padding_mode)
         self.centred = _read_centred(centred)
         self.engine = engines.check_name(engine)
         self.basis.scale(init)  # an unknown name fails here, not at the first reset
@@ -160,7 +159,7 @@ class PDOConv2d(WithConstants):
         basis = self.basis
         if coordinates != basis.coordinates:
             own = (basis.group, basis.operators, basis.stencils, basis.size)
-            self.basis = filter_basis(*own, coordinates=coordinates)
+            self.basis = filter_basis(*own, basis.stencils.accuracy, basis.aspect, coordinates)
             self._convolution = self._describe()
             self._refresh_constants()
 
@@ -212,7 +211,7 @@ class PDOConv2d(WithConstants):
             self._convolution = self._describe()
 
     def _describe(self) -> engines.Convolution:
-        each = {"regular": self._order, "vector": 2}[self.output_kind]
+        each = {"regular": self._order, "vector": 2}.get(self.output_kind, 1)
         fields = (self._parts(), self.output_kind, self.out_channels // each, self.groups)
         windows = (self.stride // self._step, self.padding, self.padding_mode, self.dilation)
         return engines.convolution(self.basis, *fields, *windows)
@@ -239,9 +238,20 @@ class PDOConv2d(WithConstants):
         """What the layer at initialisation does to constants, to white noise and under ReLU."""
         return self.basis.gains(self.init)
 
+    def _side(self) -> float:
+        """Of a square as large as a cell of the grid that the stencils stand on."""
+        aspect = _aspect(self.spacing)
+        if not math.isclose(aspect, self.basis.aspect, rel_tol=1e-9):
+            raise ValueError(
+                f"expected a spacing of pixels {self.basis.aspect:g} times as high as wide, for "
+                f"which the filters were made; got {self.spacing!r}: make another layer"
+            )
+        own = self.spacing
+        return (math.sqrt(math.prod(own)) if isinstance(own, tuple) else own) * self.dilation
+
     def coefficients(self) -> Tensor:
         """The paper's β, differentiable: ``weight`` in the basis of the operators."""
-        matrix = torch.from_numpy(self.basis.to_coefficients(self.spacing * self.dilation))
+        matrix = torch.from_numpy(self.basis.to_coefficients(self._side()))
         return self.weight @ matrix.to(device=self.weight.device, dtype=self.weight.dtype)
 
     @torch.no_grad()
@@ -253,7 +263,7 @@ class PDOConv2d(WithConstants):
                 f"expected coefficients of shape {tuple(self.weight.shape)}; "
                 f"got {tuple(given.shape)}"
             )
-        matrix = self.basis.from_coefficients(self.spacing * self.dilation)
+        matrix = self.basis.from_coefficients(self._side())
         exact = given.to(device="cpu", dtype=torch.float64) @ torch.from_numpy(matrix)
         self.weight.copy_(exact)
 
@@ -266,18 +276,18 @@ class PDOConv2d(WithConstants):
     def _weight(self) -> Weight:
         if not self._constants_fit():  # the weight was assigned, not converted
             self._refresh_constants()
-        names = ("synthesis", "offsets", "offsets_back", "matrices")
-        found = (self._buffers.get(name) for name in names)
+        found = (self._buffers.get(name) for name in dense.TABLES)
         return Weight(self.weight, tuple(table for table in found if table is not None))
 
     def _channel_bias(self) -> Tensor | None:
         if self.bias is None:
             return None
+        each = self.out_channels // len(self.bias)
         if torch.compiler.is_dynamo_compiling():
             # The compiler of torch 2.10 fails at views that are the bias of a 1×1 convolution.
-            channels = torch.arange(len(self.bias) * self._order, device=self.bias.device)
-            return self.bias[channels // self._order]
-        return self.bias[:, None].expand(-1, self._order).flatten()
+            channels = torch.arange(self.out_channels, device=self.bias.device)
+            return self.bias[channels // each]
+        return self.bias[:, None].expand(-1, each).flatten()
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve ``[batch, in_channels, height, width]``."""
@@ -391,6 +401,8 @@ class LiftConv2d(PDOConv2d):
         group: a :class:`~econv.Group` or its name.
         vectors: how many vector fields the image ends with, 0 by default. Each takes two of the
             ``in_channels``, its x (right) and y (**up**) component, and is read in frame A as A⁻¹v.
+        pseudoscalars: how many pseudoscalars come before the vectors, 0 by default: channels that
+            change sign under reflections, such as a vorticity; read in frame A as det(A)·ω.
         operators: ``"paper"`` (default), ``"order<=N"`` or a list of exponent tuples.
         stencils: ``"isotropic"`` (default), ``"central"`` (the paper's), ``"gaussian"``, or a
             :class:`~econv.stencils.StencilSet` such as ``Gaussian(width=0.8)``.
@@ -409,7 +421,10 @@ class LiftConv2d(PDOConv2d):
         groups: blocks of channels and fields that are convolved apart, 1 by default.
         dilation: pixels from one stencil point to the next, 1 by default.
         spacing: h, the length of a pixel, 1.0 by default: a derivative of order m divides by
-            (spacing·dilation)^m.
+            (spacing·dilation)^m. A pair is that along (y, x), for pixels that are rectangles:
+            derivatives are those of physical lengths, frames turn in them, and the stencils are
+            designed for that grid. Half turns and flips along the axes stay exact; quarter turns
+            become angles like others, whose error vanishes with the spacing.
         centred: ``False`` (default) puts the windows where torch does; ``True`` puts as many
             symmetrically about the centre, so that quarter turns and flips are exact on every size
             (:func:`~econv.layers.recentre` says how). A pair ``(extent, padding)`` does so with as
@@ -425,9 +440,11 @@ class LiftConv2d(PDOConv2d):
     >>> lift(torch.randn(2, 3, 16, 16)).shape
     torch.Size([2, 32, 16, 16])
     >>> wind = LiftConv2d(2, 4, "p8", vectors=1)
+    >>> pressure_spin_and_wind = LiftConv2d(4, 4, "p8m", pseudoscalars=1, vectors=1)
     """
 
     output_kind = "regular"
+    pseudoscalars = 0  # of layers that were pickled before there were any
 
     def __init__(
         self,
@@ -436,6 +453,7 @@ class LiftConv2d(PDOConv2d):
         group: GroupLike,
         *,
         vectors: int = 0,
+        pseudoscalars: int = 0,
         **options: Unpack[ConvOptions],
     ) -> None:
         groups = options.get("groups", 1)
@@ -447,10 +465,20 @@ class LiftConv2d(PDOConv2d):
                 f"expected vectors between 0 and in_channels / 2 = {in_channels // 2}; "
                 f"got {vectors!r}"
             )
-        if vectors and groups != 1:
-            raise ValueError(f"expected groups=1 with vector channels; got groups={groups}")
+        most = in_channels - 2 * vectors
+        whole = isinstance(pseudoscalars, int) and pseudoscalars is not True
+        if not whole or not 0 <= pseudoscalars <= most:
+            raise ValueError(
+                f"expected pseudoscalars between 0 and {most}, the channels that are no vectors; "
+                f"got {pseudoscalars!r}"
+            )
+        if (vectors or pseudoscalars) and groups != 1:
+            raise ValueError(
+                f"expected groups=1 with vector or pseudoscalar channels; got groups={groups}"
+            )
         self.out_fields = out_fields
         self.vectors = vectors
+        self.pseudoscalars = pseudoscalars
         super().__init__(
             (out_fields, in_channels // groups),
             group,
@@ -461,21 +489,30 @@ class LiftConv2d(PDOConv2d):
 
     @property
     def input_kind(self) -> str:  # type: ignore[override]  # it depends on the channels
-        """``"scalar"`` or ``"vector"``; images that mix both have no single kind."""
-        if 0 < 2 * self.vectors < self.in_channels:
-            return "mixed"
-        return "vector" if self.vectors else "scalar"
+        """The kind of all channels; of several kinds ``"mixed"``: `input_parts` has them."""
+        return "mixed" if len(parts := self._parts()) > 1 else parts[0].kind
+
+    @property
+    def input_parts(self) -> tuple[Part, ...]:
+        """The kinds of the input channels in their order, and how many fields are of each."""
+        return self._parts()
 
     def _parts(self) -> tuple[Part, ...]:
-        found = (Part("scalar", self.in_channels - 2 * self.vectors), Part("vector", self.vectors))
-        return tuple(part for part in found if part.fields)
+        scalars = self.in_channels - self.pseudoscalars - 2 * self.vectors
+        found = {
+            "scalar": scalars,
+            "pseudoscalar": self.pseudoscalars,
+            "vector": self.vectors,
+        }
+        return tuple(Part(kind, fields) for kind, fields in found.items() if fields)
 
     def _expected_channels(self) -> str:
         return f"{self.in_channels} image channels"
 
     def extra_repr(self) -> str:
-        vectors = f", vectors={self.vectors}" if self.vectors else ""
-        return f"{self.in_channels}, {self.out_fields}{super().extra_repr()}{vectors}"
+        text = f"{self.in_channels}, {self.out_fields}{super().extra_repr()}"
+        text += f", pseudoscalars={self.pseudoscalars}" if self.pseudoscalars else ""
+        return text + (f", vectors={self.vectors}" if self.vectors else "")
 
 
 class GroupConv2d(PDOConv2d):
@@ -657,7 +694,22 @@ class GroupUpsampleConv2d(nn.Module):
         return result
 
 
-def _read_padding_mode(given: object) -> str | tuple[str, str]:
+def read_spacing(given: object) -> float | tuple[float, float]:
+    lengths = tuple(given) if isinstance(given, tuple | list) else (given, given)
+    numbers = [n for n in lengths if isinstance(n, float | int) and n is not True]
+    if len(lengths) != 2 or len(numbers) != 2 or not all(0 < n < math.inf for n in numbers):
+        raise ValueError(
+            f"expected a positive spacing, or a pair of them for (y, x); got {given!r}"
+        )
+    y, x = (float(n) for n in numbers)
+    return y if y == x else (y, x)
+
+
+def _aspect(spacing: float | tuple[float, float]) -> float:
+    return spacing[0] / spacing[1] if isinstance(spacing, tuple) else 1.0
+
+
+def read_padding_mode(given: object) -> str | tuple[str, str]:
     modes = tuple(given) if isinstance(given, tuple | list) else (given, given)
     # As strings: others may not be hashable, or not compare.
     if len(modes) != 2 or not all(isinstance(m, str) and m in _PADDING_MODES for m in modes):

@@ -3,7 +3,8 @@
 A pre-activation network normalises, rectifies, convolves. One after the other, the first two write
 the activated map to memory and keep it for the backward pass, where the third reads it again.
 Together, the kernels read what comes before the norm and apply both where they read it: the
-activated map exists nowhere, neither forwards nor backwards.
+activated map exists nowhere, neither forwards nor backwards. Before a dense convolution it does,
+but one kernel writes it, and one finds the gradient to what came before.
 
 This room knows when that is possible; what is done then is the business of
 `econv.layers.pooled` (statistics) and `econv.engines.spectral.triton` (kernels).
@@ -31,15 +32,16 @@ def norm_relu_conv(
     x: Tensor,
     relu: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """``conv(relu(norm(x)))``, without the map in between where that can be had.
+    """``conv(relu(norm(x)))``, without the maps in between where that can be had.
 
-    It can where ``norm`` is a :class:`~econv.GroupBatchNorm2d` and ``conv`` a
-    :class:`~econv.GroupConv2d` that would run on the Triton kernels, by ``engine="spectral"`` or by
-    the choice of ``"auto"``: then :func:`econv.engine` lists ``"spectral/triton+norm+relu"``.
-    Results are the same to rounding, running statistics and gradients of every order included.
+    It can on a GPU with Triton, where ``norm`` is a :class:`~econv.GroupBatchNorm2d` and ``conv`` a
+    :class:`~econv.GroupConv2d`. The kernels of ``engine="spectral"`` normalise and rectify where
+    they read. Where ``"auto"`` takes the dense engine one kernel writes the activated map. Then
+    :func:`econv.engine` lists ``"spectral/triton+norm+relu"`` or ``"dense+norm+relu"``. Results are
+    the same to rounding, running statistics and gradients of every order included.
 
     Everywhere else the modules run one after the other, as if they were called so: on a CPU and
-    with the dense engine; inside `torch.compile`, `torch.export` and whatever else traces or
+    with ``engine="dense"``; inside `torch.compile`, `torch.export` and whatever else traces or
     transforms; where a module has hooks, or is of another class (subclassed, parametrised,
     synchronised, quantised); with ``groups`` or ``centred``, in float64, in float16 where it is
     trained, under an autocast to another dtype than that of ``x``.

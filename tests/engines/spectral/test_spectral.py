@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import econv
-from econv import GroupConv2d, LiftConv2d, VectorConv2d
+from econv import FieldConv2d, GroupConv2d, LiftConv2d, VectorConv2d
 from econv.engines.spectral import native
 from econv.engines.spectral.torch import tables
 from econv.plan import spectral_plan
@@ -67,6 +67,8 @@ def test_every_group_equals_the_reference(group, ran):
         LiftConv2d(3, 1, group, vectors=1, bias=True, **options),
         GroupConv2d(2, 1, group, bias=True, **options),
         VectorConv2d(1, 1, group, **options),
+        LiftConv2d(3, 1, group, pseudoscalars=1, vectors=1, **options),
+        *FieldConv2d(1, group, scalars=1, pseudoscalars=2, bias=True, **options).heads,
     ):
         x = torch.randn(1, layer.in_channels, 7, 9, dtype=torch.float64)
         assert_equal_to_the_reference(ran, layer, x)
@@ -106,6 +108,8 @@ STENCILS = {
     "9×9": {"size": 9, "stencils": "central"},
     "gaussian": {"stencils": "gaussian"},
     "central": {"stencils": "central"},
+    "rectangles": {"spacing": (1.5, 0.5)},
+    "gaussian rectangles, 7×7": {"spacing": (0.4, 1.0), "stencils": "gaussian", "size": 7},
     "accurate": {"stencils": "central", "accuracy": 4, "size": 9, "dilation": 2},
 }
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from econv.engines.problem import Problem, Prologue, memory_format
-from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task
+from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task, give_up
 from econv.engines.spectral.tiling import CHANGES, Like, Tiles, convolution_tiling, rounded_up
 from econv.engines.spectral.torch import tables
 from econv.engines.spectral.triton.scheme import scheme
 from econv.plan import SpectralPlan
 
-__all__ = ["DEVICES", "Hopper", "Triton", "on_device", "unavailable"]
+__all__ = ["DEVICES", "Hopper", "Triton", "activated", "activates", "on_device", "unavailable"]
 
 DEVICES = {"cuda"}
 """The kinds of device that the kernels run on."""
@@ -165,6 +165,54 @@ class Hopper(Triton):
         if not _specialised(conv.plan(conv.parts[0]), conv.out_fields // conv.groups):
             return f"{conv.basis.group.name} has no products that fit its warps"
         return None
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, affine: Tensor) -> Tensor:
+        ctx.save_for_backward(x, affine)
+        with on_device(x):
+            found: Tensor = _launches().activated(x, affine)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, affine = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            with on_device(x):
+                return _launches().activation_backward(gradients[0], x, affine)
+        out, wanted = Prologue(affine).apply(x), ctx.needs_input_grad
+        inputs = [t for t, need in zip((x, affine), wanted, strict=True) if need]
+        found = iter(torch.autograd.grad(out, inputs, gradients[0], create_graph=True))
+        return tuple(next(found) if need else None for need in wanted)
+
+
+_ABLE: dict[torch.device, bool] = {}
+"""The devices on which a kernel was tried: it needs a C compiler, for one thing."""
+
+
+def activates(x: Tensor) -> bool:
+    """Whether one kernel writes what a prologue makes of ``x``, for engines that do not fuse."""
+    device = x.device
+    if x.dtype not in _DTYPES or unavailable(device) is not None:
+        return False
+    if device not in _ABLE:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # nothing can be compiled now
+        try:
+            with on_device(x):
+                _launches().activated(x.new_zeros(1, 1, 1, 8), x.new_zeros(3, 1).float())
+            _ABLE[device] = True
+        except Exception as error:
+            _ABLE[device] = False
+            give_up("norm and ReLU in one kernel", "", device, error)
+    return _ABLE[device]
+
+
+def activated(x: Tensor, prologue: Prologue) -> Tensor:
+    """What a prologue makes of ``x``, by that kernel, and the gradients by another."""
+    found: Tensor = _Activated.apply(x, prologue.affine)
+    return found
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -157,6 +157,32 @@ def largest(
 
 
 @triton.jit
+def activate(
+    x, affine, out, rows, fields, programs, image_stride,
+    INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr
+):  # fmt: skip
+    """max(0, (x − centre)·scale + shift)."""
+    base = (tl.program_id(0) // programs).to(tl.int64) * image_stride
+    first = tl.program_id(0) % programs * BLOCKS
+    field = fields_of(BF, FIRST)
+    centre, scale, shift = numbers_of(affine, field, fields)
+    for block in tl.static_range(BLOCKS):
+        where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
+        value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32)
+        value = rectified((value - centre) * scale + shift)
+        tl.store(out + base + where, value.to(out.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def add_field(total, into, fields, BF: tl.constexpr, FIRST: tl.constexpr):
+    """Store the sums of a program's fields."""
+    field = tl.program_id(1) * BF + tl.arange(0, BF)
+    ROWS: tl.constexpr = 1 if FIRST else 0
+    tl.store(into + field, tl.sum(tl.sum(total, axis=2), axis=ROWS), mask=field < fields)
+
+
+@triton.jit
 def activation_backward(
     g, x, affine, out, sums, rows, fields, programs, image_stride,
     INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,
@@ -182,60 +208,87 @@ def activation_backward(
         tl.store(out + base + where, (passed * scale).to(out.dtype.element_ty), mask=known)
         total += passed
         product += passed * value
-    field = tl.program_id(1) * BF + tl.arange(0, BF)
-    into = sums + (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)) * 2 * fields + field
-    ROWS: tl.constexpr = 1 if FIRST else 0
-    tl.store(into, tl.sum(tl.sum(total, axis=2), axis=ROWS), mask=field < fields)
-    tl.store(into + fields, tl.sum(tl.sum(product, axis=2), axis=ROWS), mask=field < fields)
+    into = sums + (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)) * 2 * fields
+    add_field(total, into, fields, BF, FIRST)
+    add_field(product, into + fields, fields, BF, FIRST)
+
+
+@triton.jit
+def moments(
+    x, sums, out, rows, fields, programs, image_stride,
+    INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr
+):  # fmt: skip
+    """``sums[program, 2, field]`` of x − c and of its square; ``out`` begins with the c of fields.
+
+    This is a number of the field, from the middle of the first image: in sums of squares of x
+    itself the mean would swallow the digits of small deviations.
+    """
+    first = tl.program_id(0) % programs * BLOCKS
+    field = fields_of(BF, FIRST)
+    middle = (rows // 2 * fields + field) * INNER + INNER // 2
+    centre = tl.load(x + middle, mask=field < fields, other=0.0).to(tl.float32)
+    base = (tl.program_id(0) // programs).to(tl.int64) * image_stride
+    total = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
+    square = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
+    for block in tl.static_range(BLOCKS):
+        where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
+        value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32)
+        value = tl.where(known, value - centre, 0.0)
+        total += value
+        square += value * value
+    into = sums + (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)) * 2 * fields
+    add_field(total, into, fields, BF, FIRST)
+    add_field(square, into + fields, fields, BF, FIRST)
+    tl.store(out + field, centre, mask=field < fields)
+
+
+@triton.jit
+def added_up(sums, programs, fields, BF: tl.constexpr, BLOCK: tl.constexpr):
+    """Both sums of some fields, over all programs."""
+    field = tl.program_id(0) * BF + tl.arange(0, BF)[None, :]
+    one = tl.zeros([BLOCK, BF], tl.float32)
+    other = tl.zeros([BLOCK, BF], tl.float32)
+    for first in tl.range(0, programs, BLOCK):
+        program = first + tl.arange(0, BLOCK)[:, None]
+        where = sums + program * (2 * fields) + field
+        known = (program < programs) & (field < fields)
+        one += tl.load(where, mask=known, other=0.0)
+        other += tl.load(where + fields, mask=known, other=0.0)
+    return tl.sum(one, axis=0), tl.sum(other, axis=0)
 
 
 @triton.jit
 def to_affine(sums, affine, out, programs, fields, BF: tl.constexpr, BLOCK: tl.constexpr):
     """The gradients to the numbers of fields, from the sums of `activation_backward`."""
-    field = tl.program_id(0) * BF + tl.arange(0, BF)[None, :]
-    there = field < fields
-    total = tl.zeros([BLOCK, BF], tl.float32)
-    product = tl.zeros([BLOCK, BF], tl.float32)
-    for first in tl.range(0, programs, BLOCK):
-        program = first + tl.arange(0, BLOCK)[:, None]
-        where = sums + program * (2 * fields) + field
-        known = (program < programs) & there
-        total += tl.load(where, mask=known, other=0.0)
-        product += tl.load(where + fields, mask=known, other=0.0)
+    total, product = added_up(sums, programs, fields, BF, BLOCK)
     field = tl.program_id(0) * BF + tl.arange(0, BF)
     there = field < fields
-    total = tl.sum(total, axis=0)
     scale = tl.load(affine + fields + field, mask=there, other=0.0)
     tl.store(out + field, -scale * total, mask=there)
-    tl.store(out + fields + field, tl.sum(product, axis=0), mask=there)
+    tl.store(out + fields + field, product, mask=there)
     tl.store(out + 2 * fields + field, total, mask=there)
 
 
 @triton.jit
 def field_statistics(
-    means, deviations, weight, bias, running_mean, running_variance, share, out, fields, order,
+    sums, weight, bias, running_mean, running_variance, share, out, programs, fields, count,
     momentum, unbiased, eps,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, RUNNING: tl.constexpr, SHARE: tl.constexpr,
-    BF: tl.constexpr, BE: tl.constexpr
+    BF: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A norm's numbers from the means and inverse deviations of channels.
+    """A norm's numbers from the sums of `moments`.
 
     ``out``: centre, scale and shift of each field, and its inverse deviation. The running
     statistics move towards these by ``momentum``, or by a share that lies in memory.
     """
+    total, square = added_up(sums, programs, fields, BF, BLOCK)
     field = tl.program_id(0) * BF + tl.arange(0, BF)
-    element = tl.arange(0, BE)[None, :]
     there = field < fields
-    known = there[:, None] & (element < order)
-    where = field[:, None] * order + element
-    mean_of_each = tl.load(means + where, mask=known, other=0.0)
-    deviation = tl.load(deviations + where, mask=known, other=1.0)
-    mean = tl.sum(mean_of_each, axis=1) / order
-    distance = tl.where(known, mean_of_each - mean[:, None], 0.0)
-    within = tl.where(known, 1.0 / (deviation * deviation), 0.0)  # and eps, which each has
-    variance = tl.sum(distance * distance + within, axis=1) / order
-    variance = tl.where(there, variance, 1.0)
-    inverse = 1.0 / tl.sqrt(variance)
+    distance = total / count
+    mean = tl.load(out + field, mask=there, other=0.0) + distance
+    variance = rectified(square / count - distance * distance)
+    inverse = 1.0 / tl.sqrt(variance + eps)
     scale = inverse
     if WEIGHT:
         scale *= tl.load(weight + field, mask=there, other=0.0).to(tl.float32)
@@ -250,12 +303,11 @@ def field_statistics(
         part = momentum
         if SHARE:
             part = tl.load(share).to(tl.float32)
-        variance = tl.maximum(variance - eps, 0.0) * unbiased
         old = tl.load(running_mean + field, mask=there, other=0.0).to(tl.float32)
         new = (old + part * (mean - old)).to(running_mean.dtype.element_ty)
         tl.store(running_mean + field, new, mask=there)
         old = tl.load(running_variance + field, mask=there, other=0.0).to(tl.float32)
-        new = (old + part * (variance - old)).to(running_variance.dtype.element_ty)
+        new = (old + part * (variance * unbiased - old)).to(running_variance.dtype.element_ty)
         tl.store(running_variance + field, new, mask=there)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Geometry, memory_format, tf32_allowed
+from econv.engines.problem import Geometry, Prologue, memory_format, tf32_allowed
 from econv.engines.spectral.hopper import kernels as hopper
 from econv.engines.spectral.hopper.schedule import ROWS, gains
 from econv.engines.spectral.operator import through
@@ -409,23 +409,49 @@ def _by_rows(kernel: Any, x: Like, fields: int, *numbers: int, **constants: Any)
     return None
 
 
-@lru_cache(maxsize=1024)
-def backward_launches(x: Like, fields: int) -> tuple[Launch, Launch, Launch] | None:
-    """What follows the gradient to an activated input: through ReLU, sums, and statistics.
+class _OfFields(NamedTuple):
+    """The launches around norms: see the kernels of these names."""
 
-    Nothing where images do not lie one after the other in one of torch's two layouts.
-    """
+    moments: Launch
+    activate: Launch
+    activation_backward: Launch
+    to_affine: Launch
+    statistics_backward: Launch
+    programs: int
+    """That leave sums."""
+
+
+@lru_cache(maxsize=1024)
+def _of_fields(x: Like, fields: int) -> _OfFields | None:
+    """Nothing where images do not lie one after the other in one of torch's two layouts."""
     each, images = math.prod(x.shape[1:]), x.shape[0]
-    if not each * images or (images > 1 and x.strides[0] != each):
+    moments = _by_rows(kernels.moments, x, fields)
+    if moments is None or not each * images or (images > 1 and x.strides[0] != each):
         return None
-    activation = _by_rows(kernels.activation_backward, x, fields)
-    statistics = _by_rows(kernels.statistics_backward, x, fields, images * each // fields)
-    if activation is None or statistics is None:
-        return None
-    programs = math.prod(activation.grid[::2])
-    grid, block = (units(fields, FIELDS),), min(512, power_of_two(programs))
-    options = {"BF": FIELDS, "BLOCK": block, "num_warps": 4}
-    return activation, Launch(kernels.to_affine, grid, (programs, fields), **options), statistics
+    programs = math.prod(moments.grid[::2])
+    found: tuple[Any, ...] = (
+        _by_rows(kernels.activate, x, fields),
+        _by_rows(kernels.activation_backward, x, fields),
+        _adding(kernels.to_affine, programs, fields),
+        _by_rows(kernels.statistics_backward, x, fields, images * each // fields),
+    )
+    return _OfFields._make((moments, *found, programs))
+
+
+def _adding(kernel: Any, programs: int, fields: int, *numbers: float, **options: Any) -> Launch:
+    """A kernel that adds up the sums of programs."""
+    options |= {"BF": FIELDS, "BLOCK": min(512, power_of_two(programs)), "num_warps": 4}
+    return Launch(kernel, (units(fields, FIELDS),), (programs, fields, *numbers), **options)
+
+
+def activated(x: Tensor, affine: Tensor) -> Tensor:
+    """max(0, (x − centre)·scale + shift) of each field."""
+    launches = _of_fields(Like.of(x), affine.shape[1])
+    if launches is None:
+        return Prologue(affine).apply(x)
+    out = _like(x)
+    launches.activate(x, affine.contiguous(), out)
+    return out
 
 
 def _like(x: Tensor) -> Tensor:
@@ -435,42 +461,42 @@ def _like(x: Tensor) -> Tensor:
 def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients to ``x`` and ``affine`` from that to max(0, (x − centre)·scale + shift)."""
     fields = affine.shape[1]
-    launches = backward_launches(Like.of(x), fields)
+    launches = _of_fields(Like.of(x), fields)
     if launches is None:
         return through(affine, x, g.to(x.dtype))
     g, affine = g.contiguous(memory_format=memory_format(x)), affine.contiguous()
-    activation, add_up, _ = launches
     to_x, found = _like(x), _empty((3, fields), torch.float32, x.device)
-    sums = _empty((math.prod(activation.grid[::2]), 2, fields), torch.float32, x.device)
-    launch_all([(activation, (g, x, affine, to_x, sums)), (add_up, (sums, affine, found))])
+    sums = _empty((launches.programs, 2, fields), torch.float32, x.device)
+    jobs = [(launches.activation_backward, (g, x, affine, to_x, sums))]
+    launch_all([*jobs, (launches.to_affine, (sums, affine, found))])
     return to_x, found
 
 
 def statistics_backward(x: Tensor, g: Tensor, numbers: Tensor, to_affine: Tensor) -> Tensor:
     """The gradient to ``x``: its own part g, and what comes through `field_statistics`."""
-    launches = backward_launches(Like.of(x), numbers.shape[1])
+    launches = _of_fields(Like.of(x), numbers.shape[1])
     assert launches is not None
     with torch.cuda.device_of(x):
         out, g = _like(x), g.contiguous(memory_format=memory_format(x))
-        launches[2](g, x, numbers, to_affine.contiguous(), out)
+        launches.statistics_backward(g, x, numbers, to_affine.contiguous(), out)
     return out
 
 
 @lru_cache(maxsize=1024)
-def statistics_launch(
+def _statistics(
     x: Like, fields: int, dtypes: tuple[torch.dtype | None, ...], share: float, eps: float
-) -> Launch:
-    """What finds the numbers of a norm from means and inverse deviations of channels.
+) -> tuple[Launch, Launch, int]:
+    """What finds the numbers of a norm: from images to sums of so many programs, and from these.
 
-    Then it takes weight, bias, running mean and variance, and the share of this batch in these, of
-    such ``dtypes``: where there is none any tensor stands for it, and ``share`` for the last.
+    The second takes weight, bias, running mean and variance, and the share of this batch in these,
+    of such ``dtypes``: where there is none any tensor stands for it, and ``share`` for the last.
     """
-    order, count = x.shape[1] // fields, math.prod(x.shape) // fields
+    launches, count = _of_fields(x, fields), math.prod(x.shape) // fields
+    assert launches is not None
     weight, bias, running, _, in_memory = (dtype is not None for dtype in dtypes)
     there = {"WEIGHT": weight, "BIAS": bias, "RUNNING": running, "SHARE": in_memory}
-    options = {**there, "BF": FIELDS, "BE": power_of_two(order), "num_warps": 1}
-    numbers = (fields, order, share, count / (count - 1), eps)
-    return Launch(kernels.field_statistics, (units(fields, FIELDS),), numbers, **options)
+    numbers = (launches.programs, fields, float(count), share, count / (count - 1), eps)
+    return launches.moments, _adding(kernels.field_statistics, *numbers, **there), launches.programs
 
 
 def field_statistics(
@@ -490,11 +516,12 @@ def field_statistics(
     number, in_memory = (0.0, share) if isinstance(share, Tensor) else (share, None)
     there = (weight, bias, mean, variance, in_memory)
     dtypes = tuple(None if tensor is None else tensor.dtype for tensor in there)
-    launch = statistics_launch(Like.of(x), fields, dtypes, number, eps)
+    moments, statistics, programs = _statistics(Like.of(x), fields, dtypes, number, eps)
     with torch.cuda.device_of(x):
-        means, deviations = torch.batch_norm_stats(x, eps)
-        found = torch.empty((4, fields), dtype=torch.float32, device=x.device)
-        launch(means, deviations, *(means if t is None else t for t in there), found)
+        sums = _empty((programs, 2, fields), torch.float32, x.device)
+        found = _empty((4, fields), torch.float32, x.device)
+        jobs = [(moments, (x, sums, found))]
+        launch_all([*jobs, (statistics, (sums, *(sums if t is None else t for t in there), found))])
     for kept in (mean, variance):
         if kept is not None and not kept.is_inference():
             torch.autograd.graph.increment_version(kept)  # what a kernel writes, autograd misses
