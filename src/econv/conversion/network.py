@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -307,6 +308,6 @@ def _in_a_row(graph: fx.Graph, names: list[str]) -> bool:
     return all(after.args == (before,) and not after.kwargs for before, after in pairwise(nodes))
 
 
-def sizes_in_order(x: Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes of a tensor, in the order of the axes that the source had."""
-    return tuple(x.shape[i] for i in order)
+def sizes_in_order(x: Tensor, order: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """The sizes of the axes that a tensor has in the source, each of so many axes here."""
+    return tuple(math.prod(x.shape[place] for place in places) for places in order)
