@@ -16,6 +16,7 @@ from econv.conversion.arguments import argument
 from econv.conversion.fit import Kept
 from econv.conversion.heads import find_ends
 from econv.conversion.network import ConvertedNetwork, assemble
+from econv.conversion.offers import offer
 from econv.conversion.operations import convert_node, is_image, is_leaf, pair_with_training
 from econv.conversion.outputs import check_outputs
 from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
@@ -286,6 +287,7 @@ def _build(
     former = {n: divided.renamed[n] for n in divided.renamed if any(modules[n].state_dict())}
     gone = {n: "" for n in plan.trace.constants if n not in network._buffers}
     network.describe_as(former=former | gone)
+    offer(network, model, plan, sizes)
     plan.notes += [
         f"{name}: it runs as a part of what calls it, and its hooks do not; {reason}"
         for name, reason in divided.inlined.items()
