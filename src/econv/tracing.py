@@ -6,15 +6,15 @@ This room knows torch.fx; who traces what, and why, is the business of others.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.nn import functional
 
-__all__ = ["followed"]
+__all__ = ["followed", "keep_whole"]
 
 # What makes tensors out of sizes alone; and what older torch wants true numbers for.
 _FUNCTIONS = [
@@ -56,3 +56,18 @@ def _followed(make: Callable[..., Any]) -> Callable[..., Any]:
         return found[0].tracer.create_proxy("call_function", make, args, kwargs)
 
     return follow
+
+
+def keep_whole(given: Iterable[Any], is_whole: Callable[[nn.Module], bool]) -> None:
+    """Let whoever follows a call with these arguments take some modules as they are.
+
+    Tracers of others, such as that of torchvision's feature extraction, know torch's layers only,
+    and would look into ours.
+    """
+    tracer: Any = next((found.tracer for found in given if isinstance(found, fx.Proxy)), None)
+    if tracer is None or not hasattr(tracer, "is_leaf_module") or "is_leaf_module" in vars(tracer):
+        return
+    if type(tracer).__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return  # ours know better
+    found = tracer.is_leaf_module
+    tracer.is_leaf_module = lambda module, name: is_whole(module) or found(module, name)

@@ -733,7 +733,7 @@ def between(*layers, channels=8):
 
 
 IMPOSSIBLE = {
-    "attention": (Attention, "flatten", "attention over positions"),
+    "attention": (Attention, "attention", "attention over positions"),
     "positional embedding": (lambda: Positions(False), "add", "positional embedding"),
     "positional embedding of the image": (lambda: Positions(True), "add", "positional embedding"),
     "coordinates of columns": (

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
+from econv.conversion.arguments import argument
 from econv.conversion.fit import Kept
 from econv.conversion.heads import find_ends
 from econv.conversion.network import ConvertedNetwork, assemble
+from econv.conversion.offers import offer
 from econv.conversion.operations import convert_node, is_image, is_leaf, pair_with_training
 from econv.conversion.outputs import check_outputs
 from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
 from econv.conversion.refusals import explained
 from econv.conversion.report import Cost, Line, Report
 from econv.conversion.structure import Written, divide
-from econv.conversion.trace import Call, ConversionError, trace, value_of
+from econv.conversion.trace import Call, ConversionError, name_of, trace, value_of
 from econv.conversion.widths import Sizes, match_widths
 from econv.groups import Group, GroupLike
 from econv.layers import ConvOptions
@@ -253,6 +255,9 @@ def _source_multiply_adds(plan: Plan) -> int:
         if node.op == "call_module":
             module = plan.module(node)
             total += multiply_adds(module, positions_of(node, module))
+        elif node.op == "call_function" and name_of(node) == "conv2d":
+            weight: Any = argument(node, 1, "weight")
+            total += value_of(weight).numel() * value_of(node).shape[2:].numel()
     return total
 
 
@@ -282,6 +287,7 @@ def _build(
     former = {n: divided.renamed[n] for n in divided.renamed if any(modules[n].state_dict())}
     gone = {n: "" for n in plan.trace.constants if n not in network._buffers}
     network.describe_as(former=former | gone)
+    offer(network, model, plan, sizes)
     plan.notes += [
         f"{name}: it runs as a part of what calls it, and its hooks do not; {reason}"
         for name, reason in divided.inlined.items()

@@ -24,6 +24,7 @@ from torch.nn.modules import module as hooks
 from econv.layers import GroupBatchNorm2d, GroupConv2d, norm_relu_conv
 from econv.layers.checks import expect
 from econv.layers.fused import may_fuse
+from econv.tracing import keep_whole
 
 __all__ = ["Chain", "chains", "flattened", "fused", "switched"]
 
@@ -197,9 +198,16 @@ def _may_fuse_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether kernels may take the first tensor of a call."""
     if torch.compiler.is_compiling():
         return False
-    tensors = (given for given in (*args, *kwargs.values()) if isinstance(given, Tensor))
-    first = next(tensors, None)
-    return first is not None and may_fuse(first)
+    given = (*args, *kwargs.values())
+    first = next((found for found in given if isinstance(found, Tensor)), None)
+    if first is None:
+        keep_whole(given, _is_layer)
+        return False
+    return may_fuse(first)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(GroupConv2d.__module__.rpartition(".")[0])
 
 
 def _generated(root: Any) -> Callable[..., Any] | None:

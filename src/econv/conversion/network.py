@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, fx, nn
 from torch.fx.graph_module import reduce_graph_module
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from econv.conversion.report import Report
 
-__all__ = ["ConvertedNetwork", "ConvertedPart", "assemble", "sizes_in_order"]
+__all__ = ["Classifier", "ConvertedNetwork", "ConvertedPart", "Head", "assemble", "sizes_in_order"]
 
 _GENERATED = ("_graph", "_code", "_lineno_map", "_prologue_start")
 
@@ -62,6 +63,13 @@ class ConvertedPart(fx.GraphModule):
         arguments: Any = super().__reduce__()[1]
         return _unpickle, (self._kind(), type(self).__name__, *arguments)
 
+    def sharing(self, graph: fx.Graph, name: str) -> ConvertedPart:
+        """Something else that is computed with the same modules, parameters and buffers."""
+        made = ConvertedPart(graph, name)
+        for shared in ("_modules", "_parameters", "_buffers"):
+            vars(made)[shared] = vars(self)[shared]
+        return made
+
     def _kind(self) -> type[ConvertedPart]:
         """Its class as it is written here; torch gives every graph a class of its own."""
         return next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
@@ -86,6 +94,51 @@ class ConvertedNetwork(ConvertedPart):
         vars(self).update(told)
         return self
 
+    @property
+    def get_classifier(self) -> Callable[..., Any]:
+        """Gives the classifier, or its name: of sources that have this method."""
+        return self._classifier(resets=False)[1]
+
+    @property
+    def reset_classifier(self) -> Callable[..., None]:
+        """Put a new linear map in the place of the classifier, as sources of timm's kind do.
+
+        ``reset_classifier(num_classes)`` makes one with new weights; with 0 classes the network
+        returns the features that the classifier would read.
+        """
+        return self._classifier(resets=True)[0]
+
+    def _classifier(self, resets: bool) -> tuple[Callable[..., None], Callable[..., Any]]:
+        known: Classifier | None = vars(self).get("classifier_of")
+        if known is None or (resets and not known.resets):
+            raise AttributeError("expected a source whose classifier can be asked for or reset")
+
+        def get(name_only: bool = False) -> Any:
+            return known.name if name_only else self.get_submodule(known.name)
+
+        def reset(num_classes: int, global_pool: str | None = None) -> None:
+            if global_pool not in (None, known.pool):
+                raise ValueError(
+                    f"expected global_pool={known.pool!r}, as the network was converted; got "
+                    f"{global_pool!r}: forward_features gives the map that is pooled"
+                )
+            before = get()
+            if not known.features or not isinstance(before, nn.Linear | nn.Identity):
+                raise ValueError(
+                    f"expected a classifier that is linear; {known.name} is {before}: convert the "
+                    "source with another classifier"
+                )
+            layer: nn.Module = nn.Identity()
+            if num_classes:
+                like = next(self.parameters(), Tensor())
+                layer = nn.Linear(
+                    known.features, num_classes, known.bias, device=like.device, dtype=like.dtype
+                )
+            self.set_submodule(known.name, layer.train(self.training))
+            vars(self)["num_classes"] = num_classes
+
+        return reset, get
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *told: Any) -> None:
         for key in list(state_dict):
             name = key.removeprefix(prefix)
@@ -95,6 +148,33 @@ class ConvertedNetwork(ConvertedPart):
                     if new:
                         state_dict[prefix + new + name[len(old) :]] = value
         super()._load_from_state_dict(state_dict, prefix, *told)
+
+
+class Classifier(NamedTuple):
+    """The last layer of a network that offers to reset it."""
+
+    name: str
+    features: int
+    """How many numbers it reads; 0 where it is no linear map."""
+    bias: bool
+    pool: str
+    """What pools before it, as the source calls it."""
+    resets: bool
+
+
+class Head(nn.Module):
+    """The ``forward_head`` of a network: scores, or the features that the classifier reads."""
+
+    scores: ConvertedPart
+    features: ConvertedPart
+
+    def __init__(self, scores: ConvertedPart, features: ConvertedPart) -> None:
+        super().__init__()
+        vars(self).update(scores=scores, features=features)  # no parts: theirs are the network's
+
+    def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        found: Tensor = (self.features if pre_logits else self.scores)(x)
+        return found
 
 
 class _ListPart(ConvertedPart):
@@ -236,10 +316,7 @@ class _Assembly:
         made: Any = self._make("")
         for (path, name), graph in self.divided.methods.items():
             part = made.get_submodule(path)
-            method = ConvertedPart(graph, name)
-            for shared in ("_modules", "_parameters", "_buffers"):
-                vars(method)[shared] = vars(part)[shared]
-            vars(part)[name] = method
+            vars(part)[name] = part.sharing(graph, name)
         found: ConvertedNetwork = made
         return found
 
@@ -307,6 +384,6 @@ def _in_a_row(graph: fx.Graph, names: list[str]) -> bool:
     return all(after.args == (before,) and not after.kwargs for before, after in pairwise(nodes))
 
 
-def sizes_in_order(x: Tensor, order: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes of a tensor, in the order of the axes that the source had."""
-    return tuple(x.shape[i] for i in order)
+def sizes_in_order(x: Tensor, order: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """The sizes of the axes that a tensor has in the source, each of so many axes here."""
+    return tuple(math.prod(x.shape[place] for place in places) for places in order)

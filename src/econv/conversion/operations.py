@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -133,14 +134,18 @@ def _question(plan: Plan, node: fx.Node) -> Value:
     if value.kind != "fields" or value.axes == value.layout:
         return plan.copy(node, OTHER)
     name, read = name_of(node), plan.first(node)[0]
-    if name == "size" and len(node.args) == 2 and value.axes[known(node.args[1])] != "1":
-        axis = value.axes[known(node.args[1])]
-        return plan.emit(node, OTHER, lambda e: e.method("size", e[read], value.place(axis)))
     if name == "getattr" and node.args[1] in ("dtype", "device"):
         return plan.copy(node, OTHER)
-    if "1" in value.axes:
-        raise ConversionError(owner(node), f"{name} of a tensor with axes {value.axes}")
-    order = tuple(value.place(axis) for axis in value.axes)
+    order = tuple(value.places(axis) for axis in value.axes)
+    if name == "size" and len(node.args) == 2:
+        places = order[known(node.args[1])]
+        return plan.emit(
+            node,
+            OTHER,
+            lambda e: e.function(
+                operator.getitem, e.function(sizes_in_order, e[read], (places,)), 0
+            ),
+        )
     if name == "size" or (name == "getattr" and node.args[1] == "shape"):
         return plan.emit(node, OTHER, lambda e: e.function(sizes_in_order, e[read], order))
     raise ConversionError(owner(node), f"{name} of a tensor with axes {value.axes}")

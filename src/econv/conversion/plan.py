@@ -37,6 +37,7 @@ __all__ = [
     "PlannedModule",
     "Row",
     "Value",
+    "in_source_order",
     "multiply_adds",
 ]
 
@@ -63,8 +64,9 @@ class Value:
 
     Group features are always ``[N, C, H, W]``, ``[N, C]`` or, for stacked paths,
     ``[N, P, C, H, W]`` in the converted network, whatever the order of the axes in the source:
-    ``axes`` are the source's, with ``"1"`` for one that the converted network does without.
-    Flattened maps, ``("N", "CHW")``, stay maps.
+    ``axes`` are the source's, with ``"1"`` for one that the converted network does without. Maps
+    whose positions are in a row, ``("N", "C", "HW")``, or that are flattened, ``("N", "CHW")``,
+    stay maps. Images keep the shape that they have in the source.
     """
 
     kind: str
@@ -74,7 +76,7 @@ class Value:
     start: tuple[Width, ...] = ()
     """For an item of a list: the widths before it."""
     sides: tuple[int, int] = (1, 1)
-    """Of a flattened map: its height and width."""
+    """Where rows and columns are one axis: how many they are."""
 
     @property
     def channels(self) -> int:
@@ -90,10 +92,14 @@ class Value:
         """The dimension of an axis in the converted network."""
         return self.layout.index(axis)
 
+    def places(self, axis: str) -> tuple[int, ...]:
+        """The dimensions of an axis, of which the source may have made one."""
+        return () if axis == "1" else tuple(self.place(letter) for letter in axis)
+
     @property
     def layout(self) -> tuple[str, ...]:
         """The axes in the converted network."""
-        return tuple(a for a in "NPCHW" if a in "".join(self.axes))
+        return tuple(a for a in "NIPCHW" if a in "".join(self.axes))
 
 
 OTHER = Value("other")
@@ -177,6 +183,8 @@ class Plan:
     heads: frozenset[fx.Node] = frozenset()
     inner: frozenset[fx.Node] = frozenset()
     """What another convolution or linear map reads."""
+    finer: set[fx.Node] = field(default_factory=set)
+    """Convolutions that give the finer map, of which the source lays channels out as pixels."""
     used: set[str] = field(default_factory=set)
     blanks: dict[tuple[Any, ...], nn.Module] = field(default_factory=dict)
     in_training: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -312,7 +320,14 @@ class Plan:
             raise ConversionError(beside, f"it reads group features with axes {axes}")
         reduce = reduce or self.reduce_to_one
         name = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, reduce))
-        return lambda e: _in_source_order(e, e.module(name, e[node]), value)
+        return lambda e: in_source_order(e, e.module(name, e[node]), value)
+
+    def as_image(self, node: fx.Node, value: Value, beside: str) -> tuple[Value, Step]:
+        """Group features as images of the source's channels, each of which has a field."""
+        for width in runs(value.widths):
+            width.fix(width.channels)
+        image = Value("image" if value.has_pixels else "invariant", value.axes, sides=value.sides)
+        return image, self.pooled(node, value, beside)
 
     def as_channels(
         self, node: fx.Node, value: Value, beside: str
@@ -382,7 +397,7 @@ class Plan:
     def _scalars(self, node: fx.Node, value: Value) -> Step:
         """A step that returns group features as the channels that the source returns."""
         channels = self.as_channels(node, value, "output")
-        return lambda e: _in_source_order(e, channels(e, e[node]), value)
+        return lambda e: in_source_order(e, channels(e, e[node]), value)
 
     # What becomes of the plan
 
@@ -432,17 +447,15 @@ def _describe_channels(module: nn.Module) -> str:
     return f"{describe(module)}, reads the channels out of fewer fields"
 
 
-def _in_source_order(e: Emission, x: fx.Node, value: Value) -> fx.Node:
+def in_source_order(e: Emission, x: fx.Node, value: Value) -> fx.Node:
     """Pooled group features with the axes that they have in the source."""
-    axes = value.axes
-    if axes in FLAT:
-        if axes[1] == "HWC":
-            x = e.method("permute", x, 0, 2, 3, 1)
-        return e.method("flatten", x, 1)
-    known = tuple(axis for axis in axes if axis != "1")
-    if known != value.layout:
-        x = e.method("permute", x, *(value.place(axis) for axis in known))
-    for place, axis in enumerate(axes):
+    order = tuple(letter for axis in value.axes if axis != "1" for letter in axis)
+    if order != value.layout:
+        x = e.method("permute", x, *(value.place(letter) for letter in order))
+    for place, axis in enumerate(axis for axis in value.axes if axis != "1"):
+        if len(axis) > 1:
+            x = e.method("flatten", x, place, place + len(axis) - 1)
+    for place, axis in enumerate(value.axes):
         if axis == "1":
             x = e.method("unsqueeze", x, place)
     return x

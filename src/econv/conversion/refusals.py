@@ -142,5 +142,5 @@ def _convertible_part(model: nn.Module, name: str) -> str:
         if child != refused and child.isidentifier() and not any(map(_attends, module.modules()))
     }
     best = max(children, key=lambda child: children[child], default="")
-    enough = best and 2 * children[best] > len(_convolutions(model))
+    enough = best and 2 * children[best] > len(_convolutions(model)) and children[best] > 1
     return best if enough else ""

@@ -8,11 +8,11 @@ from typing import Any
 from torch import fx, nn
 
 from econv.conversion.arguments import check_map
-from econv.conversion.plan import Emission, Plan, PlannedModule, Value, describe
-from econv.conversion.trace import owner
+from econv.conversion.plan import Emission, Plan, PlannedModule, Step, Value, describe
+from econv.conversion.trace import ConversionError, owner
 from econv.layers import Recentre2d
 
-__all__ = ["about_centre", "in_its_place", "map_step", "module_step"]
+__all__ = ["about_centre", "as_map", "in_its_place", "map_step", "module_step"]
 
 
 def in_its_place(plan: Plan, node: fx.Node, make: Callable[[], nn.Module]) -> str:
@@ -43,6 +43,33 @@ def map_step(plan: Plan, node: fx.Node, make: Callable[[], nn.Module]) -> Value:
     part = PlannedModule(name, lambda sizes, where: make())
     plan.add_part(part, describe(make()), source=str(node.target).split(" at ")[0])
     return plan.emit(node, value, lambda e: e.module(name, e[read]))
+
+
+def as_map(
+    read: fx.Node, value: Value, beside: fx.Node, whole: Value, reader: Step | None = None
+) -> Step:
+    """An image of one channel as ``[N, 1, H, W]``, to meet the map ``beside`` it.
+
+    In the source its rows and columns may be one axis. ``reader`` writes it, if not as it is.
+    """
+    gone = [place for place, axis in enumerate(value.axes) if axis in ("1", "C")]
+    axes = [axis for axis in value.axes if axis not in ("1", "C")]
+    letters = [letter for axis in axes for letter in axis]
+    if sorted(letters) != ["H", "N", "W"] or "H" not in whole.layout:
+        raise ConversionError("", f"it joins tensors with axes {value.axes} and {whole.axes}")
+
+    def step(e: Emission) -> fx.Node:
+        x = e[read] if reader is None else reader(e)
+        for place in reversed(gone):
+            x = e.method("squeeze", x, place)
+        for place, axis in enumerate(axes):
+            if len(axis) > 1:
+                sides = [e.method("size", e[beside], whole.place(letter)) for letter in axis]
+                x = e.method("unflatten", x, place, sides)
+        x = e.method("permute", x, *(letters.index(letter) for letter in "NHW"))
+        return e.method("unsqueeze", x, 1)
+
+    return step
 
 
 def about_centre(

@@ -302,14 +302,19 @@ class _Division:
 
     def _name_of_module(self, name: str, path: str) -> str:
         """What a module is called where it is used."""
-        if _within(name, path):
-            return _relative(name, path)
         divided, source = self.divided, self.written.names
-        if name not in source and len(self.callers[name]) == 1:  # it moves
-            beside = f"{path.rpartition('.')[2]}_"
-            leaf = name.rpartition(".")[2]
-            new = self._free(f"{path}.{leaf.removeprefix(beside)}", name)
+        if name not in source and len(self.callers[name]) == 1:
+            if _within(name, path) and parent_of(name) == path:
+                return _relative(name, path)
+            # It moves: what calls it has it, and lists that it stood in have their own items only.
+            if _within(name, path):
+                leaf = _relative(name, path).replace(".", "_")
+            else:
+                leaf = name.rpartition(".")[2].removeprefix(f"{path.rpartition('.')[2]}_")
+            new = self._free(f"{path}.{leaf}" if path else leaf, name)
             divided.renamed[name] = new
+        elif _within(name, path):
+            return _relative(name, path)
         else:
             names = [n for n in source.get(name, ()) if parent_of(n) == path]
             new = names[0] if names else self._free(f"{path}.{name.rpartition('.')[2]}", name)

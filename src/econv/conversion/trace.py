@@ -397,6 +397,11 @@ class _Proxy(fx.Proxy):
     def _value(self) -> Any:
         return value_of(self.node)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """A tensor's class for ``isinstance``, which code asks before it goes on."""
+        return Tensor if isinstance(self._value, Tensor) else _Proxy
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -553,6 +558,9 @@ class _Tracer(fx.Tracer):
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
+    def create_arg(self, a: Any) -> Any:
+        return a.node if type(a) is _Proxy else super().create_arg(a)
+
     def proxy(self, node: fx.Node) -> _Proxy:
         return _Proxy(node, self)
 
@@ -677,11 +685,16 @@ _OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}
 Place = tuple[str, int]
 
 
+def _is_of_a_library(name: str) -> bool:
+    """Whether a file is of torch, econv or einops, whose lines say nothing about a network."""
+    return name.startswith(_OURS) or f"{os.sep}einops{os.sep}" in name
+
+
 def _place() -> Place | None:
     """The innermost line that is neither torch's nor ours, of the pass that is being traced."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code is not _Source.trace.__code__:
-        if not frame.f_code.co_filename.startswith(_OURS):
+        if not _is_of_a_library(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None
@@ -692,7 +705,7 @@ def _raised(error: Exception) -> Place | None:
     found = None
     for frame, number in traceback.walk_tb(error.__traceback__):
         name = frame.f_code.co_filename
-        if not name.startswith(_OURS):
+        if not _is_of_a_library(name):
             found = name, number
     return found
 

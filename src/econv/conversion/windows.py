@@ -34,6 +34,9 @@ class Windows:
         reach = dilation * (kernel - 1)
         if type(given).__name__ == "Conv2dSame":  # ⌈n / stride⌉ samples, as TensorFlow pads
             padding = reach
+        elif type(given).__name__ == "Conv2dStaticSamePadding":  # as long as the image it is for
+            sides = getattr(given.static_padding, "padding", (0, 0, 0, 0))
+            padding = equal((sides[0] + sides[1], sides[2] + sides[3]), "its paddings are unequal")
         elif isinstance(given.padding, str):
             padding = reach if given.padding == "same" else 0
         else:

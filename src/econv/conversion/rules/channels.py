@@ -16,7 +16,7 @@ from econv.conversion.arguments import (
     known_arguments,
     why_positional,
 )
-from econv.conversion.plan import IMAGE, PATHS, Emission, Plan, Step, Value
+from econv.conversion.plan import IMAGE, Emission, Plan, Step, Value
 from econv.conversion.registry import rule
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import Width, divide, join, slice_runs
@@ -58,21 +58,42 @@ def concatenate(plan: Plan, node: fx.Node) -> Value:
 
 @rule("stack")
 def stack(plan: Plan, node: fx.Node) -> Value:
-    """Maps of equally many fields, as paths."""
+    """Features of equally many fields, as paths."""
     parts: Any = argument(node, 0, "tensors")
     values = [plan.value(part) for part in parts]
     first = values[0]
-    paths = known(argument(node, 1, "dim", 0)) in (1, -4)
-    if not paths or any(value.kind != "fields" or value.axes != IMAGE for value in values):
-        raise ConversionError(
-            "", "it stacks tensors other than maps of features along a new axis 1"
-        )
+    if any(value.kind != "fields" or value.axes != first.axes for value in values):
+        raise ConversionError("", "it stacks tensors other than group features of equal axes")
+    dim = known(argument(node, 1, "dim", 0)) % value_of(node).ndim
+    axes = (*first.axes[:dim], "P", *first.axes[dim:])
+    found = replace(first, axes=axes)
+    if "P" in first.axes:
+        raise ConversionError("", "it stacks group features that are stacked already")
     for value in values[1:]:
         join(first.widths, value.widths)
     return plan.emit(
         node,
-        replace(first, axes=PATHS),
-        lambda e: e.function(torch.stack, [e[part] for part in parts], 1),
+        found,
+        lambda e: e.function(torch.stack, [e[part] for part in parts], found.place("P")),
+    )
+
+
+@rule("repeat", "tile")
+def repeat(plan: Plan, node: fx.Node) -> Value:
+    """Channels in a row, several times."""
+    read, value = plan.first(node)
+    given = node.args[1:] or tuple(node.kwargs.values())
+    times = known(given[0] if isinstance(given[0], list | tuple) else given)
+    each = dict(zip(value.axes, times, strict=False))
+    number = each.pop("C", 1)
+    if len(times) != len(value.axes) or any(n != 1 for n in each.values()):
+        raise ConversionError("", f"it repeats positions, or the batch: {tuple(times)}")
+    if value.kind == "image":
+        return plan.copy(node, value)
+    return plan.emit(
+        node,
+        replace(value, widths=value.widths * number),
+        lambda e: e.function(torch.cat, [e[read]] * number, value.place("C")),
     )
 
 

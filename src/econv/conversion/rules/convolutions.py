@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import fx, nn
 
 from econv.basis import filter_basis
 from econv.conversion.answers import expect_that
-from econv.conversion.arguments import equal, no_rule
+from econv.conversion.arguments import argument, equal, known, no_rule
 from econv.conversion.plan import (
     FLAT,
     IMAGE,
@@ -24,7 +25,7 @@ from econv.conversion.plan import (
     positions_of,
 )
 from econv.conversion.registry import rule
-from econv.conversion.trace import ConversionError, value_of
+from econv.conversion.trace import ConversionError, name_of, value_of
 from econv.conversion.widths import Sizes, Width, join, runs
 from econv.conversion.windows import Windows
 from econv.layers import (
@@ -113,7 +114,7 @@ def _plain_convolution(plan: Plan, node: fx.Node, reason: str) -> Value:
     into = value.widths
     if value.axes != IMAGE or name in plan.parts:
         return plan.as_in_source(node)
-    out = _grouped_width(node, module, value) if into else _new_width(node, module.out_channels)
+    out = _grouped_width(name, module, value) if into else _new_width(name, module.out_channels)
     order = plan.group.order
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
@@ -139,29 +140,35 @@ def _plain_convolution(plan: Plan, node: fx.Node, reason: str) -> Value:
     return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
 
 
-@rule(nn.Conv2d, variants=("Conv2dSame",), otherwise=_plain_convolution)
+@rule(nn.Conv2d, variants=("Conv2dSame", "Conv2dStaticSamePadding"), otherwise=_plain_convolution)
 def convolution(plan: Plan, node: fx.Node) -> Value:
-    module = plan.module(node)
+    return _convolve(plan, node, plan.module(node), str(node.target))
+
+
+def _convolve(plan: Plan, node: fx.Node, module: Any, name: str) -> Value:
+    """A convolution that a module, or a function with the numbers of one, does."""
     read, value = plan.first(node)
     if value.axes != IMAGE:
         raise ConversionError("", f"it reads a tensor with axes {value.axes}, not {IMAGE}")
     windows = Windows.of(module)
     pointwise = windows.kernel == 1 and windows.stride == 1 and not windows.padding
-    if value.kind == "image" and pointwise:
+    if value.kind == "image" and pointwise:  # also a function, whose numbers stay where they are
         return plan.copy(node, Value("image", IMAGE))
     if value.kind == "fields" and pointwise and node in plan.heads and module.groups == 1:
-        return _read_out(plan, node, module, value)
-    if str(node.target) in plan.parts:
+        return _read_out(plan, node, module, value, name)
+    if name in plan.parts:
         return _again(plan, node, value)
+    factor = _shuffled_by(plan, node)
+    if factor is not None and value.kind == "fields":
+        return _sub_pixels(plan, node, module, name, factor)
     side = int(min(value_of(read).shape[2:]))
     operators, size, note = _operators(plan, windows, side)
     options = _conv_options(plan, windows, module, operators, size)
-    name = str(node.target)
     into = value.widths
     if into:
-        out = _grouped_width(node, module, value)
+        out = _grouped_width(name, module, value)
     else:
-        out = _new_width(node, module.out_channels, module.groups)
+        out = _new_width(name, module.out_channels, module.groups)
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         fields = sizes.fields(out)
@@ -175,6 +182,45 @@ def convolution(plan: Plan, node: fx.Node) -> Value:
     plan.add_part(PlannedModule(name, make, module, positions_of(node, module), into, out, fit))
     if note:
         plan.notes.append(f"{name}: its operators fit into a small map{note}")
+    return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
+
+
+def _shuffled_by(plan: Plan, node: fx.Node) -> int | None:
+    """By which factor the only reader of a convolution lays its channels out as pixels."""
+    user = next(iter(node.users), None)
+    if user is None or len(node.users) > 1 or user.op == "output":
+        return None
+    if user.op == "call_module":
+        module = plan.module(user)
+        return int(module.upscale_factor) if type(module) is nn.PixelShuffle else None
+    is_one = name_of(user) == "pixel_shuffle"
+    return int(known(argument(user, 1, "upscale_factor"))) if is_one else None
+
+
+def _sub_pixels(plan: Plan, node: fx.Node, module: Any, name: str, factor: int) -> Value:
+    """A convolution whose channels become pixels: one onto a finer grid."""
+    windows = Windows.of(module)
+    if windows.stride > 1 or windows.padding != windows.extent - 1 or module.groups > 1:
+        raise ConversionError(
+            "", "the channels of a strided, cropped or grouped layer are laid out as pixels"
+        )
+    value = plan.value(node.args[0])
+    finer = value_of(next(iter(node.users)))
+    kernel = min(windows.extent * factor, _LARGEST)
+    options: ConvOptions = {
+        **plan.options,
+        "operators": _operators(plan, Windows(kernel, 1, 0), int(min(finer.shape[2:])))[0],
+        "bias": module.bias is not None,
+    }
+    into, out = value.widths, _new_width(name, module.out_channels // factor**2)
+
+    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+        fields = sizes.fields(into), sizes.fields(out)
+        return GroupUpsampleConv2d(*fields, plan.group, factor=factor, **options, **where)
+
+    pixels = int(finer.shape[2:].numel())
+    plan.add_part(PlannedModule(name, make, module, pixels, into, out))
+    plan.finer.add(node)
     return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
 
 
@@ -195,11 +241,11 @@ def _again(plan: Plan, node: fx.Node, value: Value) -> Value:
         raise ConversionError("", "it is called twice, on tensors that turn differently")
     join(part.into, value.widths)
     part.positions += positions_of(node, plan.module(node))
-    return _maybe_head(plan, node, part.name, Value("fields", value.axes, part.out))
+    return _maybe_head(plan, node, part.name, replace(value, widths=part.out))
 
 
-def _new_width(node: fx.Node, channels: int, groups: int = 1) -> tuple[Width, ...]:
-    width = Width(channels, str(node.target))
+def _new_width(name: str, channels: int, groups: int = 1) -> tuple[Width, ...]:
+    width = Width(channels, name)
     width.blocks = groups
     return (width,)
 
@@ -208,18 +254,18 @@ def _is_depthwise(module: Any) -> bool:
     return bool(module.groups > 1 and module.groups == module.in_channels)
 
 
-def _grouped_width(node: fx.Node, module: Any, value: Value) -> tuple[Width, ...]:
+def _grouped_width(name: str, module: Any, value: Value) -> tuple[Width, ...]:
     times = module.out_channels // module.in_channels
     if _is_depthwise(module) and times == 1:
         return value.widths
     if _is_depthwise(module):
-        width = Width(module.out_channels, str(node.target))
+        width = Width(module.out_channels, name)
         width.multiple_of = (value.widths, times)
         return (width,)
     if module.groups > 1:
         for width in runs(value.widths):
             width.blocks = max(width.blocks, module.groups)
-    return _new_width(node, module.out_channels, module.groups)
+    return _new_width(name, module.out_channels, module.groups)
 
 
 def _groups(sizes: Sizes, into: tuple[Width, ...], out: tuple[Width, ...], module: Any) -> int:
@@ -228,10 +274,12 @@ def _groups(sizes: Sizes, into: tuple[Width, ...], out: tuple[Width, ...], modul
     return sizes.fields(into) if _is_depthwise(module) else sizes.groups(into, out, module.groups)
 
 
-def _read_out(plan: Plan, node: fx.Node, module: Any, value: Value) -> Value:
+def _read_out(
+    plan: Plan, node: fx.Node, module: Any, value: Value, name: str | None = None
+) -> Value:
     """A 1×1 convolution or linear map that ends the network: orientations are pooled before it."""
     read: Any = node.args[0]
-    name = str(node.target)
+    name = name or str(node.target)
     pool = plan.pooled(read, value, name, plan.reduce)
     into = value.widths
     each = GroupPool2d(plan.group, plan.reduce).outputs
@@ -277,7 +325,7 @@ def transposed_convolution(plan: Plan, node: fx.Node) -> Value:
     }
     name = str(node.target)
     into = value.widths
-    out = _grouped_width(node, module, value)
+    out = _grouped_width(str(node.target), module, value)
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         own: ConvOptions = {**options, "groups": _groups(sizes, into, out, module)}
@@ -319,7 +367,7 @@ def linear(plan: Plan, node: fx.Node) -> Value:
     if str(node.target) in plan.parts:
         return _again(plan, node, value)
     name = str(node.target)
-    into, out = value.widths, _new_width(node, module.out_features)
+    into, out = value.widths, _new_width(str(node.target), module.out_features)
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         bias = module.bias is not None
@@ -348,7 +396,7 @@ def _returns_to_pixels(node: fx.Node) -> bool:
 
 def _channels_last(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value:
     """A linear map of the channels of every pixel: a 1×1 convolution."""
-    if set(value.axes) != set(IMAGE):
+    if set("".join(value.axes)) != set(IMAGE):
         raise ConversionError("", f"it reads a tensor with axes {value.axes}")
     read: Any = node.args[0]
     name = str(node.target)
@@ -356,7 +404,7 @@ def _channels_last(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -
         return _again(plan, node, value)
     if node in plan.heads:  # pooled features have the source's axes, channels last
         return _read_out(plan, node, module, value)
-    into, out = value.widths, _new_width(node, module.out_features)
+    into, out = value.widths, _new_width(str(node.target), module.out_features)
     options: ConvOptions = {**plan.options, "operators": "order<=0"}
     options["bias"] = module.bias is not None
 
@@ -365,7 +413,8 @@ def _channels_last(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -
 
     fit = _fit_convolution(Windows(1, 1, 0), 1, into, out)
     plan.add_part(PlannedModule(name, make, module, positions_of(node, module), into, out, fit))
-    return plan.emit(node, Value("fields", value.axes, out), lambda e: e.module(name, e[read]))
+    found = replace(value, widths=out)
+    return plan.emit(node, found, lambda e: e.module(name, e[read]))
 
 
 _WINDOW = 7
@@ -381,7 +430,7 @@ def _window(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value
     if height != width:
         raise ConversionError("", f"it reads a map of {height}×{width} pixels, which is not square")
     side = min(height, _WINDOW)
-    into, out = value.widths, _new_width(node, module.out_features)
+    into, out = value.widths, _new_width(str(node.target), module.out_features)
     windows = Windows(side, 1, 0)
     options: ConvOptions = {
         **plan.options,
@@ -450,7 +499,34 @@ def along_channels(plan: Plan, node: fx.Node) -> Value:
     return plan.emit(node, value, step)
 
 
-@rule("conv1d", "conv2d", "conv_transpose2d", "linear", "unfold", "conv3d")
+@rule("conv2d")
+def convolution_by_function(plan: Plan, node: fx.Node) -> Value:
+    """`conv2d` with a parameter of the source: a module that has it."""
+    weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
+    reads = [found for found in (weight, bias) if found is not None]
+    if not all(_is_parameter(plan, found) for found in reads):
+        raise no_rule(plan, node, ": only filters that are parameters become PDO-eConvs")
+    out, each, height, width = value_of(weight).shape
+    given: dict[str, Any] = {"bias": bias is not None, "device": "meta"}
+    defaults = (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
+    for place, (key, default) in enumerate(defaults, start=3):
+        found = known(argument(node, place, key, default))
+        given[key] = tuple(found) if isinstance(found, list) else found
+    module = nn.Conv2d(each * given["groups"], out, (height, width), **given)
+    module.weight = plan.trace.attribute(str(weight.target))
+    if bias is not None:
+        module.bias = plan.trace.attribute(str(bias.target))
+    beside = str(weight.target).rpartition(".")[0]
+    name = plan.new_name(f"{beside}.{node.name}" if beside else node.name)
+    return _convolve(plan, node, module, name)
+
+
+def _is_parameter(plan: Plan, node: Any) -> bool:
+    is_attribute = isinstance(node, fx.Node) and node.op == "get_attr"
+    return is_attribute and isinstance(plan.trace.attribute(str(node.target)), nn.Parameter)
+
+
+@rule("conv1d", "conv_transpose2d", "linear", "unfold", "conv3d")
 def filtering(plan: Plan, node: fx.Node) -> Value:
     raise no_rule(plan, node, ": only modules with filters of their own become PDO-eConvs")
 

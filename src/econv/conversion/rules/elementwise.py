@@ -10,6 +10,7 @@ from econv.conversion.arguments import no_rule, why_positional
 from econv.conversion.per_field import field_parameter
 from econv.conversion.plan import IMAGE, VECTOR, Plan, Step, Value
 from econv.conversion.registry import rule
+from econv.conversion.steps import as_map
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import join, runs
 from econv.layers import GroupPool2d
@@ -72,12 +73,17 @@ def elementwise(plan: Plan, node: fx.Node) -> Value:
         raise ConversionError("", f"group features are broadcast to {shape}")
     readers: dict[fx.Node, Step] = {}
     for read in tensors:
-        _join_operand(plan, node, read, whole, readers)
+        _join_operand(plan, node, read, widest, whole, readers)
     return plan.emit(node, whole, lambda e: e.copy(node, readers))
 
 
 def _join_operand(
-    plan: Plan, node: fx.Node, read: fx.Node, whole: Value, readers: dict[fx.Node, Step]
+    plan: Plan,
+    node: fx.Node,
+    read: fx.Node,
+    widest: fx.Node,
+    whole: Value,
+    readers: dict[fx.Node, Step],
 ) -> None:
     """Make one operand fit to group features, or say why it does not."""
     value, shape = plan.value(read), tuple(value_of(read).shape)
@@ -104,6 +110,12 @@ def _join_operand(
         raise ConversionError("", positional)
     place = len(shape) - len(whole.axes) + whole.axes.index("C")
     channels = shape[place] if place >= 0 else 1
+    if channels == 1 and value.kind == "image" and whole.axes not in (IMAGE, VECTOR):
+        pairs = zip(reversed(value.axes), reversed(whole.axes), strict=False)
+        if any(axis not in ("1", "C", other) for axis, other in pairs):
+            raise ConversionError("", f"it joins tensors with axes {value.axes} and {whole.axes}")
+        readers[read] = as_map(read, value, widest, whole)
+        return
     if whole.axes not in (IMAGE, VECTOR):
         raise ConversionError("", f"it joins an image and group features with axes {whole.axes}")
     if channels == 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from econv.conversion.arguments import argument, is_channel_axis, known, reads_extrema
-from econv.conversion.plan import Emission, Plan, Value
+from econv.conversion.plan import Emission, Plan, Value, in_source_order
 from econv.conversion.registry import rule, rule_for
 from econv.conversion.trace import ConversionError, name_of, value_of
 
@@ -23,20 +23,19 @@ def reduce(plan: Plan, node: fx.Node) -> Value:
         dims = tuple(range(len(value.axes)))
     chosen = (dims,) if isinstance(dims, int) else tuple(dims)
     gone = {value.axes[d] for d in chosen}
-    if len(gone & {"H", "W"}) == 1:
+    letters = set("".join(gone))
+    if len(letters & {"H", "W"}) == 1:
         raise ConversionError("", f"{name} takes rows and columns apart")
+    axes = value.axes if keep else _without(value.axes, gone)
+    sides = (1, 1) if keep and "H" in letters else value.sides
     if value.kind == "image" and isinstance(value_of(node), Tensor):
-        if keep:
-            pixels = "H" not in gone
-            return plan.copy(node, Value("image" if pixels else "invariant", value.axes))
-        axes = _without(value.axes, gone)
-        return plan.copy(node, Value("image" if "H" in axes else "invariant", axes))
+        pixels = "H" in "".join(axes) and not (keep and "H" in letters)
+        return plan.copy(node, Value("image" if pixels else "invariant", axes, sides=sides))
     if "N" in gone:
         raise ConversionError("", f"{name} over the batch")
-    axes = value.axes if keep else _without(value.axes, gone)
-    if "1" in value.axes or ("P" in gone and keep):
+    if "1" in gone or ("P" in gone and keep):
         raise ConversionError("", f"{name} of group features with axes {value.axes}")
-    new_dims = sorted(value.place(axis) for axis in gone)
+    new_dims = sorted(place for axis in gone for place in value.places(axis))
     order = value.layout
 
     def step(e: Emission) -> fx.Node:
@@ -49,13 +48,13 @@ def reduce(plan: Plan, node: fx.Node) -> Value:
         else:
             found = e.graph.call_function(target, (e[read],), wanted)
         if "C" in gone and keep and value.axes != order:
-            found = e.method("permute", found, *(order.index(axis) for axis in value.axes))
+            return in_source_order(e, found, value)
         return found
 
-    if "C" not in gone:
-        return plan.emit(node, replace(value, axes=axes), step)
-    kind = "image" if "H" in axes and "H" not in gone else "invariant"
-    return plan.emit(node, Value(kind, axes), step)
+    if "C" not in letters:
+        return plan.emit(node, replace(value, axes=axes, sides=sides), step)
+    kind = "image" if "H" in "".join(axes) and "H" not in letters else "invariant"
+    return plan.emit(node, Value(kind, axes, sides=sides), step)
 
 
 _NAMES_OF_REDUCTIONS = {

@@ -6,6 +6,7 @@ nothing and a change of shape one of a few known ones.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,17 @@ import torch
 from torch import fx, nn
 
 from econv.conversion.arguments import known
-from econv.conversion.plan import FLAT, IMAGE, PATHS, VECTOR, Emission, Plan, Value
+from econv.conversion.plan import (
+    FLAT,
+    IMAGE,
+    PATHS,
+    VECTOR,
+    Emission,
+    Plan,
+    Step,
+    Value,
+    in_source_order,
+)
 from econv.conversion.registry import rule
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import divide
@@ -21,6 +32,7 @@ from econv.conversion.widths import divide
 
 @rule(
     *(nn.Flatten, "flatten", "reshape", "view", "squeeze", "unsqueeze", "reshape_as", "view_as"),
+    "unflatten",
 )
 def reshape(plan: Plan, node: fx.Node) -> Value:
     """A change of shape, whatever it is called: what it does follows from the shapes."""
@@ -29,6 +41,17 @@ def reshape(plan: Plan, node: fx.Node) -> Value:
     if value.kind != "fields":
         return plan.copy(node, _of_image(value, before, after, node))
     found = _axes_after(value, before, after)
+    if found is None and _is_of_bags(value, before, after):
+        channels = plan.as_channels(read, value, owner(node) or node.name)
+        readers: dict[fx.Node, Step] = {
+            read: lambda e: in_source_order(e, channels(e, e[read]), value)
+        }
+        return plan.emit(node, Value("invariant"), lambda e: e.copy(node, readers))
+    if found is None and value.channels == 1:  # without its axis, the only channel is an image
+        image, reader = plan.as_image(read, value, owner(node) or node.name)
+        return plan.emit(
+            node, _of_image(image, before, after, node), lambda e: e.copy(node, {read: reader})
+        )
     if found is None:
         positions = value.has_pixels and "positions"
         raise ConversionError(
@@ -52,6 +75,12 @@ def reshape(plan: Plan, node: fx.Node) -> Value:
     return plan.emit(node, found, step)
 
 
+def _is_of_bags(value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether a batch of instances, each without positions, becomes one of bags."""
+    of_instances = math.prod(before[1:]) == value.channels == math.prod(after[2:])
+    return value.axes[0] == "N" and of_instances and after[0] * after[1] == before[0] > after[0]
+
+
 def _axes_after(value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value | None:
     axes = value.axes
     if before == after:
@@ -60,15 +89,55 @@ def _axes_after(value: Value, before: tuple[int, ...], after: tuple[int, ...]) -
         return _divided(value, before, after)
     if axes == PATHS and after == (before[0], before[1] * before[2], *before[3:]):
         return replace(value, axes=IMAGE, widths=value.widths * before[1])
-    sizes = dict(zip(axes, before, strict=True))
-    if set(axes) <= {*IMAGE, "1"} and sizes.get("H", 1) == sizes.get("W", 1) == 1:
+    sizes = dict(_atoms(value, before))
+    if set(sizes) <= set(IMAGE) and sizes.get("H", 1) == sizes.get("W", 1) == 1:
         return _of_one_pixel(value, after)
-    if set(axes) != set(IMAGE) or axes[0] != "N" or after[0] != before[0] or len(after) != 2:
+    found = _regrouped(value, before, after)
+    if found is None or found.axes[0] != "N":
         return None
-    merged = "".join(axes[1:])
-    if ("N", merged) not in FLAT:
+    known = ("N", "C", "H", "W", "HW", "WH", "1")
+    row = all(axis in known for axis in found.axes) and "C" in found.axes
+    return found if row or found.axes in FLAT else None
+
+
+def _atoms(value: Value, sizes: tuple[int, ...]) -> list[tuple[str, int]]:
+    """The axes of a tensor one by one, with those in it that a change of shape made one."""
+    sides = dict(zip("HW", value.sides, strict=True))
+    found = []
+    for axis, size in zip(value.axes, sizes, strict=True):
+        if len(axis) == 1:
+            found += [(axis, size)] if axis != "1" else []
+            continue
+        pixels = value.sides[0] * value.sides[1]
+        found += [(letter, sides.get(letter, size // pixels)) for letter in axis]
+    return found
+
+
+def _regrouped(
+    value: Value, before: tuple[int, ...], after: tuple[int, ...], drop: bool = False
+) -> Value | None:
+    """The axes after neighbours became one, or one became several that it was made of.
+
+    Axes of length one come and go; those with a name only if they may ``drop`` out.
+    """
+    atoms = _atoms(value, before)
+    rest, axes = list(atoms), []
+    for size in after:
+        axis, product = "", 1
+        while drop and size > 1 and rest and rest[0][1] == 1:
+            rest = rest[1:]
+        while rest and (product < size or (product == size == 1 and not axis)):
+            letter, number = rest[0]
+            if product * number > size:
+                break
+            axis, product, rest = axis + letter, product * number, rest[1:]
+        if product != size:
+            return None
+        axes.append(axis or "1")
+    if any(size > 1 or not drop for _, size in rest):
         return None
-    return replace(value, axes=("N", merged), sides=(sizes["H"], sizes["W"]))
+    sizes = dict(atoms)
+    return replace(value, axes=tuple(axes), sides=(sizes.get("H", 1), sizes.get("W", 1)))
 
 
 def _of_one_pixel(value: Value, after: tuple[int, ...]) -> Value | None:
@@ -93,25 +162,19 @@ def _of_image(
     value: Value, before: tuple[int, ...], after: tuple[int, ...], node: fx.Node
 ) -> Value:
     """Images keep the source's shapes; only the axes are followed."""
-    if value.kind != "image":
+    if value.kind != "image" or before == after:
         return value
-    if before == after:
-        return value
-    sizes = dict(zip(value.axes, before, strict=True))
+    sizes = dict(_atoms(value, before))
     if sizes.get("H", 1) == sizes.get("W", 1) == 1:
         return Value("invariant", VECTOR if len(after) == 2 else IMAGE)
-    if sizes.get("C") == 1 and len(after) == 3:  # the only channel is squeezed
-        return Value("image", tuple(a for a in value.axes if a != "C"))
-    if (
-        value.axes == IMAGE
-        and len(after) == 5
-        and (before[0], *before[2:])
-        == (
-            after[0],
-            *after[3:],
-        )
-    ):
-        return Value("image", PATHS)
+    if value.axes == IMAGE and len(after) == 5 and after == (before[0], *after[1:3], *before[2:]):
+        return Value("image", PATHS)  # channels as anchors and their numbers
+    found = _regrouped(value, before, after, drop=True)
+    known = ("N", "I", "NI", "P", "C", "H", "W", "HW", "WH", "1")
+    if found is not None and all(axis in known for axis in found.axes):
+        if found.axes[0] in ("NI", "I"):  # the instances of all bags are a batch
+            return replace(found, axes=("N", *found.axes[1:]))
+        return found
     if len(after) == 4 and value.axes == ("N", "H", "W") and after[1] == 1:
         return Value("image", IMAGE)
     raise ConversionError(
@@ -147,6 +210,14 @@ def _order(node: fx.Node) -> tuple[int, ...]:
     return tuple(size - 1 for size in moved.shape)
 
 
-@rule(nn.PixelShuffle, nn.PixelUnshuffle)
+@rule(nn.PixelShuffle, nn.PixelUnshuffle, "pixel_shuffle", "pixel_unshuffle")
 def sub_pixels(plan: Plan, node: fx.Node) -> Value:
-    raise ConversionError("", "it lays channels out as pixels in a frame that does not turn")
+    """Nothing right after a convolution, which then gives the finer map."""
+    read, value = plan.first(node)
+    if read in plan.finer:
+        return plan.emit(node, value, lambda e: e[read])
+    raise ConversionError(
+        "",
+        "it lays channels out as pixels in a frame that does not turn; right after a convolution "
+        "with stride 1 PixelShuffle is converted, and so are ConvTranspose2d and Upsample",
+    )

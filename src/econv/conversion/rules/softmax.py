@@ -6,23 +6,18 @@ from dataclasses import replace
 
 from torch import fx, nn
 
-from econv.conversion.arguments import argument, check_map, is_channel_axis, known
-from econv.conversion.plan import IMAGE, PATHS, VECTOR, Emission, Plan, Value
+from econv.conversion.arguments import argument, check_map, known
+from econv.conversion.plan import IMAGE, VECTOR, Emission, Plan, Value
 from econv.conversion.registry import rule
-from econv.conversion.trace import ConversionError
+from econv.conversion.trace import ConversionError, name_of, owner
 from econv.conversion.widths import divide
+
+_ROWS = ("HW", "WH")
 
 
 @rule(nn.Softmax, nn.LogSoftmax)
 def softmax_module(plan: Plan, node: fx.Node) -> Value:
-    value = plan.value(node.args[0])
-    if value.kind == "image":
-        return plan.copy(node, value)
-    axis = value.axes[plan.module(node).dim]
-    if axis != "C":
-        raise ConversionError("", f"it is taken over the axis {axis}")
-    check_map(value, VECTOR)
-    return plan.copy(node, value)
+    return _softmax(plan, node, plan.module(node).dim)
 
 
 @rule(nn.Softmax2d)
@@ -34,15 +29,48 @@ def softmax_of_maps(plan: Plan, node: fx.Node) -> Value:
 
 @rule("softmax", "log_softmax")
 def softmax(plan: Plan, node: fx.Node) -> Value:
-    value = plan.value(node.args[0])
+    return _softmax(plan, node, known(argument(node, 1, "dim")))
+
+
+def _softmax(plan: Plan, node: fx.Node, dim: int | None) -> Value:
+    read, value = plan.first(node)
+    if dim is None:
+        raise ConversionError("", "it does not say over which axis it is taken")
+    if not value.axes:
+        return plan.copy(node, value)
+    axis = value.axes[dim]
+    if axis in ("H", "W"):
+        raise ConversionError("", "it takes rows and columns apart")
     if value.kind == "image":
         return plan.copy(node, value)
-    axis = argument(node, 1, "dim")
-    if axis is not None and value.axes == PATHS and known(axis) == 1:
+    if axis in _ROWS or (axis in ("CHW", "HWC") and value.channels == 1):
+        return _over_positions(plan, node, read, value)
+    if axis == "P" or (axis == "C" and value.axes in (IMAGE, VECTOR)):
         return plan.copy(node, value)
-    if axis is None or not is_channel_axis(value, axis) or value.axes not in (IMAGE, VECTOR):
-        raise ConversionError("", "softmax over positions: attention has no counterpart here")
-    return plan.copy(node, value)
+    if axis == "C" and "P" not in value.axes:  # the layout has them second
+        name = name_of(node) if node.op != "call_module" else _NAMES[type(plan.module(node))]
+        return plan.emit(node, value, lambda e: e.method(name, e[read], 1))
+    raise ConversionError("", f"it is taken over the axis {axis}")
+
+
+_NAMES: dict[type[nn.Module], str] = {nn.Softmax: "softmax", nn.LogSoftmax: "log_softmax"}
+
+
+def _over_positions(plan: Plan, node: fx.Node, read: fx.Node, value: Value) -> Value:
+    """Weights of positions, for every orientation, or of one channel for all of them."""
+    if value.channels == 1:
+        image, reader = plan.as_image(read, value, owner(node) or node.name)
+        if node.op == "call_module":
+            plan.keep(node)
+        axes = tuple(axis if len(axis) < 3 else "HW" for axis in value.axes)
+        return plan.emit(node, replace(image, axes=axes), lambda e: e.copy(node, {read: reader}))
+    name = name_of(node) if node.op != "call_module" else _NAMES[type(plan.module(node))]
+
+    def step(e: Emission) -> fx.Node:
+        row = e.method(name, e.method("flatten", e[read], 2), -1)
+        return e.method("view_as", row, e[read])
+
+    return plan.emit(node, value, step)
 
 
 @rule(classes=("RadixSoftmax",))
