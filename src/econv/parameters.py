@@ -20,8 +20,8 @@ def no_weight_decay(model: nn.Module) -> set[str]:
 
     Scales and biases of norms, all other biases, and single numbers such as temperatures: what a
     norm follows does not feel their size, or they have no size to keep small. The weights of
-    convolutions and linear layers decay; a PDO-eConv's is its canonical filter, so that one rate
-    fits them and ordinary convolutions alike.
+    convolutions and linear layers decay; a PDO-eConv's is its canonical filter in orthonormal
+    coordinates, as long as in pixels, so that one rate fits them and ordinary convolutions alike.
 
     >>> sorted(no_weight_decay(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))))
     ['0.bias', '1.bias', '1.weight']

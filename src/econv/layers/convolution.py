@@ -149,10 +149,10 @@ class PDOConv2d(WithConstants):
         return constants.dtype == here.dtype and constants.device == here.device
 
     def _refresh_constants(self) -> None:
-        super()._refresh_constants()
         told = COORDINATES.index(self.basis.coordinates)  # anew: `to_empty()` leaves nothing of it
         with torch.inference_mode(False):
             self.register_buffer("coordinates", torch.tensor(told, device=self.weight.device))
+        super()._refresh_constants()
 
     def _read_weight_in(self, coordinates: str) -> None:
         """Take the weight as these coordinates from now on."""
