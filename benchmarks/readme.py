@@ -412,6 +412,57 @@ def training_speed(found: dict[str, Any]) -> str:
 
 
 # For each file its tables: the name between the markers, the results, and what makes the table.
+def _best(rows: list[dict[str, Any]], **wanted: Any) -> str:
+    """The rate with the lowest loss, and that loss; a dash where nothing was measured."""
+    found = [r for r in rows if all(r[name] == value for name, value in wanted.items())]
+    finite = [r for r in found if r["loss"] is not None]
+    if not finite:
+        return "below the range" if found else "–"
+    best = min(finite, key=lambda r: r["loss"])
+    return f"{10 ** best['exponent']:.1g} ({best['loss']:.2g} ± {best['loss_std']:.1g})"
+
+
+def learning_rates(found: dict[str, Any]) -> str:
+    """The best rates of every network, for each task and optimiser."""
+    rows = [r for r in found["rows"] if r["pool"] in (None, "max")]
+    columns = [("digits", "adam"), ("digits", "sgd"), ("flow", "adam"), ("flow", "sgd")]
+    names = list(dict.fromkeys(r["network"] for r in rows))
+    words = {"adam": "Adam", "sgd": "SGD"}
+    return "\n".join(
+        table(
+            ["network", *(f"{task}, {words[optimizer]}" for task, optimizer in columns)],
+            [
+                [name]
+                + [_best(rows, network=name, task=task, optimizer=o) for task, o in columns]
+                for name in names
+            ],
+        )
+    )
+
+
+def lag_of_norms(found: dict[str, Any]) -> str:
+    """How far validation in eval mode stays behind, at one rate of Adam for all."""
+    rows = [
+        r
+        for r in found["rows"]
+        if r["optimizer"] == "adam" and r["exponent"] == -2.5 and "lag" in r and r["pool"] != "none"
+    ]
+    return "\n".join(
+        table(
+            ["network", "stays behind by", "training loss"],
+            [
+                [
+                    r["network"],
+                    f"{100 * r['lag']:.0f} ± {100 * r['lag_std']:.0f} %",
+                    f"{r['loss']:.2f} ± {r['loss_std']:.2f}",
+                ]
+                for r in rows
+                if r["pool"] in (None, "max")
+            ],
+        )
+    )
+
+
 TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
     "README.md": {
         "equivariance": ("equivariance.json", equivariance_table),
@@ -422,6 +473,10 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
     "docs/compatibility.md": {
         "compatibility": ("compatibility.json", compatibility_details),
         "device tests": ("device_tests.json", device_tests),
+    },
+    "docs/training.md": {
+        "learning rates": ("learning_rates.json", learning_rates),
+        "lag of norms": ("learning_rates.json", lag_of_norms),
     },
     "docs/engines.md": {
         "cpu layers": ("engines_cpu.json", cpu_layers),
