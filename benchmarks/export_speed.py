@@ -82,7 +82,7 @@ def fields(text: str) -> tuple[int, ...]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="resnet26_p8", help="(%(default)s)")
+    parser.add_argument("--model", default="paper_resnet26_p8", help="(%(default)s)")
     parser.add_argument("--depth", type=int, default=14, help="layers (%(default)s)")
     parser.add_argument("--fields", type=fields, default="4/8/16", help="(%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="images (%(default)s)")

@@ -1,5 +1,6 @@
 """The paper's networks: their sizes, their symmetry, and how fast they come into being."""
 
+import re
 import statistics
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from econv import Downsample2d, GroupConv2d, GroupPool2d, LiftConv2d
-from econv.models import MODELS, ResNet, create_model
+from econv.models import MODELS, ImageNetResNet, ResNet, create_model
 from econv.testing import assert_equivariant, equivariance_error, transform
 
 STARTUP = """
@@ -196,18 +197,20 @@ def test_the_wrong_number_of_image_channels_is_an_error():
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
+        ("resnet18", 11_689_512),  # torchvision's
+        ("resnet50", 25_557_032),
         ("convnet6", 21_620),  # "22k"
         ("convnet6_p4", 24_610),  # "25k"
         ("convnet6_p8", 26_747),
         ("convnet7_p8", 646_426),  # "0.65M"
-        ("resnet26", 369_498),  # "0.37M"
-        ("resnet26_p6", 362_386),
-        ("resnet26_p6m", 366_076),  # "0.37M"
-        ("resnet26_p8", 4_591_630),
-        ("resnet44", 2_636_074),  # "2.64M"
-        ("resnet44_p4m", 2_621_693),  # "2.62M"
-        ("resnet44_p8", 2_621_693),
-        ("wide_resnet26", 36_479_194),  # "36.5M"
+        ("paper_resnet26", 369_498),  # "0.37M"
+        ("paper_resnet26_p6", 362_386),
+        ("paper_resnet26_p6m", 366_076),  # "0.37M"
+        ("paper_resnet26_p8", 4_591_630),
+        ("paper_resnet44", 2_636_074),  # "2.64M"
+        ("paper_resnet44_p4m", 2_621_693),  # "2.62M"
+        ("paper_resnet44_p8", 2_621_693),
+        ("paper_wide_resnet26", 36_479_194),  # "36.5M"
     ],
 )
 def test_parameters_of_the_papers_networks(name, parameters):
@@ -248,7 +251,7 @@ def test_the_map_before_the_classifier_of_the_six_layer_network_turns_along():
 
 @pytest.mark.parametrize("name", ["resnet", "resnet26_q8", "convnet5_p8", "", "vgg", None])
 def test_an_unknown_model_is_an_error_that_lists_the_names(name):
-    with pytest.raises(ValueError, match=r"unknown model.*resnet26_p8"):
+    with pytest.raises(ValueError, match=r"unknown model.*paper_resnet26_p8"):
         create_model(name)
 
 
@@ -335,3 +338,137 @@ def test_importing_econv_imports_none_of_its_friends():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+# What names mean
+
+
+def small_named(name, **options):
+    fields = (1, 1, 2, 2) if "resnet18" in name or "resnet50" in name else (1, 2, 2)
+    return create_model(name, fields=fields, num_classes=5, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("resnet18_p8", (129, 132)),
+        ("resnet50_p4", (129, 130)),
+        ("cifar_resnet8_p4m", (32, 33)),
+        ("resnet8_p4", (31, 32)),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_named_resnets_are_invariant_to_quarter_turns(name, sizes, place):
+    network = small_named(name).double().eval()
+    for norm in network.modules():
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+            nn.init.normal_(norm.bias)
+            nn.init.uniform_(norm.running_var, 0.5, 2.0)
+    x = torch.randn(1, 3, sizes[place], sizes[place], dtype=torch.float64)
+    assert_equivariant(network, x, tolerance=1e-11)
+
+
+def test_the_papers_networks_are_not_and_their_names_say_so():
+    network = small_named("paper_resnet8_p4").double().eval()
+    assert network.config["pool"] is None
+    assert not network.config["exact"]
+    x = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    assert equivariance_error(network, x, 1, output_kind="invariant") > 1e-3
+
+
+@pytest.mark.parametrize(("depth", "blocks"), [(18, 8), (34, 16), (50, 16), (101, 33), (152, 50)])
+def test_imagenet_depths_are_those_that_everybody_means(depth, blocks):
+    with torch.device("meta"):
+        network = create_model(f"resnet{depth}_p4")
+    assert type(network) is ImageNetResNet
+    assert network.image_size == 224
+    stages = [network.layer1, network.layer2, network.layer3, network.layer4]
+    assert sum(len(stage) for stage in stages) == blocks
+    spatial = [m for m in network.modules() if isinstance(m, LiftConv2d | GroupConv2d)]
+    shortcuts = [m for name, m in network.named_modules() if name.endswith("downsample.0")]
+    assert len(spatial) - len(shortcuts) + 1 == depth
+    assert (network.conv1.basis.size, network.conv1.stride) == (7, 2)
+    count = sum(p.numel() for p in network.parameters())
+    with torch.device("meta"):
+        plain = sum(p.numel() for p in create_model(f"resnet{depth}").parameters())
+    assert abs(count - plain) < 0.1 * plain
+
+
+def test_an_ordinary_imagenet_resnet_halves_five_times():
+    network = create_model("resnet18", fields=(2, 2, 3, 4), num_classes=0)
+    assert network.forward_features(torch.randn(1, 3, 224, 224)).shape == (1, 4, 7, 7)
+    assert network(torch.randn(1, 3, 64, 64)).shape == (1, 4)
+
+
+def test_an_imagenet_depth_that_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match=r"expected a depth of \[18, 34.*got 20"):
+        ImageNetResNet("p4", depth=20)
+    with pytest.raises(ValueError, match="four stages"):
+        ImageNetResNet("p4", fields=(1, 2))
+
+
+def test_weights_of_the_papers_network_do_not_fit_and_it_is_said_which_do():
+    state = small_named("paper_resnet8_p4").state_dict()
+    with pytest.raises(ValueError, match=r"reads all orientations.*paper_resnet"):
+        small_named("resnet8_p4").load_state_dict(state)
+    small_named("resnet8_p4", pool=None, exact=False).load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["resnet18_p4", "cifar_resnet8_p4"])
+def test_features_only_returns_the_maps_of_the_stages(name):
+    backbone = small_named(name, features_only=True).double().eval()
+    size = 160 if "18" in name else 32
+    x = torch.randn(1, 3, size, size, dtype=torch.float64)
+    info, maps = backbone.feature_info, backbone(x)
+    assert [m.shape[1] for m in maps] == info.channels()
+    assert [size // m.shape[2] for m in maps] == info.reduction()
+    modules = dict(backbone.network.named_modules())
+    assert set(info.module_name()) <= set(modules)
+    assert "classifier.weight" not in backbone.network.state_dict()
+    for turned, straight in zip(backbone(transform(x, "p4", 1)), maps, strict=True):
+        torch.testing.assert_close(turned, transform(straight, "p4", 1))
+    last = small_named(name, features_only=True, out_indices=(-1,))
+    assert last.feature_info.channels() == info.channels()[-1:]
+    assert len(last(x.float())) == 1
+    every = small_named(name, features_only=True, pool=None)
+    assert every(x.float())[0].shape[1] == 4 * info.channels()[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("convnet6_p4", {"features_only": True}, "network with stages"),
+        ("resnet8_p4", {"features_only": True, "out_indices": (3,)}, "from -3 to 2"),
+        ("resnet8_p4", {"out_indices": (1,)}, "together with features_only"),
+        ("resnet8_p4", {"drop_rate": 1.0}, "drop_rate as a number"),
+    ],
+)
+def test_options_that_mean_nothing_are_errors(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        create_model(name, **options)
+
+
+@pytest.mark.parametrize("name", ["resnet18_p4", "resnet8_p4"])
+def test_drop_rate_drops_features_before_the_classifier(name):
+    network = small_named(name, drop_rate=0.5)
+    x = torch.randn(2, network.classifier.in_features, 2, 2).repeat_interleave(4, 1)
+    network.eval()
+    assert torch.equal(network.forward_head(x), network.forward_head(x))
+    network.train()
+    assert not torch.equal(network.forward_head(x), network.forward_head(x))
+    assert network.config["drop_rate"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["resnet18_p4", "resnet8_p4", "convnet6_p4"])
+@pytest.mark.parametrize("coarse", [False, True])
+def test_every_parameter_is_matched_by_a_part_or_is_the_heads(name, coarse):
+    network = create_model(name)
+    matcher = network.group_matcher(coarse)
+    blocks = matcher["blocks"]
+    patterns = [blocks] if isinstance(blocks, str) else [pattern for pattern, _ in blocks]
+    left = [
+        key
+        for key, _ in network.named_parameters()
+        if not any(re.search(pattern, key) for pattern in [matcher["stem"], *patterns])
+    ]
+    assert {key.partition(".")[0] for key in left} == {"classifier"}

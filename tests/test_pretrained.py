@@ -52,6 +52,7 @@ def change(folder, **changes):
         lambda: small(fields=tuple(np.array([1, 2, 2])), num_classes=np.int64(4)),
         lambda: ConvNet("p8", fields=(1, 2), dropout=0.0, pooled_after=(1,), image_size=20),
         lambda: create_model("convnet6_p6m", fields=(1,) * 6),
+        lambda: create_model("cifar_resnet8_p4", fields=(1, 1, 2), drop_rate=0.1),
         lambda: create_model("convnet7_p8", fields=(1,) * 7),
     ],
 )
@@ -96,6 +97,7 @@ def test_every_named_model_says_how_it_is_made(name):
         n: p.shape for n, p in model.named_parameters()
     }
     assert set(model.config) == set(type(model).__init__.__annotations__) - {"return"}
+    assert model.config["drop_rate" if "resnet" in name else "dropout"] >= 0
 
 
 def test_a_file_says_what_it_is(tmp_path):

@@ -123,7 +123,7 @@ LAST = {"phase": "select", "epoch": 2, "loss": 0.1, "validation_error": 1.5}
         {"parts": {}},
         {"shared": 0},
         {"shared": True},
-        {"format": 3},
+        {"format": 4},
     ],
 )
 def test_wrong_values_are_refused(changes: dict[str, object]) -> None:
@@ -171,7 +171,7 @@ def test_a_record_of_the_first_format_means_what_it_did(tmp_path: Path) -> None:
     path.write_text(json.dumps(told))
     assert records.load(path) == known
     assert json.loads(path.read_text()) == told  # reading changes no file
-    told["format"] = 2
+    told["format"] = 3
     path.write_text(json.dumps(told))
     with pytest.raises(RecordError, match=r"missing \['step'\], unknown \['engine'\]"):
         records.load(path)
@@ -304,3 +304,23 @@ def test_the_source_hash_and_versions_say_what_ran() -> None:
     assert {"python", "econv", "torch", "numpy", "cuda", "cudnn", "system"} == set(
         records.versions()
     )
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("resnet26_p8", "paper_resnet26_p8"),
+        ("wide_resnet26", "paper_wide_resnet26"),
+        ("convnet6_p8", "convnet6_p8"),
+        ("paper_resnet26", "paper_resnet26"),
+    ],
+)
+def test_older_records_call_the_papers_resnets_by_their_present_names(
+    tmp_path: Path, number: int, old: str, new: str
+) -> None:
+    path = records.save(record(step="graph"), tmp_path)
+    told = json.loads(path.read_text())
+    told["format"], told["settings"] = number, told["settings"] | {"model": old}
+    path.write_text(json.dumps(told))
+    assert records.load(path).settings["model"] == new

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import econv
-from econv.models import MODELS
+from econv.models import MODELS, ImageNetResNet
 
 try:
     import timm
@@ -13,11 +13,16 @@ try:
 except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision for another torch
     pytest.skip(f"timm cannot be imported: {error}", allow_module_level=True)
 
-SMALL = {"resnet": {"fields": (1, 1, 1), "depth": 8}, "convnet": {"fields": (1, 1, 2)}}
+SMALL = {
+    "resnet": {"fields": (1, 1, 1), "depth": 8},
+    "imagenet": {"fields": (1, 1, 1, 1)},
+    "convnet": {"fields": (1, 1, 2)},
+}
 
 
 def small(name):
-    key = "convnet" if "convnet" in name else "resnet"
+    imagenet = MODELS[name][0] is ImageNetResNet
+    key = "convnet" if "convnet" in name else "imagenet" if imagenet else "resnet"
     options = dict(SMALL[key])
     if MODELS[name][1]["group"] is None and key == "resnet":
         options["stem"] = 1
@@ -50,14 +55,16 @@ def test_timms_words_for_arguments_are_understood():
     )
     found = {name: model.config[name] for name in ("in_channels", "image_size", "dropout")}
     assert found == {"in_channels": 2, "image_size": 20, "dropout": 0.3}
-    headless = timm.create_model("econv_resnet26_p8", num_classes=0, **small("resnet26_p8"))
+    headless = timm.create_model(
+        "econv_paper_resnet26_p8", num_classes=0, **small("paper_resnet26_p8")
+    )
     assert headless.eval()(images(headless)).shape == (2, headless.num_features)
 
 
 def test_timms_own_optimiser_groups_leave_norms_alone():
     from timm.optim import param_groups_weight_decay
 
-    model = timm.create_model("econv_resnet26_p8", **small("resnet26_p8"))
+    model = timm.create_model("econv_paper_resnet26_p8", **small("paper_resnet26_p8"))
     theirs = param_groups_weight_decay(model, 0.1, model.no_weight_decay())
     ours = econv.parameter_groups(model, 0.1)
     by_decay = {g["weight_decay"]: {id(p) for p in g["params"]} for g in theirs}
@@ -70,5 +77,27 @@ def test_timm_resolves_the_data():
 
 
 def test_weights_that_do_not_exist_are_not_promised():
-    with pytest.raises(ValueError, match=r"no weights of econv_resnet26_p8.*from_pretrained"):
-        timm.create_model("econv_resnet26_p8", pretrained=True)
+    with pytest.raises(ValueError, match=r"no weights of econv_paper_resnet26_p8.*from_pretrained"):
+        timm.create_model("econv_paper_resnet26_p8", pretrained=True)
+
+
+def test_features_dropout_and_groups_are_as_timm_has_them():
+    from timm.models import group_parameters
+    from timm.optim import create_optimizer_v2
+
+    small_one = {"fields": (1, 1, 2, 2)}
+    backbone = timm.create_model(
+        "econv_resnet18_p4", features_only=True, out_indices=(1, 4), **small_one
+    )
+    maps = backbone.eval()(torch.randn(1, 3, 160, 160))
+    assert [m.shape[1] for m in maps] == backbone.feature_info.channels() == [1, 2]
+    assert backbone.feature_info.reduction() == [4, 32]
+    model = timm.create_model("econv_resnet18_p4", drop_rate=0.2, **small_one)
+    assert model.head_drop.p == 0.2
+    groups = group_parameters(model, model.group_matcher())
+    assert len(groups) == 1 + 8 + 1  # the stem, the blocks, the head
+    assert sum(map(len, groups.values())) == len(list(model.parameters()))
+    optimizer = create_optimizer_v2(model, "adamw", lr=1e-3, layer_decay=0.5)
+    scales = {group["lr_scale"] for group in optimizer.param_groups}
+    assert max(scales) == 1.0
+    assert len(scales) == 10

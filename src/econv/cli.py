@@ -41,7 +41,9 @@ from econv.testing import smooth_field
 __all__ = ["main"]
 
 _COLUMNS = 8  # elements side by side in a table
+_COUNT = 4  # images
 _SIZE = 65  # pixels along each side of random fields
+_LARGE = 129  # and of those for networks that are made for photographs
 
 
 class BadInputError(Exception):
@@ -115,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         metavar="MODEL",
         help="package.module:name or file.py:name, a module or a function that makes one, or a "
-        "name that econv.create_model knows, such as resnet26_p8; without it, a small untrained "
+        "name that econv.create_model knows, such as resnet18_p8; without it, a small untrained "
         "network for a first look",
     )
     add(
@@ -141,13 +143,18 @@ def _parser() -> argparse.ArgumentParser:
         help="pictures, .npy or .npz files, or a folder, with or without a subfolder for each "
         "class; smooth random fields by default",
     )
-    add("--count", type=_positive, default=4, help="how many images (default: %(default)s)")
+    add(
+        "--count",
+        type=_positive,
+        help="how many images (default: 4; of random fields for a network given by name 2, or 1 "
+        "where these are large)",
+    )
     add(
         "--size",
         type=_positive,
         metavar="PIXELS",
-        help="side of random fields (default: 65, or what a network given by name is made for, if "
-        "that is less); images are cut to the square in their middle and resized to it",
+        help="side of random fields (default: 65; for a network given by name what it is made for, "
+        "but at most 129); images are cut to the square in their middle and resized to it",
     )
     add(
         "--channels",
@@ -344,15 +351,16 @@ def _load_model(text: str, channels: int | None) -> nn.Module:
     place, colon, name = text.rpartition(":")
     if not colon:
         try:
-            options = {} if channels is None else {"in_channels": channels}
-            return econv.create_model(text, **options)
+            options: dict[str, Any] = {} if channels is None else {"in_channels": channels}
+            made: nn.Module = econv.create_model(text, **options)
+            return made
         except ValueError as error:
             if not str(error).startswith("unknown model"):
                 raise
     if not place or not name:
         raise BadInputError(
             "expected MODEL as package.module:name or file.py:name, or a name that "
-            f"econv.create_model knows, such as resnet26_p8; got {text!r}"
+            f"econv.create_model knows, such as resnet18_p8; got {text!r}"
         )
     module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
     found: Any = module
@@ -486,12 +494,15 @@ def _images(
     reads = channels or next((found for found in of_layers if isinstance(found, int)), None)
     if args.images is not None:
         images = lab.load_images(
-            args.images, reads, square=quarter, limit=args.count, size=args.size
+            args.images, reads, square=quarter, limit=args.count or _COUNT, size=args.size
         )
     else:
         made_for = getattr(model, "image_size", None)
-        size = args.size or min(made_for if isinstance(made_for, int) else _SIZE, _SIZE)
-        images = smooth_field(size, reads or 1, args.smoothness, args.seed, args.count)
+        made_for = made_for if isinstance(made_for, int) else _SIZE
+        size = args.size or min(made_for, _SIZE if made_for <= _SIZE else _LARGE)
+        named = args.model is not None and ":" not in args.model
+        count = args.count or (_COUNT if not named else 2 if size <= _SIZE else 1)
+        images = smooth_field(size, reads or 1, args.smoothness, args.seed, count)
     weights = [p for p in model.parameters() if p.is_floating_point()]
     return images.to(weights[0]) if weights else images
 

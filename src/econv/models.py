@@ -1,13 +1,13 @@
-"""The paper's networks by name, and their non-equivariant twins.
+"""Networks by name: ResNets as everybody knows them, the paper's networks, and ordinary twins.
 
 This room knows architectures and nothing of how they are trained. Every network takes
-``group=None`` for its twin: the same layers as ordinary 3×3 convolutions and batch norms.
+``group=None`` for its twin: the same layers as ordinary convolutions and batch norms.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from econv.groups import Group, GroupLike
 from econv.layers import (
+    CentredMaxPool2d,
     ConvOptions,
     Downsample2d,
     GroupBatchNorm2d,
@@ -27,7 +28,15 @@ from econv.layers import (
 from econv.parameters import no_weight_decay
 from econv.pretrained import Pretrained
 
-__all__ = ["MODELS", "ConvNet", "ResNet", "create_model"]
+__all__ = [
+    "MODELS",
+    "ConvNet",
+    "FeatureInfo",
+    "Features",
+    "ImageNetResNet",
+    "ResNet",
+    "create_model",
+]
 
 
 class _Classifier(Pretrained):
@@ -51,6 +60,29 @@ class _Classifier(Pretrained):
 
     def _new_classifier(self, num_classes: int) -> nn.Module:
         """The last layer, for one class or more."""
+        raise NotImplementedError
+
+    def feature_maps(self, x: Tensor) -> Iterator[Tensor]:
+        """The last map of every stage, as group features: what :class:`Features` pools."""
+        raise NotImplementedError
+
+    def feature_info(self) -> list[dict[str, Any]]:
+        """Of each of these maps its fields, its reduction and the module that it comes from."""
+        raise ValueError(
+            f"expected a network with stages for features_only; {type(self).__name__} has none"
+        )
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """The parts of the network from first to last, as timm groups parameters by them.
+
+        Patterns of parameter names: those of the stem, and those of the blocks, of which each is a
+        part of its own; whole stages, where the network has some, if ``coarse``.
+        """
+        raise NotImplementedError
+
+    @property
+    def image_size(self) -> int:
+        """Pixels along each side of the images that the network is made for."""
         raise NotImplementedError
 
     @property
@@ -110,6 +142,7 @@ class ResNet(_Classifier):
             on every size, in place of stride 2.
         options: keywords of every PDO-eConv, such as ``{"stencils": "central"}``.
         stem: fields of the first layer; those of the first stage by default.
+        drop_rate: probability of dropping a feature before the classifier, 0 by default.
 
     >>> network = ResNet("p8", depth=8, fields=(4, 8, 16), pool="max")
     >>> network(torch.randn(2, 3, 32, 32)).shape
@@ -127,6 +160,7 @@ class ResNet(_Classifier):
         exact: bool = False,
         options: ConvOptions | None = None,
         stem: int | None = None,
+        drop_rate: float = 0.0,
     ) -> None:
         super().__init__()
         if not isinstance(depth, int) or depth < 8 or (depth - 2) % 6:
@@ -149,6 +183,7 @@ class ResNet(_Classifier):
             "exact": exact,
             "options": options,
             "stem": stem,
+            "drop_rate": _share("drop_rate", drop_rate),
         }
         width = fields[0] if stem is None else stem
         self.lift = kit.lift(in_channels, width)
@@ -162,22 +197,268 @@ class ResNet(_Classifier):
         self.norm = kit.norm(width)
         self.pool = kit.pool()
         self.num_features = width * kit.orientations
+        self.head_drop = nn.Dropout(drop_rate)
         self.reset_classifier(num_classes)
+        self.register_load_state_dict_pre_hook(_explain_classifier)
+
+    @property
+    def image_size(self) -> int:
+        """Pixels along each side of the images that the network is made for."""
+        return 32
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = self._through(self.blocks, len(self.blocks), self.lift(x))
         return torch.relu(self.norm(x))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        features: Tensor = self.pool(x).mean(dim=(2, 3))
-        scores: Tensor = features if pre_logits else self.classifier(features)
-        return scores
+        return _scores(self, x, pre_logits)
+
+    def feature_maps(self, x: Tensor) -> Iterator[Tensor]:
+        """The last map of every stage, as group features."""
+        x, count = self.lift(x), len(self.blocks) // 3
+        for number, block in enumerate(self.blocks, start=1):
+            x = block(x)
+            if number % count == 0:
+                yield torch.relu(self.norm(x)) if number == len(self.blocks) else x
+
+    def feature_info(self) -> list[dict[str, Any]]:
+        """Of each of these maps its fields, its reduction and the module that it comes from."""
+        count = len(self.blocks) // 3
+        modules = [f"blocks.{count - 1}", f"blocks.{2 * count - 1}", "norm"]
+        found = zip(self.config["fields"], (1, 2, 4), modules, strict=True)
+        return [{"fields": f, "reduction": r, "module": m} for f, r, m in found]
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """The stem, and each block; they belong to no stages that have names."""
+        return {"stem": r"^lift", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
     def _new_classifier(self, num_classes: int) -> nn.Module:
-        classifier = nn.Linear(self.num_features, num_classes)
-        nn.init.xavier_normal_(classifier.weight)
-        nn.init.zeros_(classifier.bias)
-        return classifier
+        return _linear(self.num_features, num_classes)
+
+
+# Blocks of each of the four stages, and whether they are bottlenecks.
+_IMAGENET: dict[int, tuple[tuple[int, ...], bool]] = {
+    18: ((2, 2, 2, 2), False),
+    34: ((3, 4, 6, 3), False),
+    50: ((3, 4, 6, 3), True),
+    101: ((3, 4, 23, 3), True),
+    152: ((3, 8, 36, 3), True),
+}
+
+
+class ImageNetResNet(_Classifier):
+    """The ResNet that everybody knows, for photographs of 224×224 pixels, with PDO-eConvs.
+
+    A 7×7 convolution of stride 2, a 3×3 max pooling of stride 2, four stages of basic (18 and 34
+    layers) or bottleneck blocks (50, 101 and 152, the stride in the 3×3 convolution), the mean over
+    the image and a linear classifier; the names of the modules are torchvision's but for the
+    ``classifier``. Images have at least 129 pixels along each side, so that the last maps have the
+    five that the default stencils span. ``[batch, in_channels, height, width]`` →
+    ``[batch, num_classes]``.
+
+    Args:
+        group: a group or its name; ``None`` for the ordinary ResNet.
+        depth: 18, 34, 50, 101 or 152.
+        fields: the number of fields of each stage, in bottlenecks before their fourfold width; by
+            default 64, 128, 256 and 512 over the root of the group's order, which keeps the number
+            of parameters near the ordinary network's.
+        in_channels: channels of the image.
+        num_classes: number of classes; 0 for no classifier: features come out.
+        pool: how orientations are pooled before the classifier, as :class:`~econv.GroupPool2d`
+            reduces them; ``None`` for a classifier on all of them.
+        exact: put strides symmetrically about the centre (``centred=True``), so that they commute
+            with quarter turns on every size.
+        options: keywords of every PDO-eConv but the 1×1 ones.
+        drop_rate: probability of dropping a feature before the classifier, 0 by default.
+
+    >>> network = ImageNetResNet("p4", depth=18, fields=(2, 2, 4, 4), num_classes=5, pool="max")
+    >>> network(torch.randn(1, 3, 129, 129)).shape
+    torch.Size([1, 5])
+    """
+
+    layer1: nn.Sequential
+    layer2: nn.Sequential
+    layer3: nn.Sequential
+    layer4: nn.Sequential
+
+    def __init__(
+        self,
+        group: GroupLike | None = "p8",
+        depth: int = 18,
+        fields: Sequence[int] | None = None,
+        in_channels: int = 3,
+        num_classes: int = 1000,
+        pool: str | None = None,
+        exact: bool = False,
+        options: ConvOptions | None = None,
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if depth not in _IMAGENET:
+            raise ValueError(f"expected a depth of {sorted(_IMAGENET)}; got {depth!r}")
+        kit = _Kit(group, pool, options, centred=exact)
+        if fields is None:
+            share = 1.0 if kit.group is None else kit.group.order**-0.5
+            fields = [max(1, round(channels * share)) for channels in (64, 128, 256, 512)]
+        if not isinstance(fields, Sequence) or len(fields) != 4:
+            raise ValueError(f"expected the fields of four stages; got {fields!r}")
+        _expect_whole("fields", fields)
+        _expect_whole("in_channels", in_channels)
+        _expect_truth(exact=exact)
+        self.group = kit.group
+        self.config = {
+            "group": kit.group,
+            "depth": depth,
+            "fields": list(fields),
+            "in_channels": in_channels,
+            "num_classes": num_classes,
+            "pool": pool,
+            "exact": exact,
+            "options": options,
+            "drop_rate": _share("drop_rate", drop_rate),
+        }
+        blocks, bottleneck = _IMAGENET[depth]
+        self.expansion = 4 if bottleneck else 1
+        self.conv1 = kit.lift(in_channels, fields[0], size=7, stride=2)
+        self.bn1 = kit.norm(fields[0])
+        centred = exact and kit.group is not None
+        self.maxpool = CentredMaxPool2d(3, 2, 1) if centred else nn.MaxPool2d(3, 2, 1)
+        width = fields[0]
+        for number, (count, inner) in enumerate(zip(blocks, fields, strict=True), start=1):
+            stage: list[nn.Module] = []
+            for place in range(count):
+                stride = 2 if number > 1 and place == 0 else 1
+                kind = _Bottleneck if bottleneck else _Basic
+                stage.append(kind(width, inner, kit, stride))
+                width = inner * self.expansion
+            setattr(self, f"layer{number}", nn.Sequential(*stage))
+        self.pool = kit.pool()
+        self.num_features = width * kit.orientations
+        self.head_drop = nn.Dropout(drop_rate)
+        self.reset_classifier(num_classes)
+        self.register_load_state_dict_pre_hook(_explain_classifier)
+
+    @property
+    def image_size(self) -> int:
+        """Pixels along each side of the images that the network is made for."""
+        return 224
+
+    def _stages(self) -> list[nn.Sequential]:
+        return [self.layer1, self.layer2, self.layer3, self.layer4]
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
+        for stage in self._stages():
+            x = self._through(stage, len(stage), x)
+        return x
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        return _scores(self, x, pre_logits)
+
+    def feature_maps(self, x: Tensor) -> Iterator[Tensor]:
+        """The map of the stem and the last of every stage, as group features."""
+        x = torch.relu(self.bn1(self.conv1(x)))
+        yield x
+        x = self.maxpool(x)
+        for stage in self._stages():
+            x = stage(x)
+            yield x
+
+    def feature_info(self) -> list[dict[str, Any]]:
+        """Of each of these maps its fields, its reduction and the module that it comes from."""
+        fields = self.config["fields"]
+        found = [{"fields": fields[0], "reduction": 2, "module": "bn1"}]
+        for number, count in enumerate(fields, start=1):
+            whole = count * self.expansion
+            found.append({"fields": whole, "reduction": 2 << number, "module": f"layer{number}"})
+        return found
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """The stem, and each block, or each stage if ``coarse``."""
+        return {
+            "stem": r"^conv1|bn1|maxpool",
+            "blocks": r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)",
+        }
+
+    def _new_classifier(self, num_classes: int) -> nn.Module:
+        return _linear(self.num_features, num_classes)
+
+
+class _Basic(nn.Module):
+    """Two 3×3 convolutions with norms, added to their input."""
+
+    def __init__(self, in_fields: int, fields: int, kit: _Kit, stride: int) -> None:
+        super().__init__()
+        self.conv1 = kit.conv(in_fields, fields, stride)
+        self.bn1 = kit.norm(fields)
+        self.conv2 = kit.conv(fields, fields)
+        self.bn2 = kit.norm(fields)
+        self.downsample = _shortcut(in_fields, fields, kit, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out = norm_relu_conv(self.bn1, self.conv2, self.conv1(x))
+        return torch.relu(self.bn2(out) + shortcut)
+
+
+class _Bottleneck(nn.Module):
+    """A 3×3 convolution between 1×1 ones that narrow and widen, added to its input."""
+
+    def __init__(self, in_fields: int, fields: int, kit: _Kit, stride: int) -> None:
+        super().__init__()
+        self.conv1 = kit.pointwise(in_fields, fields, 1)
+        self.bn1 = kit.norm(fields)
+        self.conv2 = kit.conv(fields, fields, stride)
+        self.bn2 = kit.norm(fields)
+        self.conv3 = kit.pointwise(fields, 4 * fields, 1)
+        self.bn3 = kit.norm(4 * fields)
+        self.downsample = _shortcut(in_fields, 4 * fields, kit, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out = norm_relu_conv(self.bn1, self.conv2, self.conv1(x))
+        out = norm_relu_conv(self.bn2, self.conv3, out)
+        return torch.relu(self.bn3(out) + shortcut)
+
+
+def _shortcut(in_fields: int, out_fields: int, kit: _Kit, stride: int) -> nn.Module | None:
+    if stride == 1 and in_fields == out_fields:
+        return None
+    return nn.Sequential(kit.pointwise(in_fields, out_fields, stride), kit.norm(out_fields))
+
+
+def _scores(network: ResNet | ImageNetResNet, x: Tensor, pre_logits: bool) -> Tensor:
+    features: Tensor = network.pool(x).mean(dim=(2, 3))
+    if pre_logits:
+        return features
+    scores: Tensor = network.classifier(network.head_drop(features))
+    return scores
+
+
+def _linear(features: int, num_classes: int) -> nn.Linear:
+    classifier = nn.Linear(features, num_classes)
+    nn.init.xavier_normal_(classifier.weight)
+    nn.init.zeros_(classifier.bias)
+    return classifier
+
+
+def _explain_classifier(
+    network: nn.Module, state: dict[str, Tensor], prefix: str, *_: object
+) -> None:
+    """Weights of a network whose classifier reads all orientations do not fit a pooled one."""
+    assert isinstance(network, ResNet | ImageNetResNet)
+    found, own = state.get(f"{prefix}classifier.weight"), network.classifier
+    if found is None or not isinstance(own, nn.Linear) or network.group is None:
+        return
+    pool = network.pool
+    every = network.num_features // pool.outputs if isinstance(pool, GroupPool2d) else 0
+    if found.ndim == 2 and found.shape[1] == every * network.group.order != own.in_features:
+        raise ValueError(
+            f"expected a classifier of {own.in_features} features, of which orientations are "
+            f"pooled (pool={network.config['pool']!r}); got one of {found.shape[1]}, which reads "
+            "all orientations, as the paper's networks do: make the network with pool=None and "
+            "exact=False, or by its name paper_resnet…"
+        )
 
 
 class ConvNet(_Classifier):
@@ -231,9 +512,7 @@ class ConvNet(_Classifier):
         _expect_whole("in_channels", in_channels)
         _expect_whole("image_size", image_size)
         _expect_truth(shrink=shrink)
-        share = isinstance(dropout, int | float) and not isinstance(dropout, bool)
-        if not share or not 0 <= dropout < 1:
-            raise ValueError(f"expected dropout as a number from 0 to below 1; got {dropout!r}")
+        _share("dropout", dropout)
         kit = _Kit(group, pool, options)
         self.group = kit.group
         self.config = {
@@ -279,6 +558,15 @@ class ConvNet(_Classifier):
         scores: Tensor = x if pre_logits else self.classifier(x)
         return scores.flatten(1)
 
+    @property
+    def image_size(self) -> int:
+        """Pixels along each side of the images that the network is made for."""
+        return int(self.config["image_size"])
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """The first layer, and each of the others."""
+        return {"stem": r"^layers\.0\.", "blocks": r"^layers\.(\d+)"}
+
     def _new_classifier(self, num_classes: int) -> nn.Module:
         whole = self.readout == "map"
         size = self.last_size if whole else 1
@@ -287,8 +575,12 @@ class ConvNet(_Classifier):
         return classifier
 
 
-# The rows of the paper's tables, by the names of their networks.
-MODELS: dict[str, tuple[type[ResNet | ConvNet], dict[str, Any]]] = {
+Network = ResNet | ConvNet | ImageNetResNet
+
+_INVARIANT: dict[str, Any] = {"pool": "max", "exact": True}
+
+# The rows of the paper's tables, and what else has a name of its own.
+MODELS: dict[str, tuple[type[Network], dict[str, Any]]] = {
     "convnet6": (ConvNet, {"group": None, "fields": (20,) * 6}),
     "convnet6_p4": (ConvNet, {"group": "p4", "fields": (10,) * 6}),
     "convnet6_p8": (ConvNet, {"group": "p8", "fields": (7,) * 6}),
@@ -303,55 +595,174 @@ MODELS: dict[str, tuple[type[ResNet | ConvNet], dict[str, Any]]] = {
             "pool": "max",
         },
     ),
-    "resnet26": (ResNet, {"group": None, "depth": 26, "fields": (16, 32, 64)}),
-    "resnet26_p6": (ResNet, {"group": "p6", "depth": 26, "fields": (6, 13, 26)}),
-    "resnet26_p6m": (ResNet, {"group": "p6m", "depth": 26, "fields": (6, 9, 18)}),
-    "resnet26_p8": (ResNet, {"group": "p8", "depth": 26, "fields": (20, 40, 80)}),
-    "resnet44": (ResNet, {"group": None, "depth": 44, "fields": (32, 64, 128)}),
-    "resnet44_p4m": (ResNet, {"group": "p4m", "depth": 44, "fields": (11, 23, 45)}),
-    "resnet44_p8": (ResNet, {"group": "p8", "depth": 44, "fields": (11, 23, 45)}),
-    "wide_resnet26": (
+    "paper_resnet26": (ResNet, {"group": None, "depth": 26, "fields": (16, 32, 64)}),
+    "paper_resnet26_p6": (ResNet, {"group": "p6", "depth": 26, "fields": (6, 13, 26)}),
+    "paper_resnet26_p6m": (ResNet, {"group": "p6m", "depth": 26, "fields": (6, 9, 18)}),
+    "paper_resnet26_p8": (ResNet, {"group": "p8", "depth": 26, "fields": (20, 40, 80)}),
+    "paper_resnet44": (ResNet, {"group": None, "depth": 44, "fields": (32, 64, 128)}),
+    "paper_resnet44_p4m": (ResNet, {"group": "p4m", "depth": 44, "fields": (11, 23, 45)}),
+    "paper_resnet44_p8": (ResNet, {"group": "p8", "depth": 44, "fields": (11, 23, 45)}),
+    "paper_wide_resnet26": (
         ResNet,
         {"group": None, "depth": 26, "fields": (160, 320, 640), "stem": 16},
     ),
+    **{
+        f"resnet{depth}{end}": (
+            ImageNetResNet,
+            {"group": group, "depth": depth, **(_INVARIANT if group else {})},
+        )
+        for depth in (18, 50)
+        for group, end in ((None, ""), ("p4", "_p4"), ("p8", "_p8"))
+    },
+}
+MODELS |= {
+    name.replace("paper_", "cifar_"): (kind, {**options, **_INVARIANT})
+    for name, (kind, options) in MODELS.items()
+    if name in ("paper_resnet26_p6", "paper_resnet26_p8", "paper_resnet44_p8")
 }
 
 
-def create_model(name: str, **options: Any) -> ResNet | ConvNet:
-    """Build a network by name, such as ``"resnet26_p8"``; options override its arguments.
+def create_model(
+    name: str,
+    *,
+    features_only: bool = False,
+    out_indices: Sequence[int] | None = None,
+    **options: Any,
+) -> Any:
+    """Build a network by name, such as ``"resnet18_p8"``; options override its arguments.
 
-    The names are those of :data:`MODELS`, and ``resnet<depth>_<group>`` and
-    ``convnet6_<group>`` for any other depth and group, with as many fields as keep the number of
-    parameters near the ordinary network's: its channels divided by the root of the group's order.
+    - ``resnet18_p8``, ``resnet50_p4m``, …: the ResNets of 18, 34, 50, 101 and 152 layers for
+      photographs (:class:`ImageNetResNet`).
+    - ``cifar_resnet26_p8``, ``cifar_resnet20_p4``, …: the thin ones of 6n + 2 layers for images of
+      32×32 (:class:`ResNet`). ``resnet26_p8`` means the same, where no other has that depth.
+    - ``paper_resnet26_p8``, ``paper_resnet44_p4m``, …: the same as in the paper's tables, with
+      strides and a classifier that reads all orientations.
+    - ``convnet6_p8``, ``convnet7_p8``: the paper's for MNIST-rot (:class:`ConvNet`).
 
-    >>> model = create_model("resnet26_p6", num_classes=100)
-    >>> create_model("resnet8_p4m").group
+    Any depth and any group has a name; without a group, as in ``resnet18``, it is the ordinary
+    network. All but the paper's pool orientations (``pool="max"``) and halve exactly, so that their
+    scores stay the same when the image makes a quarter turn. Where the paper has a row for a name,
+    its fields are taken; elsewhere as many as keep the number of parameters near the ordinary
+    network's: its channels divided by the root of the group's order.
+
+    Args:
+        name: of the network; :data:`MODELS` lists those with rows.
+        features_only: as timm has it: make a :class:`Features` of the network, which returns the
+            last map of every stage.
+        out_indices: which of these maps, all by default.
+        options: arguments of the network's class, such as ``num_classes`` or ``in_channels``.
+
+    >>> model = create_model("resnet18_p8", num_classes=100)
+    >>> create_model("cifar_resnet8_p4m").group
     Group('p4m')
     """
+    network = _named(name, options)
+    if not features_only:
+        if out_indices is not None:
+            raise ValueError("expected out_indices together with features_only=True")
+        return network
+    return Features(network, out_indices)
+
+
+def _named(name: str, options: dict[str, Any]) -> Network:
     if name in MODELS:
         kind, found = MODELS[name]
         return kind(**{**found, **options})
-    match = re.fullmatch(r"(resnet([0-9]+)|convnet6)(?:_(p[1-9][0-9]*m?))?", str(name))
-    if match is None:
+    pattern = r"(?:(paper|cifar)_)?(resnet([0-9]+)|convnet6)(?:_(p[1-9][0-9]*m?))?"
+    match = re.fullmatch(pattern, str(name))
+    if match is None or (match[1] and not match[3]):
         raise ValueError(
             f"unknown model {name!r}: expected one of {sorted(MODELS)}, or a name such as "
-            "'resnet20_p12' or 'convnet6_p6m'"
+            "'resnet34_p4m', 'cifar_resnet20_p12' or 'convnet6_p6m'"
         )
-    group = Group(match[3]) if match[3] else None
+    group = Group(match[4]) if match[4] else None
     share = 1.0 if group is None else group.order**-0.5
-    if match[2]:
-        fields = tuple(max(1, round(channels * share)) for channels in (16, 32, 64))
-        return ResNet(**{"group": group, "depth": int(match[2]), "fields": fields, **options})
-    return ConvNet(**{"group": group, "fields": (max(1, round(20 * share)),) * 6, **options})
+    if not match[3]:
+        return ConvNet(**{"group": group, "fields": (max(1, round(20 * share)),) * 6, **options})
+    depth = int(match[3])
+    invariant = _INVARIANT if group is not None and match[1] != "paper" else {}
+    if match[1] is None and depth in _IMAGENET:
+        return ImageNetResNet(**{"group": group, "depth": depth, **invariant, **options})
+    row = f"paper_{match[2]}" + (f"_{match[4]}" if match[4] else "")
+    if row in MODELS:
+        return ResNet(**{**MODELS[row][1], **invariant, **options})
+    fields = tuple(max(1, round(channels * share)) for channels in (16, 32, 64))
+    return ResNet(**{"group": group, "depth": depth, "fields": fields, **invariant, **options})
+
+
+class FeatureInfo:
+    """What the maps of :class:`Features` are, in timm's words."""
+
+    def __init__(self, info: Sequence[dict[str, Any]], out_indices: Sequence[int]) -> None:
+        self.info = list(info)
+        self.out_indices = tuple(out_indices)
+
+    def channels(self) -> list[int]:
+        """Of each map its channels."""
+        return [self.info[i]["num_chs"] for i in self.out_indices]
+
+    def reduction(self) -> list[int]:
+        """Of each map how many pixels of the image one of its own stands for."""
+        return [self.info[i]["reduction"] for i in self.out_indices]
+
+    def module_name(self) -> list[str]:
+        """Of each map the module that it comes from."""
+        return [self.info[i]["module"] for i in self.out_indices]
+
+    def get_dicts(self) -> list[dict[str, Any]]:
+        """All of that, a dictionary for each map."""
+        return [{**self.info[i], "index": i} for i in self.out_indices]
+
+
+class Features(nn.Module):
+    """The last map of every stage of a network, as ordinary images that turn with the input.
+
+    Orientations are pooled as the network pools them before its classifier, so that any decoder can
+    read the maps; those of a network with ``pool=None`` keep them: group features. ``feature_info``
+    has the channels and reductions, as timm's networks have it.
+
+    >>> backbone = create_model("resnet18_p4", features_only=True, fields=(2, 2, 4, 4))
+    >>> [tuple(x.shape) for x in backbone(torch.randn(1, 3, 160, 160))][-2:]
+    [(1, 4, 10, 10), (1, 4, 5, 5)]
+    >>> backbone.feature_info.channels(), backbone.feature_info.reduction()
+    ([2, 2, 2, 4, 4], [2, 4, 8, 16, 32])
+    """
+
+    def __init__(self, network: Network, out_indices: Sequence[int] | None = None) -> None:
+        super().__init__()
+        info = network.feature_info()
+        each = network.num_features // info[-1]["fields"]
+        for entry in info:
+            entry["num_chs"] = entry.pop("fields") * each
+        chosen = range(len(info)) if out_indices is None else out_indices
+        whole = isinstance(chosen, Sequence) and all(isinstance(i, int) for i in chosen)
+        if not whole or not chosen or not all(-len(info) <= i < len(info) for i in chosen):
+            raise ValueError(
+                f"expected out_indices from {-len(info)} to {len(info) - 1}; got {out_indices!r}"
+            )
+        network.reset_classifier(0)
+        self.network = network
+        self.group = network.group
+        self.feature_info = FeatureInfo(info, [i % len(info) for i in chosen])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """The maps of ``[batch, in_channels, height, width]``, in the order of the indices."""
+        maps = list(self.network.feature_maps(x))
+        return [self.network.pool(maps[i]) for i in self.feature_info.out_indices]
 
 
 class _Kit:
     """The parts of a network: of a group, or ordinary ones."""
 
     def __init__(
-        self, group: GroupLike | None, pool: str | None, options: ConvOptions | None
+        self,
+        group: GroupLike | None,
+        pool: str | None,
+        options: ConvOptions | None,
+        centred: bool = False,
     ) -> None:
         self.group = None if group is None else Group(group)
+        self.centred = centred
         self.reduce = pool
         self.options: ConvOptions = options or {}
         if {"device", "dtype"} & set(self.options):
@@ -372,24 +783,40 @@ class _Kit:
             return pool.outputs
         return 1 if self.group is None else self.group.order
 
-    def lift(self, in_channels: int, fields: int, shrink: bool = False) -> nn.Module:
+    def lift(
+        self,
+        in_channels: int,
+        fields: int,
+        shrink: bool = False,
+        size: int | None = None,
+        stride: int = 1,
+    ) -> nn.Module:
         if self.group is None:
-            return _plain_conv(in_channels, fields, shrink=shrink)
-        return _shrunk(LiftConv2d(in_channels, fields, self.group, **self.options), shrink)
+            return _plain_conv(in_channels, fields, size or 3, stride, shrink)
+        options = self._strided(stride)
+        if size is not None:
+            options["size"] = size
+        return _shrunk(LiftConv2d(in_channels, fields, self.group, **options), shrink)
+
+    def _strided(self, stride: int) -> ConvOptions:
+        options: ConvOptions = {**self.options, "stride": stride}
+        if self.centred and stride > 1:
+            options["centred"] = True
+        return options
 
     def conv(
         self, in_fields: int, out_fields: int, stride: int = 1, shrink: bool = False
     ) -> nn.Module:
         if self.group is None:
             return _plain_conv(in_fields, out_fields, stride=stride, shrink=shrink)
-        options: ConvOptions = {**self.options, "stride": stride}
+        options = self._strided(stride)
         return _shrunk(GroupConv2d(in_fields, out_fields, self.group, **options), shrink)
 
     def pointwise(self, in_fields: int, out_fields: int, stride: int) -> nn.Module:
         if self.group is None:
             return _plain_conv(in_fields, out_fields, size=1, stride=stride)
         # 1×1: the paper's shortcuts are group convolutions with operators of order 0.
-        options: ConvOptions = {**self.options, "stride": stride}
+        options = self._strided(stride)
         options["operators"], options["size"] = "order<=0", 1
         return GroupConv2d(in_fields, out_fields, self.group, **options)
 
@@ -438,6 +865,14 @@ def _expect_whole(name: str, given: Any) -> None:
     if not fits:
         what = "whole numbers" if many else "a whole number"
         raise ValueError(f"expected {name}: {what} of at least 1; got {given!r}")
+
+
+def _share(name: str, given: Any) -> float:
+    """A probability below 1."""
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not number or not 0 <= given < 1:
+        raise ValueError(f"expected {name} as a number from 0 to below 1; got {given!r}")
+    return float(given)
 
 
 def _expect_truth(**values: Any) -> None:

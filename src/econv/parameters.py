@@ -46,7 +46,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         weight_decay: the decay of the first group.
 
     >>> import torch, econv
-    >>> model = econv.create_model("resnet26_p8")
+    >>> model = econv.create_model("cifar_resnet26_p8")
     >>> optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.05), lr=1e-3)
     >>> [group["weight_decay"] for group in optimizer.param_groups]
     [0.05, 0.0]

@@ -353,7 +353,7 @@ def _cifar_rows() -> list[Recipe]:
                 "table": 3,
                 "row": f"{row}, CIFAR-{classes}",
                 "dataset": dataset,
-                "model": model,
+                "model": f"paper_{model}",
                 "paper_error": values[column],
                 "paper_parameters": values[4],
             }

@@ -36,8 +36,8 @@ __all__ = [
     "versions",
 ]
 
-FORMAT = 2
-"""In format 1 ``step`` had the name ``engine``."""
+FORMAT = 3
+"""In format 1 ``step`` had the name ``engine``, until format 2 the paper's ResNets no prefix."""
 
 
 class RecordError(ValueError):
@@ -231,9 +231,15 @@ def parse(content: bytes, path: Path) -> Record:
 
 def _current(told: Any) -> Any:
     """What a file of an older format says, in the present one."""
-    if not isinstance(told, dict) or told.get("format") != 1:
+    if not isinstance(told, dict) or told.get("format") not in (1, 2):
         return told
-    found = renamed(told) | {"format": FORMAT}
+    found = (renamed(told) if told["format"] == 1 else dict(told)) | {"format": FORMAT}
+    settings = found.get("settings")
+    if isinstance(settings, dict) and isinstance(settings.get("model"), str):
+        name = re.sub(r"^(?=(wide_)?resnet)", "paper_", settings["model"])
+        found["settings"] = settings | {"model": name}
+    if told["format"] == 2:
+        return found
     if isinstance(found.get("parts"), list):
         found["parts"] = [renamed(part) for part in found["parts"]]
     return found

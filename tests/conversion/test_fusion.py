@@ -262,6 +262,60 @@ def test_relus(name, second_form):
     assert given is (torch.relu_ if "in place" in name or "by name" in name else relu or given)
 
 
+class AcrossParts(nn.Module):
+    """Norm and ReLU end one part, the convolution begins the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Conv2d(3, 8, 3, padding=1)
+        self.stages = nn.Sequential(*(self.stage() for _ in range(3)))
+        self.fc = nn.Linear(8, 4)
+
+    @staticmethod
+    def stage():
+        return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+
+    def forward(self, x):
+        return self.fc(self.stages(self.lift(x)).mean((2, 3)))
+
+
+def test_chains_across_parts_run_in_one_go_while_nobody_watches_the_parts(second_form):
+    network, x = converted(AcrossParts()).eval(), images()
+    wanted = plain(network, x)
+    second_form.clear()
+    assert torch.equal(network(x), wanted)
+    assert len(second_form) == 2
+    for kind in KINDS:
+        seen = []
+        part = network.stages[1]
+        handle = getattr(part, f"register_{kind}_hook")(lambda *given, s=seen: s.append(given[0]))
+        second_form.clear()
+        found = network(x)
+        found.sum().backward()
+        assert torch.equal(found, wanted)
+        assert seen == [part]
+        assert not second_form
+        handle.remove()
+    network(x)
+    assert len(second_form) == 2  # of this call
+
+
+def test_parts_that_are_edited_count_in_both_forms(second_form):
+    network, x = converted(AcrossParts()).eval(), images()
+    network(x)
+    for edit in (
+        lambda: network.stages.append(copy.deepcopy(network.stages[0])),
+        lambda: network.stages[3].insert(1, nn.Tanh()),
+        lambda: network.set_submodule("stages.1", nn.Identity()),
+        lambda: network.set_submodule("stages", nn.Sequential(network.stages[0], nn.ReLU())),
+    ):
+        before = network(x)
+        edit()
+        found = network(x)
+        assert not torch.equal(found, before)
+        assert torch.equal(found, plain(network, x))
+
+
 def test_what_is_written_in_place_comes_after_the_norm_as_before(second_form):
     def between(s, y):
         normed = s.norm(y)

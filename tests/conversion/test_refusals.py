@@ -128,7 +128,7 @@ ARCHITECTURAL = {
     "a vision transformer": (VisionTransformer, "patches have a fixed frame", "ConvNeXt"),
     "a Swin transformer": (Swin, "windows and patches have a fixed frame", "ConvNeXt"),
     "an MLP-Mixer": (Mixer, "mixes them in a fixed order", "ConvNeXt"),
-    "a detector": (Detector, "boxes have sides along the axes", "convert(model.backbone, …)"),
+    "a detector": (Detector, "boxes have sides along the axes", "econv.convert_detector(model, …)"),
     "a network of sequences": (Sequences, "no image to turn", ""),
     "a recurrent network": (Recurrent, "one after another", "convert(model.backbone, …)"),
     "a network of volumes": (

@@ -8,6 +8,7 @@ for all of it.
 """
 
 from econv.conversion.convert import MATCHES, convert
+from econv.conversion.detection import convert_detector
 from econv.conversion.fit import fit_filter
 from econv.conversion.network import ConvertedNetwork
 from econv.conversion.report import Cost, Line, Report
@@ -21,5 +22,6 @@ __all__ = [
     "Line",
     "Report",
     "convert",
+    "convert_detector",
     "fit_filter",
 ]

@@ -83,6 +83,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "a detector",
         "its boxes have sides along the axes of the image, which a rotation exchanges",
         _is_detector,
+        "econv.convert_detector(model, …) converts its backbone and lets its heads follow quarter "
+        "turns",
     ),
     Architecture(
         "a Swin transformer",
