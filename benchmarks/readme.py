@@ -432,8 +432,7 @@ def learning_rates(found: dict[str, Any]) -> str:
         table(
             ["network", *(f"{task}, {words[optimizer]}" for task, optimizer in columns)],
             [
-                [name]
-                + [_best(rows, network=name, task=task, optimizer=o) for task, o in columns]
+                [name] + [_best(rows, network=name, task=task, optimizer=o) for task, o in columns]
                 for name in names
             ],
         )
