@@ -454,3 +454,16 @@ def test_a_size_that_cannot_hold_the_operators_is_refused(size):
 def test_bad_parts_are_refused_with_what_was_expected(arguments, said):
     with pytest.raises(ValueError, match=said):
         filter_basis(**{"group": "p8", **arguments})
+
+
+@pytest.mark.parametrize("operators", ["paper", "order<=2", ((0, 0), (2, 0), (0, 2))])
+def test_pixels_are_turned_into_coordinates_of_the_same_filter(operators):
+    basis = filter_basis("p8", operators)
+    pixels = filter_basis("p8", operators, coordinates="pixels")
+    turn = basis.from_pixels
+    np.testing.assert_allclose(turn @ turn.T, np.eye(len(turn)), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(pixels.from_pixels, np.eye(len(turn)), rtol=0, atol=1e-12)
+    given = np.random.default_rng(0).normal(size=len(turn))
+    ours = np.tensordot(basis.synthesis, given @ turn, axes=([1], [0]))
+    theirs = np.tensordot(pixels.synthesis, given, axes=([1], [0]))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)

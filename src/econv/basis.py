@@ -127,6 +127,12 @@ class FilterBasis:
         return frozen(np.linalg.inv((triangular * signs[:, None]).T))
 
     @cached_property
+    def from_pixels(self) -> FloatArray:
+        """The orthogonal matrix from weights in pixels to weights in these coordinates."""
+        pixels = dataclasses.replace(self, coordinates="pixels")
+        return frozen(pixels.canonical @ np.linalg.inv(self.canonical))
+
+    @cached_property
     def synthesis(self) -> FloatArray:
         """The filters of each coordinate of the weight: ``[order, operators, size, size]``.
 

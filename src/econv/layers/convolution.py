@@ -228,6 +228,10 @@ class PDOConv2d(WithConstants):
         """Draw the weight anew, as ``init`` says, and set the bias to zero."""
         deviation = self.basis.standard_deviation(self._fan_in(), self.init)
         nn.init.normal_(self.weight, std=deviation * self._output_scale())
+        # What is drawn are pixels, so that a seed gives the filters that it always gave.
+        matrix = torch.from_numpy(self.basis.from_pixels)
+        with torch.no_grad():
+            self.weight.copy_(self.weight @ matrix.to(self.weight.device, self.weight.dtype))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
