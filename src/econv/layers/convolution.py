@@ -93,7 +93,12 @@ class PDOConv2d(WithConstants):
         engine: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            given = next(iter(unknown))
+            meant = ": size is the side of the filters" if given == "kernel_size" else ""
+            raise TypeError(f"{type(self).__name__} takes no argument {given!r}{meant}")
         super().__init__()
         self.group = Group(group)
         self.spacing = read_spacing(spacing)
