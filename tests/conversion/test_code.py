@@ -122,6 +122,15 @@ CODE = {name: (function, 8) for name, function in POOLINGS.items()}
 CODE |= {name: (function, 16) for name, function in WIDE.items()}
 
 
+def of_a_dtype(self, x):
+    return (x if x.dtype in (torch.float32, torch.float64) else x.float()).mean((2, 3))
+
+
+def test_a_question_about_the_dtype_is_not_noted():
+    network = check(Pooled(of_a_dtype))
+    assert not [note for note in network.report.notes if "dtype" in note]
+
+
 def check(source, size=12):
     """Exact, also on other sizes; and with a field for every channel of p1 the source itself."""
     source, x = source.double().eval(), images(size)
