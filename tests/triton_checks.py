@@ -191,7 +191,7 @@ def test_what_is_no_number_reaches_its_neighbours_and_no_other_image(value):
 def largest(x, affine=None):
     """The largest magnitude in ``x``, and from `OVERALL` on that of each of its images."""
     found = torch.zeros(OVERALL + len(x), device=x.device)
-    triton_engine.largest(x, found, affine)
+    triton_launches.largest(x, found, affine)
     return found
 
 
@@ -654,7 +654,7 @@ def test_the_operators_pass_the_checks_of_torch(activated, layout):
     plan, x, g, _, geometry = operands()
     x, weight = x.to(memory_format=layout), learned(plan)
     affine = torch.randn(3, 2, device=DEVICE) if activated else None
-    known = Triton()._know(Task(plan, geometry), x, weight, affine)
+    known = Triton()._known(Task(plan, geometry), x, weight, affine)[0]
     rest = (TRITON, plan.name, list(geometry), True)
     for wanted in ((True, True), (True, False), (False, True)):
         inputs = (g, x, weight, affine, known, *rest, *wanted)
@@ -972,7 +972,7 @@ def test_buffers_of_an_activated_layer_are_filled_before_they_are_read(monkeypat
     monkeypatch.setattr(triton_launches, "_empty", poisoned)
     for ours, theirs in zip(step(pair, x, probe), wanted, strict=True):
         assert torch.equal(ours, theirs)
-    assert len(shapes) == 12  # four more for the gradients of norm and ReLU
+    assert len(shapes) == 14  # four more for the gradients of norm and ReLU, two for statistics
 
 
 def test_activated_views_with_gaps_are_read_as_they_lie():

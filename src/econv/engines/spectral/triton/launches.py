@@ -373,29 +373,27 @@ def _producers(chosen: Tiles) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def largest_launch(x: Like, fields: int = 0) -> Launch | None:
-    """How the largest numbers are found; nothing where images lie in neither layout of torch.
-
-    It takes the images, what activates so many fields (any tensor if there are none), and zeros.
-    """
-    return _by_rows(kernels.largest, x, fields, OVERALL=OVERALL, ACTIVATED=fields > 0)
-
-
-def _by_rows(kernel: Any, x: Like, fields: int, *numbers: int, **constants: Any) -> Launch | None:
+def _by_rows(
+    kernel: Any, x: Like, fields: int, *numbers: int, whole: bool = True, **constants: Any
+) -> Launch | None:
     """A kernel that goes through images field by field; without fields, number by number.
 
-    Nothing where images lie in neither of torch's two layouts.
+    Nothing where images lie in neither of torch's two layouts, or are to be ``whole``, one after
+    the other and some, and are not.
     """
     images, channels, height, width = x.shape
     pixels = height * width
+    each = channels * pixels
+    if whole and (not images * each or (images > 1 and x.strides[0] != each)):
+        return None
     layouts = {pixels: (1, width * channels, channels), 1: (pixels, width, 1)}
     for rows, strides in layouts.items():
         axes = zip(x.shape[1:], x.strides[1:], strides, strict=True)
         if any(length > 1 and have != wanted for length, have, wanted in axes):
             continue
         if not fields:
-            rows, fields = channels * pixels, 1
-        inner = channels * pixels // (fields * rows)
+            rows, fields = each, 1
+        inner = each // (fields * rows)
         block = 2048  # numbers at a time
         inners = min(block, power_of_two(inner))
         several = 1 if rows == 1 else min(FIELDS, power_of_two(fields))
@@ -409,48 +407,48 @@ def _by_rows(kernel: Any, x: Like, fields: int, *numbers: int, **constants: Any)
     return None
 
 
-class _OfFields(NamedTuple):
-    """The launches around norms: see the kernels of these names."""
-
-    moments: Launch
-    activate: Launch
-    activation_backward: Launch
-    to_affine: Launch
-    statistics_backward: Launch
-    programs: int
-    """That leave sums."""
-
-
 @lru_cache(maxsize=1024)
-def _of_fields(x: Like, fields: int) -> _OfFields | None:
-    """Nothing where images do not lie one after the other in one of torch's two layouts."""
-    each, images = math.prod(x.shape[1:]), x.shape[0]
-    moments = _by_rows(kernels.moments, x, fields)
-    if moments is None or not each * images or (images > 1 and x.strides[0] != each):
-        return None
-    programs = math.prod(moments.grid[::2])
-    found: tuple[Any, ...] = (
-        _by_rows(kernels.activate, x, fields),
-        _by_rows(kernels.activation_backward, x, fields),
-        _adding(kernels.to_affine, programs, fields),
-        _by_rows(kernels.statistics_backward, x, fields, images * each // fields),
-    )
-    return _OfFields._make((moments, *found, programs))
-
-
-def _adding(kernel: Any, programs: int, fields: int, *numbers: float, **options: Any) -> Launch:
-    """A kernel that adds up the sums of programs."""
+def _adding(
+    kernel: Any, sums: torch.Size, numbers: tuple[float, ...] = (), dtypes: Any = (), **options: Any
+) -> Launch:
+    """A kernel that adds up the sums of programs. ``dtypes`` of others tell launches apart."""
+    programs, _, fields = sums
     options |= {"BF": FIELDS, "BLOCK": min(512, power_of_two(programs)), "num_warps": 4}
     return Launch(kernel, (units(fields, FIELDS),), (programs, fields, *numbers), **options)
 
 
+def _sums(launch: Launch, fields: int, device: torch.device) -> Tensor:
+    """Memory for two sums of each field, from every program of a launch."""
+    return _empty((math.prod(launch.grid[::2]), 2, fields), torch.float32, device)
+
+
+def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
+    """Add the largest magnitude in ``x``, and from `OVERALL` on that of each image, to zeros.
+
+    With ``affine``, of ``x`` when it is activated.
+    """
+    if not x.numel():
+        return
+    fields = 0 if affine is None else affine.shape[1]
+    constants = {"OVERALL": OVERALL, "ACTIVATED": fields > 0}
+    launch = _by_rows(kernels.largest, Like.of(x), fields, whole=False, **constants)
+    if launch is not None:
+        launch(x, x if affine is None else affine.contiguous(), found.view(torch.int32))
+        return
+    x = x if affine is None else Prologue(affine).apply(x.float())
+    rest = tuple(range(1, x.dim()))
+    each = torch.linalg.vector_norm(x, math.inf, dim=rest, dtype=torch.float32)
+    found[OVERALL : OVERALL + len(x)] = each
+    found[:OVERALL] = each.amax()
+
+
 def activated(x: Tensor, affine: Tensor) -> Tensor:
     """max(0, (x − centre)·scale + shift) of each field."""
-    launches = _of_fields(Like.of(x), affine.shape[1])
-    if launches is None:
+    launch = _by_rows(kernels.activate, Like.of(x), affine.shape[1])
+    if launch is None:
         return Prologue(affine).apply(x)
     out = _like(x)
-    launches.activate(x, affine.contiguous(), out)
+    launch(x, affine.contiguous(), out)
     return out
 
 
@@ -461,42 +459,26 @@ def _like(x: Tensor) -> Tensor:
 def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients to ``x`` and ``affine`` from that to max(0, (x − centre)·scale + shift)."""
     fields = affine.shape[1]
-    launches = _of_fields(Like.of(x), fields)
-    if launches is None:
+    launch = _by_rows(kernels.activation_backward, Like.of(x), fields)
+    if launch is None:
         return through(affine, x, g.to(x.dtype))
     g, affine = g.contiguous(memory_format=memory_format(x)), affine.contiguous()
     to_x, found = _like(x), _empty((3, fields), torch.float32, x.device)
-    sums = _empty((launches.programs, 2, fields), torch.float32, x.device)
-    jobs = [(launches.activation_backward, (g, x, affine, to_x, sums))]
-    launch_all([*jobs, (launches.to_affine, (sums, affine, found))])
+    sums = _sums(launch, fields, x.device)
+    adding = _adding(kernels.to_affine, sums.shape)
+    launch_all([(launch, (g, x, affine, to_x, sums)), (adding, (sums, affine, found))])
     return to_x, found
 
 
 def statistics_backward(x: Tensor, g: Tensor, numbers: Tensor, to_affine: Tensor) -> Tensor:
     """The gradient to ``x``: its own part g, and what comes through `field_statistics`."""
-    launches = _of_fields(Like.of(x), numbers.shape[1])
-    assert launches is not None
+    fields = numbers.shape[1]
+    launch = _by_rows(kernels.statistics_backward, Like.of(x), fields, x.numel() // fields)
+    assert launch is not None
     with torch.cuda.device_of(x):
         out, g = _like(x), g.contiguous(memory_format=memory_format(x))
-        launches.statistics_backward(g, x, numbers, to_affine.contiguous(), out)
+        launch(g, x, numbers, to_affine.contiguous(), out)
     return out
-
-
-@lru_cache(maxsize=1024)
-def _statistics(
-    x: Like, fields: int, dtypes: tuple[torch.dtype | None, ...], share: float, eps: float
-) -> tuple[Launch, Launch, int]:
-    """What finds the numbers of a norm: from images to sums of so many programs, and from these.
-
-    The second takes weight, bias, running mean and variance, and the share of this batch in these,
-    of such ``dtypes``: where there is none any tensor stands for it, and ``share`` for the last.
-    """
-    launches, count = _of_fields(x, fields), math.prod(x.shape) // fields
-    assert launches is not None
-    weight, bias, running, _, in_memory = (dtype is not None for dtype in dtypes)
-    there = {"WEIGHT": weight, "BIAS": bias, "RUNNING": running, "SHARE": in_memory}
-    numbers = (launches.programs, fields, float(count), share, count / (count - 1), eps)
-    return launches.moments, _adding(kernels.field_statistics, *numbers, **there), launches.programs
 
 
 def field_statistics(
@@ -514,14 +496,21 @@ def field_statistics(
     """
     mean, variance, share = (None, None, 0.0) if running is None else running
     number, in_memory = (0.0, share) if isinstance(share, Tensor) else (share, None)
-    there = (weight, bias, mean, variance, in_memory)
-    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in there)
-    moments, statistics, programs = _statistics(Like.of(x), fields, dtypes, number, eps)
+    others = (weight, bias, mean, variance, in_memory)
+    dtypes = [None if tensor is None else tensor.dtype for tensor in others]
+    there = {"WEIGHT": dtypes[0], "BIAS": dtypes[1], "RUNNING": dtypes[2], "SHARE": dtypes[4]}
+    constants = {name: dtype is not None for name, dtype in there.items()}
+    count = x.numel() // fields
+    numbers = (float(count), number, count / (count - 1), eps)
+    moments = _by_rows(kernels.moments, Like.of(x), fields)
+    assert moments is not None
     with torch.cuda.device_of(x):
-        sums = _empty((programs, 2, fields), torch.float32, x.device)
-        found = _empty((4, fields), torch.float32, x.device)
-        jobs = [(moments, (x, sums, found))]
-        launch_all([*jobs, (statistics, (sums, *(sums if t is None else t for t in there), found))])
+        sums, found = _sums(moments, fields, x.device), _empty((4, fields), torch.float32, x.device)
+        adding = _adding(
+            kernels.field_statistics, sums.shape, numbers, (x.dtype, *dtypes), **constants
+        )
+        given = (sums if tensor is None else tensor for tensor in others)  # any stands for none
+        launch_all([(moments, (x, sums, found)), (adding, (sums, *given, found))])
     for kept in (mean, variance):
         if kept is not None and not kept.is_inference():
             torch.autograd.graph.increment_version(kept)  # what a kernel writes, autograd misses
