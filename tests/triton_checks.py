@@ -395,7 +395,7 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
             done += group_.images
             if group_.offset >= 0:
                 assert group_.offset >= done * numbers // batch
-                assert group_.offset + group_.analysis.numbers <= numbers
+                assert group_.offset + group_.numbers <= numbers
         assert done == batch
     takes_no_more_for_the_weights(x, plan, geometry, 2 * numbers + filters)
 
@@ -498,7 +498,7 @@ def test_numbers_of_a_spectrum_are_counted_in_32_bits():
     geometry = Geometry(1, 1, 1, 2, 768, 768)
     like = tiling.Like.of(x)
     made = triton_launches.ConvolutionRun(like, plan.name, False, geometry, 8, True, "tf32")
-    numbers = [group.analysis.numbers for group in made.groups]
+    numbers = [group.numbers for group in made.groups]
     assert sum(numbers) >= x.numel() > 2**31  # more than could be counted
     assert max(numbers) < 2**31
 
@@ -559,8 +559,7 @@ def test_sums_of_two_halves_at_a_time_are_the_same(monkeypatch, forgotten, group
     monkeypatch.setattr(triton_launches, "_f16x2", lambda dtype: True)
     forget()
     found = results(layer, x, probe, TRITON)
-    triton_kernels.convolution_kernels.cache_clear()
-    triton_kernels.weight_gradient_kernels.cache_clear()
+    triton_kernels.generated.cache_clear()
     assert min(seen) > 50
     for ours, theirs in zip(found, wanted, strict=True):
         assert error(ours, theirs) <= 1e-3
@@ -944,12 +943,10 @@ def test_the_check_of_norm_and_relu_sees_a_rim_that_is_not_zero(monkeypatch, for
         return read(source.replace(line, ""), layout)
 
     monkeypatch.setattr(triton_kernels, "_read", without)
-    triton_kernels.convolution_kernels.cache_clear()
-    triton_kernels.weight_gradient_kernels.cache_clear()
+    triton_kernels.generated.cache_clear()
     forget()
     found = step(pair, x, probe, wanted=FUSED)
-    triton_kernels.convolution_kernels.cache_clear()
-    triton_kernels.weight_gradient_kernels.cache_clear()
+    triton_kernels.generated.cache_clear()
     wrong = [error(ours, theirs) > 1e-2 for ours, theirs in zip(found, wanted, strict=True)]
     # Output and gradient to the weights; whatever comes from the adjoint has no part in it.
     assert wrong == [True, False, False, False, True, False, False]

@@ -157,7 +157,12 @@ class _Form(torch.autograd.Function):
         *operands, engine, task, wanted = given
         saved = Saved(*operands)
         if isinstance(engine, str):
-            found = _node(engine, task, g, saved, wanted)
+            words = engine, task.plan.name, list(task.geometry), task.named
+            with torch._C._AutoDispatchBelowAutograd():
+                if g is None:
+                    found = torch.ops.econv.spectral(*saved[:3], *words)
+                else:
+                    found = torch.ops.econv.spectral_backward(g, *saved, *words, *wanted)
         elif g is None:
             found = _attempt(engine, "forward", True, task, *saved[:3])
         elif torch._C._functorch.is_legacy_batchedtensor(g):
@@ -286,15 +291,6 @@ def through(affine: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # The operators of graphs
-
-
-def _node(engine: str, task: Task, g: Tensor | None, saved: Saved, wanted: Any) -> Any:
-    """The results of an operator, by which a graph knows an engine."""
-    words = (engine, task.plan.name, list(task.geometry), task.named)
-    with torch._C._AutoDispatchBelowAutograd():
-        if g is None:
-            return torch.ops.econv.spectral(*saved[:3], *words)
-        return torch.ops.econv.spectral_backward(g, *saved, *words, *wanted)
 
 
 def _told(engine: str, plan: str, geometry: list[int], named: bool) -> tuple[Spectral, Task]:

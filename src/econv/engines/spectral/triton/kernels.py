@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ import triton
 import triton.language as tl
 
 from econv.engines.spectral.triton.scheme import Scheme
-from econv.engines.spectral.triton.source import convolution_source, weight_gradient_source
 
 
 class Kernels(NamedTuple):
@@ -31,22 +31,10 @@ class Kernels(NamedTuple):
     weight_gradient: Any = None
 
 
-@lru_cache(maxsize=256)
-def convolution_kernels(layout: Scheme, parts: tuple[int, ...], f16x2: bool) -> Kernels:
-    """Those of a plan's layer: see `convolution_source`."""
-    return _kernels(convolution_source(layout, parts, f16x2), layout)
-
-
-@lru_cache(maxsize=256)
-def weight_gradient_kernels(
-    layout: Scheme, parts: tuple[int, ...], fields: int, f16x2: bool
-) -> Kernels:
-    """Those of the gradient to its weights: see `weight_gradient_source`."""
-    return _kernels(weight_gradient_source(layout, parts, fields, f16x2), layout)
-
-
-def _kernels(source: str, layout: Scheme) -> Kernels:
-    space = _read(source, layout)
+@lru_cache(maxsize=512)
+def generated(write: Callable[..., str], layout: Scheme, *options: Any) -> Kernels:
+    """What `convolution_source` or `weight_gradient_source` writes, compiled."""
+    space = _read(write(layout, *options), layout)
     others = {name: space[name] for name in Kernels._fields[1:] if name in space}
     return Kernels((space["analyse"], space["analyse_activated"]), **others)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +48,11 @@ from econv.engines.spectral.triton import kernels
 from econv.engines.spectral.triton.kernels import OVERALL
 from econv.engines.spectral.triton.launch import Job, Launch, launch_all
 from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two, scheme
-from econv.engines.spectral.triton.source import FIRST
+from econv.engines.spectral.triton.source import (
+    FIRST,
+    convolution_source,
+    weight_gradient_source,
+)
 from econv.plan import plan_named
 
 
@@ -83,13 +87,17 @@ def _f16x2(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and not kernels.INTERPRETED
 
 
-class _Analysis:
-    """From images to their spectrum, ``[field chunks, slot chunks, grid, fields, width]``."""
+class _Group:
+    """Some images on the way to their spectrum, and what reads it.
+
+    This is ``[field chunks, slot chunks, grid, fields, width]``, ``fields`` being contiguous.
+    """
 
     def __init__(
         self,
         analyse: tuple[Any, Any],
         x: Like,
+        first: int,
         images: int,
         layout: Scheme,
         geometry: Geometry,
@@ -97,10 +105,8 @@ class _Analysis:
         activated: bool,
         fields: int = FIELDS,
     ) -> None:
-        """``each``: every image is scaled by a number of its own (1), or all by one (0).
-
-        ``fields`` are contiguous.
-        """
+        """``each``: every image is scaled by a number of its own (1), or all by one (0)."""
+        self.first, self.images = first, images
         count = x.shape[1] // layout.plan.analysis.shape[1]
         grid = Grid.of((images, *x.shape[1:]), geometry, layout.plan.basis.size)
         self.chunks = units(count, FIELDS) * (FIELDS // fields)
@@ -113,19 +119,11 @@ class _Analysis:
         shape, padding = (images, count, *x.shape[2:]), (geometry.up, geometry.before)
         numbers = (*shape, *padding, *grid, each, *x.strides)
         programs = (units(grid.size, block), self.chunks)
-        self.launch = Launch(analyse[activated], programs, numbers, BP=block, num_warps=4)
-
-
-class _Group(NamedTuple):
-    """Images that are convolved together."""
-
-    first: int
-    images: int
-    analysis: _Analysis
-    launches: list[list[Launch]]
-    """What reads their spectrum, for each layout; of a weight gradient, after what packs."""
-    offset: int = 0
-    """Where in the output the spectrum lies; −1: in memory of its own."""
+        self.analyse = Launch(analyse[activated], programs, numbers, BP=block, num_warps=4)
+        self.launches: list[list[Launch]] = []
+        """What reads their spectrum, for each layout; of a weight gradient, after what packs."""
+        self.offset = 0
+        """Where in the output the spectrum lies; −1: in memory of its own."""
 
     def of(self, images: Tensor) -> Tensor:
         every = self.images == len(images)  # a slice would take time
@@ -170,7 +168,7 @@ class ConvolutionRun:
         self.arranged = (rounded_up(fields[1], FIELDS), features, cut.padded, 2)
         self.arrange = [self._arrange(one, fields, adjoint, x.device) for one in tiling.layouts]
         """How weights come into the order in which each launch reads them."""
-        made = kernels.convolution_kernels(layout, cut.parts, _f16x2(self.internal))
+        made = kernels.generated(convolution_source, layout, cut.parts, _f16x2(self.internal))
         if tiling.warp_specialised:
             several = [hopper.forward(one, cut.parts, chosen.partitions) for one in tiling.layouts]
             forward = [
@@ -184,8 +182,8 @@ class ConvolutionRun:
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
         self.own = first = 0  # numbers of the memory that is no part of the output
         for images in image_groups(x, geometry, tiling, self.shape[1], adjoint):
-            analysis = _Analysis(made.analyse, x, images, layout, geometry, 1, activated)
-            numbers: tuple[int, ...] = (*analysis.positions, analysis.chunks)
+            group = _Group(made.analyse, x, first, images, layout, geometry, 1, activated)
+            numbers: tuple[int, ...] = (*group.positions, group.chunks)
             tiles = units(numbers[0], tiling.pixels)
             grid = (tiles, cut.programs)
             if tiling.warp_specialised:
@@ -193,13 +191,13 @@ class ConvolutionRun:
                 grid = (min(tiles, tiling.running(x.device)), cut.programs)
             else:
                 numbers = (*numbers, cut.programs, out_fields, *strides)
-            launches = [[launch(grid, numbers)] for launch in forward]
-            offset = (total - analysis.numbers) // 64 * 64
-            if offset < (first + images) * total // x.shape[0]:  # already written
-                offset = -1
-                self.own = max(self.own, analysis.numbers)
-            self.groups.append(_Group(first, images, analysis, launches, offset))
+            group.launches = [[launch(grid, numbers)] for launch in forward]
+            group.offset = (total - group.numbers) // 64 * 64
             first += images
+            if group.offset < first * total // x.shape[0]:  # already written
+                group.offset = -1
+                self.own = max(self.own, group.numbers)
+            self.groups.append(group)
 
     def _arrange(
         self, layout: Scheme, fields: tuple[int, int], adjoint: bool, device: torch.device
@@ -240,8 +238,8 @@ class ConvolutionRun:
         for group in self.groups:
             scales = x_largest[OVERALL + group.first :]
             memory = own if group.offset < 0 else flat[group.offset :]
-            spectrum = memory[: group.analysis.numbers]
-            jobs.append((group.analysis.launch, (group.of(x), *affine, scales, spectrum)))
+            spectrum = memory[: group.numbers]
+            jobs.append((group.analyse, (group.of(x), *affine, scales, spectrum)))
             spectrum = spectrum.view(self.word)
             for (launch,), factor in zip(group.launches, factors, strict=True):
                 jobs.append((launch, (spectrum, *factor, group.of(y), scales, w_largest)))
@@ -282,7 +280,7 @@ class WeightGradientRun:
         pixels = min(most, x.shape[0]) * geometry.height * geometry.width
         self.packed = (units(pixels, tiling.pixels), tiling.packed * tiling.pixels)
         given = (cut.parts, tiling.fields, _f16x2(self.internal))
-        made = [kernels.weight_gradient_kernels(one, *given) for one in tiling.layouts]
+        made = [kernels.generated(weight_gradient_source, one, *given) for one in tiling.layouts]
         found = [_constants(one, x.device, tiling.warp_specialised)[5:] for one in tiling.layouts]
         self.copies: list[hopper.Copies | None] = [None]
         self.more: list[Tensor] = []
@@ -306,21 +304,21 @@ class WeightGradientRun:
         grid = (in_padded // tiling.fields, cut.programs, splits)
         for again, first in enumerate(range(0, x.shape[0], most)):
             images = min(most, x.shape[0] - first)
-            shape = (x, images, layout, geometry, 0, activated, tiling.fields)
-            analysis = _Analysis(made[0].analyse, *shape)
-            pixels, height, width, *_ = analysis.positions
+            shape = (x, first, images, layout, geometry, 0, activated, tiling.fields)
+            group = _Group(made[0].analyse, *shape)
+            pixels, height, width, *_ = group.positions
             tiles = units(pixels, tiling.pixels)
             rows = (tiles * (tiling.pixels // ROWS), cut.padded // FIELDS)
             numbers = (pixels, out_fields, height, width, cut.programs, *g.strides)
             packs = [Launch(one.pack, rows, numbers, BP=ROWS, num_warps=4) for one in made]
             last = (tiles, cut.programs, in_padded, cut.padded, again)
-            numbers = (*analysis.positions, *last)
-            launches = [
+            numbers = (*group.positions, *last)
+            group.launches = [
                 [pack, *(launch(grid, numbers) for launch in several)]
                 for pack, several in zip(packs, gradients, strict=True)
             ]
-            self.groups.append(_Group(first, images, analysis, launches))
-        self.spectrum = self.groups[0].analysis.numbers  # no other group is larger
+            self.groups.append(group)
+        self.spectrum = self.groups[0].numbers  # no other group is larger
         self.reduce = [(self._reduce(one[0].shape[1]), one[:2]) for one in found]
 
     def _reduce(self, most: int) -> Launch:
@@ -350,8 +348,8 @@ class WeightGradientRun:
         largest = (x_largest, g_largest)
         jobs: list[Job] = []
         for group in self.groups:
-            spectrum = memory[: group.analysis.numbers]
-            jobs.append((group.analysis.launch, (group.of(x), *affine, x_largest, spectrum)))
+            spectrum = memory[: group.numbers]
+            jobs.append((group.analyse, (group.of(x), *affine, x_largest, spectrum)))
             spectrum = spectrum.view(self.word)
             for (pack, *more), factor, sums in zip(group.launches, factors, partials, strict=True):
                 jobs.append((pack, (group.of(g), g_largest, packed)))
