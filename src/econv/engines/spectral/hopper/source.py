@@ -87,10 +87,7 @@ def _kernel(
     produce: Callable[[], None],
     consume: Callable[[str], None],
 ) -> str:
-    """A kernel of consumers and producers that run at the same time, with what each is given.
-
-    Stages of what is copied are as many as those of features, or ``READY``.
-    """
+    """A kernel of consumers and producers that run at the same time, with what each is given."""
     shape = "" if constants else "pixels, height, width, "
     copies = "READY" if constants else "STAGES"
     names = [f"w{number}_{part}" for number in range(len(pieces)) for part in range(len(parts))]

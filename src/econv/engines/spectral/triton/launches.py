@@ -12,9 +12,6 @@ filter bank:
 
 A spectrum that needs more than that uses the part of the output that is not yet written: a group of
 images is about as large as all that come after it.
-
-Time. What depends on shapes alone is worked out once (`ConvolutionRun`, `WeightGradientRun`), down
-to the compiled kernel of each launch.
 """
 
 from __future__ import annotations
