@@ -311,9 +311,13 @@ class PDOConv2d(WithConstants):
             return
         check_maps(x, self.in_channels, self._expected_channels(), self.weight)
         height, width = x.shape[2:]
-        if min(height, width) < self.extent:
+        # Windows that are as an ordinary convolution's may reach beyond a small map, as its do.
+        least = self.extent
+        if isinstance(self.centred, tuple):
+            least = max(1, self.centred[0] - self.centred[1])
+        if min(height, width) < least:
             raise ValueError(
-                f"expected an image of at least {self.extent}×{self.extent} pixels, the extent of "
+                f"expected an image of at least {least}×{least} pixels, the extent of "
                 f"the stencils; got {height}×{width}"
             )
         # Wider than this, reflection and wrapping would read beyond the other side.
