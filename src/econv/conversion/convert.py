@@ -71,7 +71,8 @@ def convert(
         group: a :class:`~econv.Group` or its name.
         match: what stays as it is in the source: ``"params"`` (the number of parameters),
             ``"flops"`` (multiply-adds of the dense filters), ``"width"`` (the number of channels:
-            fields = channels / order), ``"fields"`` (a field for every channel).
+            fields = channels / order), ``"fields"`` (a field for every channel). The default is
+            ``"params"``, and ``"fields"`` with ``pretrained``.
         example_input: an image batch ``[batch, channels, height, width]`` of the size that will be
             used, or the tuple of all positional arguments.
         strict: stop with :class:`ConversionError` at what cannot be converted, at forward hooks,
@@ -80,14 +81,20 @@ def convert(
             unequal strides then stay ordinary convolutions of the group features; after anything
             else that is left alone, the rest of the network is.
         pretrained: start from the model's weights: every field keeps one channel of the source and
-            its canonical filter is fitted to that channel's. The best start is
-            ``match="fields"`` with ``options={"stencils": "central"}``, which fits 3×3 filters
-            exactly: the source, run in every orientation. Otherwise weights are drawn anew, as
-            the layers say.
+            its canonical filter is fitted to that channel's, with stencils that reach it
+            (``"central"``). Otherwise weights are drawn anew, as the layers say.
+        images: with ``pretrained``, images to fit to, upright as those in training: a tensor
+            ``[number, channels, height, width]``, or a loader whose batches are tensors or (images,
+            labels). Layer by layer, by least squares and without labels, the output in the frame
+            of the images becomes that of the source's layer; norms and the classifier follow. A
+            few hundred are enough; no more than 512 are fitted to.
+        labels: classes of the images ``[number]``: the report then has the accuracy on all of them,
+            before and after, as they are and turned.
         pool: how orientations are pooled, as :class:`~econv.GroupPool2d` reads it: ``"max"``
             (default), ``"mean"``, ``"mean+max"``, ``"top3"``, …. Several statistics reach a
             classifier or a last 1×1 convolution; where each field must become one channel, only
-            the first is taken.
+            the first is taken. ``"attention"`` (default with ``images``) weighs orientations by a
+            learned map of their features, :class:`~econv.layers.GroupAttentionPool2d`.
         options: keywords of every PDO-eConv: ``stencils``, ``accuracy``, ``init``, ``engine``.
         measure: whether to run both networks to report their error under a rotation, and the
             converted one in float64 if that error is above rounding.
@@ -129,6 +136,8 @@ def convert(
             "instances, channels, height, width]; got "
             f"{[tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in inputs]}"
         )
+    if given is not None and len(inputs) > 1:
+        raise ValueError(f"expected a network of one argument to fit to images; got {len(inputs)}")
     unknown = set(options or {}) - _OPTIONS
     if unknown:
         raise ValueError(f"expected options among {sorted(_OPTIONS)}; got {sorted(unknown)}")

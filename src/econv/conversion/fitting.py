@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from econv.conversion.fit import Kept
-from econv.conversion.plan import Plan
+from econv.conversion.plan import Plan, PlannedModule
 from econv.layers import (
     GroupAttentionPool2d,
     GroupBatchNorm2d,
@@ -43,6 +43,14 @@ _RIDGES = (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 _SHARPEST = tuple(2.0**n for n in range(-1, 9))
 _NUMBERS = 1 << 24
 """Numbers that are held at once, about."""
+
+
+class Moments(NamedTuple):
+    """What a norm of the source read on the images."""
+
+    mean: Tensor
+    variance: Tensor
+    norm: Any
 
 
 class Target(NamedTuple):
@@ -70,40 +78,35 @@ def fit_on_images(
     images = images[:MOST]
     targets, moments = _observed(plan, source, images)
     fits: dict[str, float] = {}
-    handles = []
-    for name, part in plan.parts.items():
-        layer = modules[name]
+    handles: dict[str, Any] = {}
 
-        def before(
-            module: nn.Module, inputs: tuple[Any, ...], name: str = name, part: Any = part
-        ) -> None:
-            for handle in mine.pop(module, ()):
-                handle.remove()
-            x = inputs[0].detach()
-            if isinstance(module, PDOConv2d) and name in targets:
+    def before(name: str, part: PlannedModule) -> Callable[..., None]:
+        def fit(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            handles.pop(name).remove()  # what is called twice is fitted to its first call
+            x, found = inputs[0].detach(), None
+            if isinstance(module, GroupAttentionPool2d):
+                _find_upright(module, x)
+            elif isinstance(module, GroupBatchNorm2d) and name in moments:
+                _match_moments(module, x, moments[name], kept.channels(part.into))
+            elif isinstance(module, PDOConv2d) and name in targets:
                 found = _fit_convolution(module, x, targets[name], kept.channels(part.out))
             elif isinstance(module, nn.Conv2d | nn.Linear) and name in targets:
                 found = _fit_read_out(module, x, targets[name])
-            else:
-                found = None
-                if isinstance(module, GroupBatchNorm2d) and name in moments:
-                    _match_moments(module, x, *moments[name], kept.channels(part.into))
-                elif isinstance(module, GroupAttentionPool2d):
-                    _find_upright(module, x)
             if found is not None:
                 fits[name] = found
 
-        mine: dict[nn.Module, list[Any]] = {}
-        fitted = _fitted(layer)
+        return fit
+
+    for name, part in plan.parts.items():
+        fitted = _fitted(modules[name])
         if fitted is not None and not part.kept:
-            mine.setdefault(fitted, []).append(fitted.register_forward_pre_hook(before))
-            handles += mine[fitted]
+            handles[name] = fitted.register_forward_pre_hook(before(name, part))
     modes = {module: module.training for module in network.modules()}
     try:
         with torch.no_grad():
             network.eval()(images)
     finally:
-        for handle in handles:
+        for handle in handles.values():
             handle.remove()
         for module, mode in modes.items():
             module.training = mode
@@ -120,11 +123,11 @@ def _fitted(layer: nn.Module) -> nn.Module | None:
 
 def _observed(
     plan: Plan, source: nn.Module, images: Tensor
-) -> tuple[dict[str, Target], dict[str, tuple[Tensor, Tensor, nn.Module]]]:
-    """What the source's layers give, and the moments of what its norms read, at their first call."""
+) -> tuple[dict[str, Target], dict[str, Moments]]:
+    """What the source's layers give and its norms read, at their first call."""
     run = copy.deepcopy(source, {id(p): p for p in source.parameters()}).eval()
     targets: dict[str, Target] = {}
-    moments: dict[str, tuple[Tensor, Tensor, nn.Module]] = {}
+    moments: dict[str, Moments] = {}
     generator = torch.Generator().manual_seed(0)
 
     def watch(name: str, module: nn.Module) -> Callable[..., None]:
@@ -133,7 +136,7 @@ def _observed(
                 return
             if isinstance(module, _BatchNorm):
                 x = inputs[0].transpose(0, 1).flatten(1).double()
-                moments[name] = (x.mean(1), x.var(1, correction=0), module)
+                moments[name] = Moments(x.mean(1), x.var(1, correction=0), module)
                 return
             maps = output.unsqueeze(-1).flatten(2)
             number = min(maps.shape[2], max(1, -(-_ROWS // len(maps))))
@@ -214,6 +217,11 @@ class _Ridge:
         if sum(a.shape[1] for a, _ in self.rows) > features.shape[2]:
             self._reduce()
 
+    def _products(self) -> Tensor:
+        if self.gram is None:
+            raise ValueError("expected rows before a solution; got none")
+        return self.gram
+
     def _reduce(self) -> None:
         """Products of the rows in place of the rows."""
         for features, outputs in self.rows:
@@ -227,9 +235,8 @@ class _Ridge:
     def solve(self, ridge: float) -> tuple[Tensor, Tensor, float]:
         """Weights ``[blocks, outputs, features]``, offsets and the misfit."""
         self._reduce()
-        assert self.gram is not None
         n = self.start.shape[2]
-        whole = self.gram / self.count
+        whole = self._products() / self.count
         means = whole[:, -1, :-1]
         moments = whole[:, :-1, :-1] - means[:, :, None] * means[:, None]
         features, mixed, outputs = moments[:, :n, :n], moments[:, :n, n:], moments[:, n:, n:]
@@ -244,21 +251,15 @@ class _Ridge:
         return weight, bias, float((left / spread).clamp_min(0).sqrt()) if spread > 0 else 0.0
 
 
-def _match_moments(
-    layer: GroupBatchNorm2d,
-    x: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    source: Any,
-    channels: Tensor,
-) -> None:
+def _match_moments(layer: GroupBatchNorm2d, x: Tensor, moments: Moments, channels: Tensor) -> None:
     """Let a norm give the mean and deviation that the source's gives, in the frame of the images.
 
     Its statistics are those of all orientations, as in training; scale and bias make up for it.
     """
+    mean, variance, source = moments
     if layer.running_mean is None or layer.running_var is None or source.running_mean is None:
         return
-    if layer.weight is None or layer.bias is None:
+    if not layer.affine:
         return
     apart = x.unflatten(1, (layer.fields, -1)).double()
     own = apart[:, :, 0].transpose(0, 1).flatten(1)

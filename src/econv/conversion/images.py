@@ -1,4 +1,4 @@
-"""Images that a conversion is fitted to, and how many of them a network names as their labels say."""
+"""Images that a conversion is fitted to, and how many of them a network names rightly."""
 
 from __future__ import annotations
 
