@@ -41,6 +41,7 @@ _RIDGE = 1e-3
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 _SHARPEST = tuple(2.0**n for n in range(-1, 9))
+_OBSERVED = (_BatchNorm, nn.Conv2d, nn.Linear, nn.ConvTranspose2d)
 _NUMBERS = 1 << 24
 """Numbers that are held at once, about."""
 
@@ -145,9 +146,11 @@ def _observed(
 
         return after
 
+    inside = dict(run.named_modules())  # a function that stands for a module is not among them
     for name, part in plan.parts.items():
-        if isinstance(part.source, _BatchNorm | nn.Conv2d | nn.Linear | nn.ConvTranspose2d):
-            run.get_submodule(name).register_forward_hook(watch(name, part.source))
+        found = part.source
+        if name in inside and isinstance(found, _OBSERVED):
+            inside[name].register_forward_hook(watch(name, found))
     with torch.no_grad():
         run(images)
     return targets, moments
