@@ -64,6 +64,7 @@ bench: $(STAMP)
 	@$(RUN) benchmarks/compatibility.py $(PEERS:%=--python %) --json outputs/compatibility.json
 	@$(RUN) benchmarks/export_speed.py --json outputs/export_speed.json
 	@$(RUN) benchmarks/convert_and_rotate.py --seeds 3 --json outputs/convert_and_rotate.json
+	@$(RUN) benchmarks/pretrained.py --json outputs/pretrained.json
 	@$(RUN) benchmarks/quantisation.py --json outputs/quantisation.json
 	@$(RUN) benchmarks/engines.py --json outputs/engines.json
 	@$(RUN) benchmarks/networks.py --cpu --json outputs/networks.json

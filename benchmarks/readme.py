@@ -203,6 +203,40 @@ def conversion_table(found: dict[str, Any]) -> str:
     return "\n".join([*table(head, rows), "", note])
 
 
+def pretrained_table(found: dict[str, Any]) -> str:
+    """A trained network and its conversions: upright, turned, and how long each took."""
+    settings = found["arguments"]
+    names = {
+        "source": "the source",
+        "p1, filters": "p1, its filters",
+        "p1, images": "p1, fitted to images",
+        "p4, filters": "p4, its filters",
+        "p4, images": "p4, fitted to images",
+        "p4, fine-tuned": f"the same, {settings['tuning']} epochs of fine-tuning",
+    }
+    rows = []
+    for name, words in names.items():
+        same = [row for row in found["rows"] if row["network"] == name]
+        by_angle = [row["accuracy_percent"] for row in same]
+        turned = [statistics.mean(of[a] for a in ("90", "180", "270")) for of in by_angle]
+        rows.append(
+            [
+                words,
+                f"{statistics.mean(of['0'] for of in by_angle):.1f}",
+                f"{statistics.mean(turned):.1f}",
+                f"{statistics.mean(row['seconds'] for row in same):.0f} s",
+            ]
+        )
+    seeds = len({row["seed"] for row in found["rows"]})
+    note = (
+        f"(Accuracy in % on 1,000 digits of {settings['side']}² pixels, {seeds} "
+        f"seed{'s' * (seeds > 1)}, {settings['fitted']} images to fit to; seconds on one core that "
+        "was shared; `benchmarks/pretrained.py`.)"
+    )
+    head = ["network", "upright", "turned by quarters", "made in"]
+    return "\n".join([*table(head, rows), "", note])
+
+
 def device_tests(found: dict[str, Any] | None) -> str:
     """How the tests ended on a GPU."""
     if found is None:
@@ -477,6 +511,7 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
         "learning rates": ("learning_rates.json", learning_rates),
         "lag of norms": ("learning_rates.json", lag_of_norms),
     },
+    "docs/converting.md": {"pretrained": ("pretrained.json", pretrained_table)},
     "docs/engines.md": {
         "cpu layers": ("engines_cpu.json", cpu_layers),
         "training on a cpu": ("training_cpu.json", training_speed),

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -481,3 +482,11 @@ def test_a_report_without_records_fails(capsys, tmp_path):
     assert err == f"econv report: no records in {tmp_path}: econv train writes them, or name " + (
         "another folder with --records\n"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cifar_resnet26_p8", "paper_resnet44_p8", "resnet18_p8"])
+def test_networks_by_name_are_checked_within_fifteen_seconds(capsys, name):
+    start = time.process_time()  # what other processes take does not count
+    run(capsys, name)
+    assert time.process_time() - start < 15

@@ -697,3 +697,21 @@ def test_a_layer_of_scalars_and_vectors_together_says_which_is_which():
 def test_no_elements_are_no_check():
     with pytest.raises(ValueError, match="at least one element"):
         assert_equivariant(torch.relu, noise(1, 1, 5, 5), "p4", elements=[])
+
+
+def test_forgotten_vectors_are_suggested():
+    lift = LiftConv2d(2, 2, "p4", vectors=1, dtype=torch.float64)
+    field = smooth_field(11, channels=2)
+    scores = nn.Sequential(lift, GroupPool2d("p4"))
+    half = LiftConv2d(2, 2, "p2", vectors=1, dtype=torch.float64)
+    flow = nn.Sequential(half, VectorConv2d(2, 1, "p2", dtype=torch.float64))
+    options = {"group": "p4", "output_kind": "scalar"}
+    with pytest.raises(AssertionError, match="It is with input_kind='vector': channels in pairs"):
+        assert_equivariant(scores, field, **options)
+    assert_equivariant(scores, field, input_kind="vector", **options)
+    with pytest.raises(AssertionError, match="input_kind='vector' and output_kind='vector'"):
+        assert_equivariant(flow, field, "p2")
+    broken = nn.Sequential(nn.Conv2d(2, 2, 3, dtype=torch.float64))
+    with pytest.raises(AssertionError) as caught:
+        assert_equivariant(broken, field, "p2")
+    assert "input_kind" not in str(caught.value)

@@ -191,7 +191,7 @@ def test_what_is_no_number_reaches_its_neighbours_and_no_other_image(value):
 def largest(x, affine=None):
     """The largest magnitude in ``x``, and from `OVERALL` on that of each of its images."""
     found = torch.zeros(OVERALL + len(x), device=x.device)
-    triton_engine.largest(x, found, affine)
+    triton_launches.largest(x, found, affine)
     return found
 
 
@@ -395,7 +395,7 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
             done += group_.images
             if group_.offset >= 0:
                 assert group_.offset >= done * numbers // batch
-                assert group_.offset + group_.analysis.numbers <= numbers
+                assert group_.offset + group_.numbers <= numbers
         assert done == batch
     takes_no_more_for_the_weights(x, plan, geometry, 2 * numbers + filters)
 
@@ -498,7 +498,7 @@ def test_numbers_of_a_spectrum_are_counted_in_32_bits():
     geometry = Geometry(1, 1, 1, 2, 768, 768)
     like = tiling.Like.of(x)
     made = triton_launches.ConvolutionRun(like, plan.name, False, geometry, 8, True, "tf32")
-    numbers = [group.analysis.numbers for group in made.groups]
+    numbers = [group.numbers for group in made.groups]
     assert sum(numbers) >= x.numel() > 2**31  # more than could be counted
     assert max(numbers) < 2**31
 
@@ -559,8 +559,7 @@ def test_sums_of_two_halves_at_a_time_are_the_same(monkeypatch, forgotten, group
     monkeypatch.setattr(triton_launches, "_f16x2", lambda dtype: True)
     forget()
     found = results(layer, x, probe, TRITON)
-    triton_kernels.convolution_kernels.cache_clear()
-    triton_kernels.weight_gradient_kernels.cache_clear()
+    triton_kernels.generated.cache_clear()
     assert min(seen) > 50
     for ours, theirs in zip(found, wanted, strict=True):
         assert error(ours, theirs) <= 1e-3
@@ -654,7 +653,7 @@ def test_the_operators_pass_the_checks_of_torch(activated, layout):
     plan, x, g, _, geometry = operands()
     x, weight = x.to(memory_format=layout), learned(plan)
     affine = torch.randn(3, 2, device=DEVICE) if activated else None
-    known = Triton()._know(Task(plan, geometry), x, weight, affine)
+    known = Triton()._known(Task(plan, geometry), x, weight, affine)[0]
     rest = (TRITON, plan.name, list(geometry), True)
     for wanted in ((True, True), (True, False), (False, True)):
         inputs = (g, x, weight, affine, known, *rest, *wanted)
@@ -944,12 +943,10 @@ def test_the_check_of_norm_and_relu_sees_a_rim_that_is_not_zero(monkeypatch, for
         return read(source.replace(line, ""), layout)
 
     monkeypatch.setattr(triton_kernels, "_read", without)
-    triton_kernels.convolution_kernels.cache_clear()
-    triton_kernels.weight_gradient_kernels.cache_clear()
+    triton_kernels.generated.cache_clear()
     forget()
     found = step(pair, x, probe, wanted=FUSED)
-    triton_kernels.convolution_kernels.cache_clear()
-    triton_kernels.weight_gradient_kernels.cache_clear()
+    triton_kernels.generated.cache_clear()
     wrong = [error(ours, theirs) > 1e-2 for ours, theirs in zip(found, wanted, strict=True)]
     # Output and gradient to the weights; whatever comes from the adjoint has no part in it.
     assert wrong == [True, False, False, False, True, False, False]
@@ -972,7 +969,7 @@ def test_buffers_of_an_activated_layer_are_filled_before_they_are_read(monkeypat
     monkeypatch.setattr(triton_launches, "_empty", poisoned)
     for ours, theirs in zip(step(pair, x, probe), wanted, strict=True):
         assert torch.equal(ours, theirs)
-    assert len(shapes) == 12  # four more for the gradients of norm and ReLU
+    assert len(shapes) == 14  # four more for the gradients of norm and ReLU, two for statistics
 
 
 def test_activated_views_with_gaps_are_read_as_they_lie():

@@ -28,6 +28,7 @@ from econv.layers import (
     Enlarge2d,
     FieldConv2d,
     FieldParameter,
+    GroupAttentionPool2d,
     GroupBatchNorm2d,
     GroupDropout2d,
     GroupGroupNorm2d,
@@ -46,6 +47,7 @@ from econv.layers import (
     SyncBatchNorm,
     Upsample2d,
 )
+from econv.layers.attention import weigh
 from econv.layers.checks import expect
 from econv.layers.fields import curl
 from econv.layers.orientations import pool_orientations
@@ -133,6 +135,11 @@ def plain_borders(layer: PDOConv2d) -> tuple[list[nn.Module], dict[str, Any]]:
     sides = ((0, 0, padding, padding), (padding, padding, 0, 0))
     pads = [kinds[m](side) for m, side in zip(mode, sides, strict=True) if m != "zeros"]
     return pads, {"padding": tuple(padding if m == "zeros" else 0 for m in mode)}
+
+
+@plain_form.register
+def _(layer: GroupAttentionPool2d) -> nn.Module:
+    return _graph(_Attention(layer), "OrientationAttention")
 
 
 @plain_form.register
@@ -378,6 +385,18 @@ class _Recentre(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return points_about_centre(x, self.points(x.shape[2]), self.points(x.shape[3]))
+
+
+class _Attention(_Fixed):
+    weight: Tensor
+    places: Tensor
+
+    def __init__(self, layer: GroupAttentionPool2d) -> None:
+        super().__init__(weight=layer.weight, places=layer.places)
+        self.order = layer.group.order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return weigh(x, self.weight, self.places, self.order)
 
 
 class _Window(_Fixed):

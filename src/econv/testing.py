@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -241,23 +242,33 @@ def assert_equivariant(
                 f"their error depends on the stencils; those of {found} are {exact}"
             )
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(x.dtype, 5e-2)
-    errors = {
-        element: equivariance_error(
-            module,
-            x,
-            element,
-            found,
-            input_kind=input_kind,
-            output_kind=output_kind,
-            margin=margin,
-            spacing=lengths,
-        )
-        for element in chosen
-    }
-    # Written so that a NaN error fails.
-    if not all(error <= tolerance for error in errors.values()):
-        table = "\n".join(f"  element {e}: {error:.3e}" for e, error in errors.items())
-        raise AssertionError(f"not equivariant to {found} within {tolerance:.1e}:\n{table}")
+
+    def measured(into: Any, out: Any) -> dict[int, float]:
+        kinds = {"input_kind": into, "output_kind": out}
+        return {
+            element: equivariance_error(
+                module, x, element, found, **kinds, margin=margin, spacing=lengths
+            )
+            for element in chosen
+        }
+
+    def holds(errors: dict[int, float]) -> bool:
+        # Written so that a NaN error fails.
+        return all(error <= tolerance for error in errors.values())
+
+    errors = measured(input_kind, output_kind)
+    if holds(errors):
+        return
+    table = "\n".join(f"  element {e}: {error:.3e}" for e, error in errors.items())
+    hint = ""
+    if input_kind is None and not hasattr(module, "input_kind") and x.shape[1] % 2 == 0:
+        for out in dict.fromkeys((output_kind, output_kind or "vector")):
+            with contextlib.suppress(ValueError):  # channels that are no vectors
+                if holds(measured("vector", out)):
+                    more = "" if out == output_kind else f" and output_kind={out!r}"
+                    hint = f"\nIt is with input_kind='vector'{more}: channels in pairs x, y (up)"
+                    break
+    raise AssertionError(f"not equivariant to {found} within {tolerance:.1e}:\n{table}{hint}")
 
 
 def convergence_order(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from catalogue import CASES, case, run
-from econv import GroupDropout2d, export
+from econv import Downsample2d, GroupConv2d, GroupDropout2d, LiftConv2d, export
 
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -74,3 +74,21 @@ def test_a_difference_is_noticed(tmp_path):
     other = nn.Sequential(copy.deepcopy(module), nn.Hardtanh(-1, 1)).eval()
     with pytest.raises(AssertionError):
         assert_runs("sequential", other, module, tmp_path / "other.onnx")
+
+
+def test_the_older_exporter_is_told_of_the_other():
+    with pytest.raises(ValueError, match=r"dynamo=True.*Downsample2d"):
+        torch.onnx.export(Downsample2d(), (torch.randn(1, 2, 8, 8),), dynamo=False)
+
+
+def test_the_older_exporter_takes_dynamic_sizes_without_it(tmp_path):
+    plain = export(nn.Sequential(LiftConv2d(1, 2, "p4"), nn.ReLU(), GroupConv2d(2, 2, "p4")).eval())
+    path = tmp_path / "older.onnx"
+    names = {"input_names": ["x"], "output_names": ["y"]}
+    axes = {"x": {0: "batch", 2: "height", 3: "width"}}
+    image = torch.randn(2, 1, 9, 9)
+    torch.onnx.export(plain, (image,), str(path), dynamo=False, dynamic_axes=axes, **names)
+    made = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    x = torch.randn(3, 1, 12, 10)
+    (found,) = made.run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), plain(x), rtol=1e-4, atol=1e-5)

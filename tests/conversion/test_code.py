@@ -52,6 +52,15 @@ def as_one_row(self, x):
     return (x * weights.view(x.size(0), 1, *x.shape[2:])).sum((2, 3))
 
 
+def shuffled(self, x):
+    """Two branches whose channels alternate, and the halves of that."""
+    b, c, h, w = x.shape
+    y = torch.cat([x[:, :4], self.conv(x)[:, 4:]], 1)
+    y = y.view(b, 2, c // 2, h, w).transpose(1, 2).contiguous().view(b, -1, h, w)
+    first, second = y.chunk(2, 1)
+    return torch.cat([first, torch.relu(second)], 1).mean((2, 3))
+
+
 def of_a_class(self, x):
     y = self.conv(x)
     if not isinstance(y, torch.Tensor) or isinstance(y, list | tuple):
@@ -108,8 +117,18 @@ WIDE = {
     "repeated channels": lambda s, x: x.repeat(1, 2, 1, 1).mean((2, 3)),
     "two poolings": lambda s, x: torch.cat([x.flatten(2).mean(2), x.flatten(2).amax(2)], 1),
 }
+POOLINGS["shuffled channels"] = shuffled
 CODE = {name: (function, 8) for name, function in POOLINGS.items()}
 CODE |= {name: (function, 16) for name, function in WIDE.items()}
+
+
+def of_a_dtype(self, x):
+    return (x if x.dtype in (torch.float32, torch.float64) else x.float()).mean((2, 3))
+
+
+def test_a_question_about_the_dtype_is_not_noted():
+    network = check(Pooled(of_a_dtype))
+    assert not [note for note in network.report.notes if "dtype" in note]
 
 
 def check(source, size=12):
@@ -253,6 +272,29 @@ def test_a_function_takes_over_its_parameters():
         lambda s, x: functional.conv2d(x, s.conv.weight, s.conv.bias, 1, 1).mean((2, 3))
     )
     check(source)
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """Batch norm whose numbers are buffers."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.eps = 1e-5
+        for name, number in (("weight", 1), ("bias", 0), ("running_mean", 0), ("running_var", 1)):
+            self.register_buffer(name, torch.full((channels,), float(number)))
+
+    def forward(self, x):
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        shift = self.bias - self.running_mean * scale
+        return x * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
+
+
+def test_frozen_batch_norm_keeps_its_numbers_where_weights_are_kept():
+    norm = FrozenBatchNorm2d(8)
+    for tensor in norm.buffers():
+        tensor.uniform_(0.5, 1.5)
+    network = check(Pooled(lambda s, x: s.frozen(x).mean((2, 3)), frozen=norm))
+    assert any("frozen statistics are learned anew" in note for note in network.report.notes)
 
 
 # Bags of images

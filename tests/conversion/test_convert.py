@@ -1210,8 +1210,9 @@ def test_smooth_filters_are_fitted_better_than_rough_ones():
 
 def test_more_fields_than_channels_cannot_take_over_weights():
     source = between(nn.Conv2d(8, 8, 7))  # 49 numbers, replaced by 28 operators
+    isotropic = {"stencils": "isotropic"}
     with pytest.raises(ValueError, match="at most as many fields as channels"):
-        converted(source, "p1", "params", pretrained=True)
+        converted(source, "p1", "params", pretrained=True, options=isotropic)
 
 
 def test_a_u_net_takes_over_its_transposed_convolutions():

@@ -189,6 +189,8 @@ class Undecided(nn.Module):
             y = y * sum(y.flatten().tolist())
         elif self.how == "error":
             raise RuntimeError("not today\nwith a paragraph")
+        elif self.how == "size":
+            assert y.shape[2] == 224, f"Expected 224 but got {y.shape[2]}!"
         elif self.how == "sizes":
             y = y + torch.zeros(1, 5, 7, 9)
         else:
@@ -201,6 +203,11 @@ LINES = {
     "number": ("y = y * int(y.sum())", "computes with the numbers", ""),
     "list": ("y = y * sum(y.flatten().tolist())", "asks for the numbers", ""),
     "error": ('raise RuntimeError("not today\\nwith a paragraph")', "RuntimeError: not today", ""),
+    "size": (
+        'assert y.shape[2] == 224, f"Expected 224 but got {y.shape[2]}!"',
+        "AssertionError: Expected 224 but got 30!",
+        "",
+    ),
     "sizes": ("y = y + torch.zeros(1, 5, 7, 9)", "does not run on the example", ""),
     "rule": ("y = torch.roll(y, 1, 2)", "no rule for the function roll", "strict=False"),
 }

@@ -314,6 +314,22 @@ class Constants(nn.Module):
         return x + functional.interpolate(functional.max_pool2d(y, 2), scale_factor=2)
 
 
+def test_a_shared_module_has_all_its_names():
+    body = with_constants()
+    network = converted(Through(body, body[1].act))
+    assert network.act is network.body[1].act is network.body[2].act
+    assert "body.1" in dict(calls(network, images()))
+
+
+class Through(nn.Module):
+    def __init__(self, body, act):
+        super().__init__()
+        self.act, self.body = act, body
+
+    def forward(self, x):
+        return self.body(x)
+
+
 def with_constants():
     act = nn.ReLU()
     blocks = [Constants(act) for _ in range(2)]
@@ -460,6 +476,24 @@ def test_copies_are_the_same_network(network, copied):
     again = copied(other.double())
     assert torch.equal(again.forward_features(x.double()), other.forward_features(x.double()))
     assert again.report.summary() == network.report.summary()
+
+
+class Annotated(nn.Sequential):
+    """With annotations that are texts, as under ``from __future__ import annotations``."""
+
+    def check(self, x: "torch.Tensor") -> None:
+        assert x.shape[1] == 3
+
+    def forward(self, x: "torch.Tensor") -> "torch.Tensor":
+        self.check(x)
+        return super().forward(x)
+
+
+def test_annotations_that_are_texts_do_not_keep_a_network_out_of_files():
+    source = Annotated(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    network = converted(source)
+    assert torch.equal(through_a_file(network)(images()), network(images()))
+    assert not hasattr(network, "check")  # it gives nothing
 
 
 def test_modes_are_those_of_the_source():

@@ -507,3 +507,19 @@ def test_what_cannot_be_spread():
     rejected(
         "[batch, channels, height, width]", "3 dimensions", Spread2d("p4"), torch.randn(2, 3, 4)
     )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **o: LiftConv2d(3, 4, "p4", **o),
+        lambda **o: GroupConv2d(3, 4, "p4", **o),
+        lambda **o: VectorConv2d(3, 1, "p4", **o),
+        lambda **o: GroupUpsampleConv2d(3, 1, "p4", **o),
+    ],
+)
+def test_kernel_size_names_size(make):
+    with pytest.raises(TypeError, match=r"no argument 'kernel_size': size is the side of the"):
+        make(kernel_size=5)
+    with pytest.raises(TypeError, match=r"Conv2d takes no argument 'strides'$"):
+        make(strides=2)

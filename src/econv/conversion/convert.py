@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,14 +15,16 @@ from torch.nn.utils import parametrize
 
 from econv.conversion.arguments import argument
 from econv.conversion.fit import Kept
+from econv.conversion.fitting import fit_on_images
 from econv.conversion.heads import find_ends
+from econv.conversion.images import Given, Images, accuracies, read_images
 from econv.conversion.network import ConvertedNetwork, assemble
 from econv.conversion.offers import offer
 from econv.conversion.operations import convert_node, is_image, is_leaf, pair_with_training
 from econv.conversion.outputs import check_outputs
-from econv.conversion.plan import Emission, Plan, multiply_adds, parameters, positions_of
+from econv.conversion.plan import ATTENTION, Emission, Plan, multiply_adds, parameters, positions_of
 from econv.conversion.refusals import explained
-from econv.conversion.report import Cost, Line, Report
+from econv.conversion.report import Accuracy, Cost, Line, Report
 from econv.conversion.structure import Written, divide
 from econv.conversion.trace import Call, ConversionError, name_of, trace, value_of
 from econv.conversion.widths import Sizes, match_widths
@@ -40,12 +43,14 @@ _OPTIONS = {"stencils", "accuracy", "init", "engine"}
 def convert(
     model: nn.Module,
     group: GroupLike = "p8",
-    match: str = "params",
+    match: str | None = None,
     *,
     example_input: Tensor | tuple[Any, ...],
     strict: bool = True,
     pretrained: bool = False,
-    pool: str = "max",
+    images: Images | None = None,
+    labels: Tensor | None = None,
+    pool: str | None = None,
     options: ConvOptions | None = None,
     measure: bool = True,
 ) -> ConvertedNetwork:
@@ -66,7 +71,8 @@ def convert(
         group: a :class:`~econv.Group` or its name.
         match: what stays as it is in the source: ``"params"`` (the number of parameters),
             ``"flops"`` (multiply-adds of the dense filters), ``"width"`` (the number of channels:
-            fields = channels / order), ``"fields"`` (a field for every channel).
+            fields = channels / order), ``"fields"`` (a field for every channel). The default is
+            ``"params"``, and ``"fields"`` with ``pretrained``.
         example_input: an image batch ``[batch, channels, height, width]`` of the size that will be
             used, or the tuple of all positional arguments.
         strict: stop with :class:`ConversionError` at what cannot be converted, at forward hooks,
@@ -75,14 +81,20 @@ def convert(
             unequal strides then stay ordinary convolutions of the group features; after anything
             else that is left alone, the rest of the network is.
         pretrained: start from the model's weights: every field keeps one channel of the source and
-            its canonical filter is fitted to that channel's. The best start is
-            ``match="fields"`` with ``options={"stencils": "central"}``, which fits 3×3 filters
-            exactly: the source, run in every orientation. Otherwise weights are drawn anew, as
-            the layers say.
+            its canonical filter is fitted to that channel's, with stencils that reach it
+            (``"central"``). Otherwise weights are drawn anew, as the layers say.
+        images: with ``pretrained``, images to fit to, upright as those in training: a tensor
+            ``[number, channels, height, width]``, or a loader whose batches are tensors or (images,
+            labels). Layer by layer, by least squares and without labels, the output in the frame
+            of the images becomes that of the source's layer; norms and the classifier follow. A
+            few hundred are enough; no more than 512 are fitted to.
+        labels: classes of the images ``[number]``: the report then has the accuracy on all of them,
+            before and after, as they are and turned.
         pool: how orientations are pooled, as :class:`~econv.GroupPool2d` reads it: ``"max"``
             (default), ``"mean"``, ``"mean+max"``, ``"top3"``, …. Several statistics reach a
             classifier or a last 1×1 convolution; where each field must become one channel, only
-            the first is taken.
+            the first is taken. ``"attention"`` (default with ``images``) weighs orientations by a
+            learned map of their features, :class:`~econv.layers.GroupAttentionPool2d`.
         options: keywords of every PDO-eConv: ``stencils``, ``accuracy``, ``init``, ``engine``.
         measure: whether to run both networks to report their error under a rotation, and the
             converted one in float64 if that error is above rounding.
@@ -105,18 +117,27 @@ def convert(
     parameters          5,450 → 1,370 (0.251×)
     """
     found = Group(group)
+    given = _read_images(model, images, labels, pretrained)
+    if match is None:
+        match = "fields" if pretrained else "params"
+    if pool is None:
+        pool = "max" if given is None or found.order == 1 else ATTENTION
+    if pretrained:
+        options = {"stencils": "central", **(options or {})}
     if match not in MATCHES:
         raise ValueError(f"expected match as one of {MATCHES}; got {match!r}")
     inputs = example_input if isinstance(example_input, tuple) else (example_input,)
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise ValueError(f"expected an nn.Module that is not scripted; got {type(model).__name__}")
-    images = [x for x in inputs if is_image(x)]
-    if not images:
+    examples = [x for x in inputs if is_image(x)]
+    if not examples:
         raise ValueError(
             "expected an example_input [batch, channels, height, width], or bags of images [batch, "
             "instances, channels, height, width]; got "
             f"{[tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in inputs]}"
         )
+    if given is not None and len(inputs) > 1:
+        raise ValueError(f"expected a network of one argument to fit to images; got {len(inputs)}")
     unknown = set(options or {}) - _OPTIONS
     if unknown:
         raise ValueError(f"expected options among {sorted(_OPTIONS)}; got {sorted(unknown)}")
@@ -124,19 +145,19 @@ def convert(
     if is_leaf(model):  # one layer: what is traced must contain it
         model = nn.Sequential(model).train(model.training)
     try:
-        plan = _plan(model, inputs, found, pool, options or {}, strict)
+        plan = _plan(model, inputs, found, pool, options or {}, strict, pretrained)
     except ConversionError as error:
         raise explained(error, model) from error.__cause__
     sizes = _choose(plan, match, model)
     own = next(model.parameters(), torch.empty(0))
     where = {"device": own.device, "dtype": own.dtype}
-    network, lines = _build(plan, sizes, where, model, pretrained)
+    network, lines, accuracy = _build(plan, sizes, where, model, pretrained, given)
     outputs = check_outputs(plan, network, inputs)
     kind = _output_kind(plan)
     errors = _errors(model, network, inputs, found, kind, measure)
     if strict and measure:
         _check_exact(network, inputs, found, kind, errors["error"])
-    costs = _costs(plan, match, sizes, model, len(images[0]))
+    costs = _costs(plan, match, sizes, model, len(examples[0]))
     report = Report(
         group=found.name,
         match=match,
@@ -148,7 +169,8 @@ def convert(
         outputs=outputs,
         multiply_adds=costs[0].multiply_adds,
         costs=costs,
-        batch=len(images[0]),
+        batch=len(examples[0]),
+        accuracy=accuracy,
         **errors,
         left=tuple(plan.left),
         notes=tuple(_notes(plan, model, pretrained)),
@@ -187,10 +209,12 @@ def _plan(
     pool: str,
     options: ConvOptions,
     strict: bool,
+    pretrained: bool,
 ) -> Plan:
-    read_statistics(pool, group.order, "pool")  # what is unknown fails before anything is traced
+    if pool != ATTENTION:
+        read_statistics(pool, group.order, "pool")  # what is unknown fails before it is traced
     found = trace(model, inputs, is_leaf)
-    plan = Plan(found, group, pool, options, strict)
+    plan = Plan(found, group, pool, options, strict, pretrained)
     ends = find_ends(found.graph, found.modules)
     plan.heads, plan.inner = ends.heads, ends.inner
     pair_with_training(plan)
@@ -262,8 +286,13 @@ def _source_multiply_adds(plan: Plan) -> int:
 
 
 def _build(
-    plan: Plan, sizes: Sizes, where: dict[str, Any], model: nn.Module, pretrained: bool
-) -> tuple[ConvertedNetwork, tuple[Line, ...]]:
+    plan: Plan,
+    sizes: Sizes,
+    where: dict[str, Any],
+    model: nn.Module,
+    pretrained: bool,
+    given: Given | None,
+) -> tuple[ConvertedNetwork, tuple[Line, ...], tuple[Accuracy, ...]]:
     modules = plan.build(sizes, where)
     errors: dict[str, float | None] = {}
     if pretrained:
@@ -292,6 +321,13 @@ def _build(
         f"{name}: it runs as a part of what calls it, and its hooks do not; {reason}"
         for name, reason in divided.inlined.items()
     ]
+    accuracy: tuple[Accuracy, ...] = ()
+    if given is not None:
+        before = accuracies(model, given, plan.group)
+        misfits = fit_on_images(plan, kept, network, modules, model, given.images)
+        errors.update(misfits)
+        plan.notes += _misfitted(misfits)
+        accuracy = _compared_accuracies(before, accuracies(network, given, plan.group))
     lines = tuple(
         Line(
             divided.renamed.get(row.name, row.name),
@@ -301,7 +337,41 @@ def _build(
         )
         for row in plan.rows
     )
-    return network, lines
+    return network, lines, accuracy
+
+
+_MISFIT = 0.5
+
+
+def _misfitted(misfits: dict[str, float]) -> list[str]:
+    """What to say of layers that the images show to be another's; a warning, too."""
+    found = {name: misfit for name, misfit in misfits.items() if misfit > _MISFIT}
+    if not found:
+        return []
+    worst = max(found, key=lambda name: found[name])
+    text = (
+        f"{len(found)} layers give less than the source's on these images: more than {_MISFIT:.0%} "
+        f"of the deviation is left, {found[worst]:.0%} at {worst}"
+    )
+    warnings.warn(f"{text}; the report has all", stacklevel=4)
+    return [text]
+
+
+def _compared_accuracies(
+    before: dict[str, float] | None, after: dict[str, float] | None
+) -> tuple[Accuracy, ...]:
+    if before is None or after is None:
+        return ()
+    return tuple(Accuracy(turn, before[turn], after[turn]) for turn in before)
+
+
+def _read_images(
+    model: nn.Module, images: Images | None, labels: Tensor | None, pretrained: bool
+) -> Given | None:
+    if images is not None and not pretrained:
+        raise ValueError("expected pretrained=True beside images, which weights are fitted to")
+    like = next(model.parameters(), torch.empty(0))
+    return read_images(images, labels, like)
 
 
 def _freeze(layer: nn.Module, source: nn.Module | None) -> None:

@@ -59,13 +59,16 @@ class Kept:
         self,
         layer: nn.Module,
         kernel: int,
-        dilation: int,
-        side: int,
+        left_over: int,
         into: tuple[Width, ...],
         out: tuple[Width, ...],
         window: bool | None,
     ) -> float | None:
-        """Set the weight of a convolution from the source's; the relative error of the fit."""
+        """Set the weight of a convolution from the source's; the relative error of the fit.
+
+        The windows of the source lie to the left and on top of those about the centre, by half of
+        the pixels that are ``left_over``.
+        """
         assert isinstance(layer, PDOConv2d)
         source: Any = self.source
         weight = source.weight.detach().double().cpu()
@@ -81,7 +84,8 @@ class Kept:
             return None
         if into and not grouped:
             weight = weight[:, self.channels(into)]
-        half = kernel % 2 == 0
+        weight = functional.pad(weight, (0, left_over, 0, left_over))
+        half = (kernel + left_over) % 2 == 0
         fitted, error = fit_filter(layer.basis, weight, half)
         with torch.no_grad():
             if isinstance(layer, LiftConv2d):

@@ -306,6 +306,8 @@ class _Assembly:
                     self.tensors[name] = made[old]
                 elif node.op == "call_module" and name not in divided.graphs:
                     self.layers[name] = modules[old]
+                    if name in divided.aliases and old in self.sources:
+                        self.layers[old] = modules[old]
         self.children: dict[str, dict[str, None]] = {}
         for name in [*divided.graphs, *self.layers, *self.tensors]:
             while name:

@@ -19,6 +19,7 @@ from econv.conversion.widths import Sizes, Width, count_of, join, runs
 from econv.groups import Group
 from econv.layers import (
     ConvOptions,
+    GroupAttentionPool2d,
     GroupPool2d,
     GroupWindowConv2d,
     PDOConv2d,
@@ -46,6 +47,9 @@ VECTOR = ("N", "C")
 PATHS = ("N", "P", "C", "H", "W")
 BAGS = ("N", "I", "C", "H", "W")
 FLAT = (("N", "CHW"), ("N", "HWC"))
+
+ATTENTION = "attention"
+"""The pooling over orientations that is learned."""
 
 _FEW = 32
 """So many channels at the end of a network have a field each."""
@@ -174,6 +178,8 @@ class Plan:
     reduce: str
     options: ConvOptions
     strict: bool
+    fitted: bool = False
+    """Whether layers take over the source's filters, and need operators that reach them."""
     values: dict[fx.Node, Value] = field(default_factory=dict)
     parts: dict[str, PlannedModule] = field(default_factory=dict)
     steps: list[tuple[fx.Node, Step]] = field(default_factory=list)
@@ -310,6 +316,17 @@ class Plan:
         first = self.reduce.split("+")[0]
         return "max" if first.startswith("top") else first
 
+    def pool_part(self, beside: str, widths: tuple[Width, ...], reduce: str) -> str:
+        """Add what pools fields of these widths over orientations."""
+        if reduce != ATTENTION:
+            return self.insert(beside, "orientations", lambda: GroupPool2d(self.group, reduce))
+
+        def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+            return GroupAttentionPool2d(sizes.fields(widths), self.group, **where)
+
+        name = self.new_name(f"{beside}_orientations" if beside else "orientations")
+        return self.add_part(PlannedModule(name, make, into=widths), describe, source="–")
+
     def pooled(self, node: fx.Node, value: Value, beside: str, reduce: str = "") -> Step:
         """A step that pools a node over orientations and gives it the source's axes.
 
@@ -318,8 +335,7 @@ class Plan:
         axes = value.axes
         if "P" in axes:
             raise ConversionError(beside, f"it reads group features with axes {axes}")
-        reduce = reduce or self.reduce_to_one
-        name = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, reduce))
+        name = self.pool_part(beside, value.widths, reduce or self.reduce_to_one)
         return lambda e: in_source_order(e, e.module(name, e[node]), value)
 
     def as_image(self, node: fx.Node, value: Value, beside: str) -> tuple[Value, Step]:
@@ -340,8 +356,7 @@ class Plan:
         count = value.channels
         if "P" in value.axes:
             raise ConversionError(beside, f"it gives group features with axes {value.axes}")
-        reduce = self.reduce_to_one
-        pool = self.insert(beside, "orientations", lambda: GroupPool2d(self.group, reduce))
+        pool = self.pool_part(beside, value.widths, self.reduce_to_one)
         if count <= _FEW and node not in self.inner:
             for width in runs(value.widths):
                 width.fix(width.channels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Cost", "Line", "Report"]
+__all__ = ["Accuracy", "Cost", "Line", "Report"]
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,16 @@ class Line:
     became: str
     fit: float | None = None
     """Of a fitted filter: what is left of the source's, relative to its norm."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The share of labelled images that a network names rightly, before and after."""
+
+    turn: str
+    """By how much the images are turned, such as ``"90°"``."""
+    source: float
+    converted: float
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,8 @@ class Report:
     """Of this network first, then of what other matches would have made."""
     batch: int = 1
     """Images in the example."""
+    accuracy: tuple[Accuracy, ...] = ()
+    """On the labelled images that were given, as they are and turned."""
 
     def __str__(self) -> str:
         fitted = any(line.fit is not None for line in self.lines)
@@ -107,6 +119,11 @@ class Report:
                 f"error at {self.turn:<9}  {self.source_error:.2e} → {self.error:.2e} "
                 "(relative change of the output)"
             )
+        lines += [
+            f"accuracy at {found.turn:<6}  {found.source:.1%} → {found.converted:.1%} "
+            "(of the images given)"
+            for found in self.accuracy
+        ]
         lines += self._cost_table()
         lines += [f"left alone: {name}: {reason}" for name, reason in self.left]
         lines += [f"note: {note}" for note in self.notes]

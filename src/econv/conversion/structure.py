@@ -228,7 +228,8 @@ class _Division:
         self.divided.graphs[""] = self._graph_of(None)[0]
         methods = {(c.path, c.method): c for c in reversed(self.written.calls) if c.method}
         for (path, method), call in methods.items():
-            if call not in self.bad and path in self.divided.graphs:
+            gives = any(isinstance(leaf, fx.Node) for leaf in leaves(call.result))
+            if gives and call not in self.bad and path in self.divided.graphs:
                 graph, _ = self._graph_of(call)
                 self.divided.methods[path, method] = graph
         return self.differs
@@ -278,6 +279,7 @@ class _Division:
                 _unpack(graph, item.result, made, self.written.found, here.__setitem__)
             elif item.op != "get_attr":
                 made = here[item] = graph.node_copy(item, read)
+                made.type = None  # annotations may be texts, which no file can hold
                 made.meta = {k: v for k, v in item.meta.items() if k == "is_wrapped"}
                 if item.op == "call_module":
                     made.target = self._name_of_module(str(item.target), path)

@@ -412,6 +412,10 @@ class _Proxy(fx.Proxy):
             return _Method(self, name)
         return self.tracer.create_proxy("call_function", getattr, (self, name), {})
 
+    def __repr__(self) -> str:
+        """A size as its number, which messages of the source's code may have."""
+        return super().__repr__() if isinstance(self._value, Tensor) else repr(self._value)
+
     def dim(self) -> int:
         return int(value_of(self.node).dim())
 

@@ -42,3 +42,12 @@ class Windows:
         else:
             padding = 2 * equal(given.padding, "its paddings are unequal")
         return cls(kernel, stride, padding, dilation)
+
+    def left_over(self, side: int) -> int:
+        """Pixels of an axis beyond the last window, as torch puts them."""
+        return max(0, side + self.padding - self.extent) % self.stride
+
+    def between(self, side: int) -> bool:
+        """Whether as many windows of an odd kernel, about the centre, lie between pixels."""
+        number = (side + self.padding - self.extent) // self.stride + 1
+        return (side - self.stride * (number - 1) - 1) % 2 == 1

@@ -13,6 +13,7 @@ This room knows parameters, shapes and what to say about bad input. What the num
 business of `basis`, how a convolution is run that of `engines`.
 """
 
+from econv.layers.attention import GroupAttentionPool2d
 from econv.layers.convolution import (
     ConvOptions,
     GroupConv2d,
@@ -66,6 +67,7 @@ __all__ = [
     "Enlarge2d",
     "FieldConv2d",
     "FieldParameter",
+    "GroupAttentionPool2d",
     "GroupBatchNorm2d",
     "GroupConv2d",
     "GroupDropout2d",

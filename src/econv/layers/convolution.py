@@ -96,7 +96,12 @@ class PDOConv2d(WithConstants):
         engine: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            given = next(iter(unknown))
+            meant = ": size is the side of the filters" if given == "kernel_size" else ""
+            raise TypeError(f"{type(self).__name__} takes no argument {given!r}{meant}")
         super().__init__()
         self.group = Group(group)
         self.spacing = read_spacing(spacing)
@@ -229,7 +234,7 @@ class PDOConv2d(WithConstants):
         deviation = self.basis.standard_deviation(self._fan_in(), self.init)
         nn.init.normal_(self.weight, std=deviation * self._output_scale())
         # What is drawn are pixels, so that a seed gives the filters that it always gave.
-        matrix = torch.from_numpy(self.basis.from_pixels)
+        matrix = torch.tensor(self.basis.from_pixels, device="cpu")
         with torch.no_grad():
             self.weight.copy_(self.weight @ matrix.to(self.weight.device, self.weight.dtype))
         if self.bias is not None:
@@ -346,9 +351,13 @@ class PDOConv2d(WithConstants):
             return
         check_maps(x, self.in_channels, self._expected_channels(), self.weight)
         height, width = x.shape[2:]
-        if min(height, width) < self.extent:
+        # Windows that are as an ordinary convolution's may reach beyond a small map, as its do.
+        least = self.extent
+        if isinstance(self.centred, tuple):
+            least = max(1, self.centred[0] - self.centred[1])
+        if min(height, width) < least:
             raise ValueError(
-                f"expected an image of at least {self.extent}×{self.extent} pixels, the extent of "
+                f"expected an image of at least {least}×{least} pixels, the extent of "
                 f"the stencils; got {height}×{width}"
             )
         # Wider than this, reflection and wrapping would read beyond the other side.

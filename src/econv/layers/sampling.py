@@ -65,6 +65,12 @@ class Downsample2d(WithConstants):
     def forward(self, x: Tensor) -> Tensor:
         """Halve ``[batch, channels, height, width]``."""
         check_rank(x)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
+            raise ValueError(
+                "expected torch's current exporter, torch.onnx.export(…, dynamo=True): the older "
+                "one writes no convolution whose kernel depends on the size, as Downsample2d's does"
+            )
         halved = halve(x, self.taps, self.reduce)
         return halved.contiguous(memory_format=memory_format(x))
 

@@ -15,6 +15,7 @@ from econv.basis import filter_basis
 from econv.conversion.answers import expect_that
 from econv.conversion.arguments import argument, equal, known, no_rule
 from econv.conversion.plan import (
+    ATTENTION,
     FLAT,
     IMAGE,
     VECTOR,
@@ -59,6 +60,9 @@ def _operators(plan: Plan, windows: Windows, side: int) -> tuple[OperatorsLike, 
             f"a kernel of {windows.kernel}×{windows.kernel} reaches further than derivatives of "
             f"sixth order; the largest that has a counterpart is {_LARGEST}×{_LARGEST}",
         )
+    if plan.fitted:
+        operators = _reaching(plan, windows, side)
+        return operators, _stencil_size(plan, operators), ""
     operators = _OPERATORS[min(windows.kernel, 7)]
     size = _stencil_size(plan, operators)
     note = ""
@@ -69,6 +73,24 @@ def _operators(plan: Plan, windows: Windows, side: int) -> tuple[OperatorsLike, 
         size = _stencil_size(plan, operators)
         note = f" (the map has {side} pixels only)"
     return operators, size, note
+
+
+def _reaching(plan: Plan, windows: Windows, side: int) -> OperatorsLike:
+    """Operators that reach the source's filters.
+
+    Where the points of a centred layer lie between pixels they are means of these, and a larger
+    support takes back some of the blur. Where all turns are turns of the pixels, all products of
+    derivatives along the axes are to be had: they span every filter of a support.
+    """
+    between = plan.group.order > 1 and windows.between(side)
+    support = windows.kernel + (2 * between if windows.kernel % 2 else 1)
+    if support == 1:
+        return "order<=0"
+    exact = plan.options.get("stencils") == "central" and plan.options.get("accuracy", 2) == 2
+    if not exact or len(plan.group.grid_symmetries) < plan.group.order:
+        return _OPERATORS[min(support, 7)]
+    support = min(support, _LARGEST)
+    return tuple((i, j) for i in range(support) for j in range(support))
 
 
 def _stencil_size(plan: Plan, operators: OperatorsLike) -> int:
@@ -83,7 +105,7 @@ def _stencil_size(plan: Plan, operators: OperatorsLike) -> int:
 
 
 def _conv_options(
-    plan: Plan, windows: Windows, module: Any, operators: OperatorsLike, size: int
+    plan: Plan, windows: Windows, module: Any, operators: OperatorsLike, size: int, side: int
 ) -> ConvOptions:
     """Everything but the groups of a convolution that samples where the source's does."""
     extent = windows.dilation * (size - 1) + 1
@@ -99,9 +121,10 @@ def _conv_options(
     mode = getattr(module, "padding_mode", "zeros")
     if mode != "zeros":
         options["padding_mode"] = mode
-    if windows.padding + extent - windows.extent != padding or padding % 2:
+    small = plan.fitted and extent > side
+    if windows.padding + extent - windows.extent != padding or padding % 2 or small:
         options["centred"] = (windows.extent, windows.padding)
-    elif windows.stride > 1:
+    elif windows.stride > 1 and plan.group.order > 1:
         options["centred"] = True
     return options
 
@@ -163,7 +186,7 @@ def _convolve(plan: Plan, node: fx.Node, module: Any, name: str) -> Value:
         return _sub_pixels(plan, node, module, name, factor)
     side = int(min(value_of(read).shape[2:]))
     operators, size, note = _operators(plan, windows, side)
-    options = _conv_options(plan, windows, module, operators, size)
+    options = _conv_options(plan, windows, module, operators, size, side)
     into = value.widths
     if into:
         out = _grouped_width(name, module, value)
@@ -282,7 +305,7 @@ def _read_out(
     name = name or str(node.target)
     pool = plan.pooled(read, value, name, plan.reduce)
     into = value.widths
-    each = GroupPool2d(plan.group, plan.reduce).outputs
+    each = 1 if plan.reduce == ATTENTION else GroupPool2d(plan.group, plan.reduce).outputs
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         bias = module.bias is not None
@@ -542,6 +565,8 @@ def _fit_convolution(
     window: bool | None = None,
 ) -> Callable[[Any, nn.Module], float | None]:
     def fit(kept: Any, layer: nn.Module) -> float | None:
-        return kept.fit_filters(layer, windows.kernel, windows.dilation, side, into, out, window)
+        about_centre = bool(getattr(layer, "centred", False)) and windows.dilation == 1
+        left = windows.left_over(side) if about_centre else 0
+        return kept.fit_filters(layer, windows.kernel, left, into, out, window)
 
     return fit

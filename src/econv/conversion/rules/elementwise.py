@@ -13,7 +13,6 @@ from econv.conversion.registry import rule
 from econv.conversion.steps import as_map
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import join, runs
-from econv.layers import GroupPool2d
 from econv.layers.activations import ACTIVATIONS
 
 
@@ -96,8 +95,7 @@ def _join_operand(
         elif value.channels == 1:
             for width in runs(value.widths):
                 width.fix(1)
-            reduce = plan.reduce_to_one
-            pool = plan.insert(here, "orientations", lambda: GroupPool2d(plan.group, reduce))
+            pool = plan.pool_part(here, value.widths, plan.reduce_to_one)
             readers[read] = lambda e: e.module(pool, e[read])
         else:
             raise ConversionError("", f"it joins {value.channels} and {whole.channels} channels")

@@ -41,6 +41,21 @@ def batch_norm(plan: Plan, node: fx.Node) -> Value:
     return _statistics_norm(plan, node, GroupBatchNorm2d, VECTOR)
 
 
+@rule(classes=("FrozenBatchNorm2d",))
+def frozen_batch_norm(plan: Plan, node: fx.Node) -> Value:
+    """Batch norm whose numbers are buffers, as detectors have it: one that learns its own."""
+    module, value = plan.module(node), plan.value(node.args[0])
+    if value.kind == "image":
+        return plan.copy(node, value)
+    check_map(value)
+    plan.notes.append(f"{node.target}: its frozen statistics are learned anew")
+
+    def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
+        return GroupBatchNorm2d(sizes.fields(value.widths), plan.group, module.eps, **where)
+
+    return _layer_in_place(plan, node, make)
+
+
 @rule(_InstanceNorm)
 def instance_norm(plan: Plan, node: fx.Node) -> Value:
     return _statistics_norm(plan, node, GroupInstanceNorm2d)

@@ -25,6 +25,8 @@ def max_pool(plan: Plan, node: fx.Node) -> Value:
         raise ConversionError("", "its windows are dilated")
     if given.return_indices:
         raise ConversionError("", "it returns the places of the maxima, which a rotation exchanges")
+    if plan.group.order == 1:  # nothing turns: its windows stay where they are
+        return plan.copy(node, plan.value(node.args[0]))
     numbers = windows.kernel, windows.stride, windows.padding // 2
     return map_step(plan, node, lambda: CentredMaxPool2d(*numbers, given.ceil_mode))
 
@@ -37,6 +39,8 @@ def avg_pool(plan: Plan, node: fx.Node) -> Value:
     windows = Windows.of(given)
     if given.divisor_override is not None:
         raise ConversionError("", "its divisor is not the size of its windows")
+    if plan.group.order == 1:
+        return plan.copy(node, plan.value(node.args[0]))
     numbers = windows.kernel, windows.stride, windows.padding // 2
     return map_step(
         plan, node, lambda: CentredAvgPool2d(*numbers, given.ceil_mode, given.count_include_pad)

@@ -29,6 +29,9 @@ from econv.conversion.registry import rule
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import divide
 
+SHUFFLED = ("N", "C", "P", "H", "W")
+"""Paths whose channels are to alternate."""
+
 
 @rule(
     *(nn.Flatten, "flatten", "reshape", "view", "squeeze", "unsqueeze", "reshape_as", "view_as"),
@@ -57,11 +60,20 @@ def reshape(plan: Plan, node: fx.Node) -> Value:
         raise ConversionError(
             owner(node) or node.name,
             f"it reshapes group features from {before} to {after}, which mixes "
-            f"{positions or 'channels'} and other axes; attention over positions and shuffled "
-            "channels have no equivariant counterpart here",
+            f"{positions or 'channels'} and other axes; attention between positions has no "
+            "equivariant counterpart here",
+        )
+
+    if value.axes == SHUFFLED and found.axes == IMAGE:
+        plan.notes.append(
+            f"{owner(node) or node.name}: shuffled channels keep the source's weights only with a "
+            "field for each"
         )
 
     def step(e: Emission) -> fx.Node:
+        if value.axes == SHUFFLED and found.axes == IMAGE:
+            fields = e.method("unflatten", e[read], 2, (-1, e.plan.group.order))
+            return e.method("flatten", e.method("transpose", fields, 1, 2), 1, 3)
         if found.layout == PATHS != value.layout:
             return e.method("unflatten", e[read], 1, (after[1], -1))
         if value.layout == PATHS != found.layout:
@@ -89,6 +101,8 @@ def _axes_after(value: Value, before: tuple[int, ...], after: tuple[int, ...]) -
         return _divided(value, before, after)
     if axes == PATHS and after == (before[0], before[1] * before[2], *before[3:]):
         return replace(value, axes=IMAGE, widths=value.widths * before[1])
+    if axes == SHUFFLED and after == (before[0], before[1] * before[2], *before[3:]):
+        return replace(value, axes=IMAGE, widths=value.widths * before[2])
     sizes = dict(_atoms(value, before))
     if set(sizes) <= set(IMAGE) and sizes.get("H", 1) == sizes.get("W", 1) == 1:
         return _of_one_pixel(value, after)

@@ -128,12 +128,13 @@ class Spectral(Engine):
         images = x.split(sizes, 1) if len(sizes) > 1 else [x]
         found = []
         for part, here, own in zip(conv.parts, images, weight.parts(conv), strict=True):
-            task, pairs = Task(conv.plan(part), geometry, problem.named), [(here, own)]
+            rest = engine, Task(conv.plan(part), geometry, problem.named)
             if conv.groups > 1:
                 chunks = here.chunk(conv.groups, 1), own.chunk(conv.groups, 0)
-                pairs = list(zip(*chunks, strict=True))
-            each = [_layer(*pair, affine, engine, task) for pair in pairs]
-            found.append(each[0] if len(each) == 1 else torch.cat(each, dim=1))
+                each = [_layer(*pair, affine, *rest) for pair in zip(*chunks, strict=True)]
+                found.append(torch.cat(each, dim=1))
+            else:
+                found.append(_layer(here, own, affine, *rest))
         if bias is not None:
             found.append(bias.to(dtype)[:, None, None])
         total = sum(found[1:], start=found[0])
@@ -156,7 +157,12 @@ class _Form(torch.autograd.Function):
         *operands, engine, task, wanted = given
         saved = Saved(*operands)
         if isinstance(engine, str):
-            found = _node(engine, task, g, saved, wanted)
+            words = engine, task.plan.name, list(task.geometry), task.named
+            with torch._C._AutoDispatchBelowAutograd():
+                if g is None:
+                    found = torch.ops.econv.spectral(*saved[:3], *words)
+                else:
+                    found = torch.ops.econv.spectral_backward(g, *saved, *words, *wanted)
         elif g is None:
             found = _attempt(engine, "forward", True, task, *saved[:3])
         elif torch._C._functorch.is_legacy_batchedtensor(g):
@@ -261,20 +267,16 @@ def give_up(engine: str, name: str, what: object, error: Exception) -> None:
 def _attempt(engine: Spectral, way: str, named: bool, task: Task, *given: Any) -> Any:
     """A pass, forward or backward; by operations of torch where kernels fail that were chosen."""
     with without_autocast(given[0].device):  # which may be on around a backward pass, too
-        return _attempted(engine, way, named, task, *given)
-
-
-def _attempted(engine: Spectral, way: str, named: bool, task: Task, *given: Any) -> Any:
-    if (engine.name, task.plan.name) not in FAILED:
-        try:
-            return getattr(engine, way)(task, *given)
-        except Exception as error:
-            if not engine.compiled or isinstance(error, torch.OutOfMemoryError):
-                raise
-            if named:
-                raise EngineError(f"{engine.name} failed: {error}") from error
-            give_up(engine.name, task.plan.name, repr(task.plan), error)
-    return getattr(_MADE["spectral/torch"], way)(task, *given)
+        if (engine.name, task.plan.name) not in FAILED:
+            try:
+                return getattr(engine, way)(task, *given)
+            except Exception as error:
+                if not engine.compiled or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                if named:
+                    raise EngineError(f"{engine.name} failed: {error}") from error
+                give_up(engine.name, task.plan.name, repr(task.plan), error)
+        return getattr(_MADE["spectral/torch"], way)(task, *given)
 
 
 def through(affine: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,15 +291,6 @@ def through(affine: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # The operators of graphs
-
-
-def _node(engine: str, task: Task, g: Tensor | None, saved: Saved, wanted: Any) -> Any:
-    """The results of an operator, by which a graph knows an engine."""
-    words = (engine, task.plan.name, list(task.geometry), task.named)
-    with torch._C._AutoDispatchBelowAutograd():
-        if g is None:
-            return torch.ops.econv.spectral(*saved[:3], *words)
-        return torch.ops.econv.spectral_backward(g, *saved, *words, *wanted)
 
 
 def _told(engine: str, plan: str, geometry: list[int], named: bool) -> tuple[Spectral, Task]:

@@ -147,11 +147,7 @@ def differentiate(x: Tensor, plan: SpectralPlan, geometry: Geometry) -> Iterator
 def apply(
     x: Tensor, weights: Tensor, plan: SpectralPlan, geometry: Geometry, other: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The layer, and with ``other`` the gradient to the weights of their inner product.
-
-    Plain, differentiable operations of torch, the whole batch at once. ``other`` has the shape of
-    the output. Both results use the same derivatives of ``x``.
-    """
+    """As `Torch.product`, the whole batch at once; ``other`` has the shape of the output."""
     table, blocks = tables(plan, x.device, x.dtype), plan.blocks
     synthesis, (out_fields, in_fields) = table["synthesis"], weights.shape[:2]
     spectra: Iterable[Tensor | None] = repeat(None, len(blocks))

@@ -42,14 +42,10 @@ def convolution_source(layout: Scheme, parts: tuple[int, ...], partitions: int) 
     for chunk in range(layout.chunks):
         differentiate_function(write, layout, chunk, pieces, FIELDS)
     return _kernel(
-        *(write, layout, parts, pieces, partitions),
-        name="forward",
-        results="y, x_largest, w_largest",
-        shape="pixels, height, width, ",
-        last="chunks, tiles, programs, out_fields, y_dot",
-        general="chunks out_fields",
-        produce=lambda: produce(write, layout, pieces),
-        consume=lambda weights: _consume(write, layout, parts, pieces, weights),
+        *(write, layout, parts, pieces, partitions, "forward", "y, x_largest, w_largest"),
+        *("chunks, tiles, programs, out_fields, y_dot", "chunks out_fields", ""),
+        lambda: produce(write, layout, pieces),
+        lambda weights: _consume(write, layout, parts, pieces, weights),
     )
 
 
@@ -68,16 +64,12 @@ def weight_gradient_source(
         _accumulate(write, layout, parts, weights)
         _store_sums(write, layout, parts, chunk, features)
 
+    pieces, name = (ROWS // FIELDS,), "weight_gradient"
     return _kernel(
-        *(write, layout, parts, (ROWS // FIELDS,), partitions),
-        name="weight_gradient",
-        results="partial, x_largest, g_largest",
-        shape="",
-        last="tiles, programs, in_padded, out_padded, again",
-        general="in_padded again",
-        constants="READY COUNT",
-        produce=lambda: produce_for_weights(write, layout, chunk),
-        consume=consume,
+        *(write, layout, parts, pieces, partitions, name, "partial, x_largest, g_largest"),
+        *("tiles, programs, in_padded, out_padded, again", "in_padded again", "READY COUNT"),
+        lambda: produce_for_weights(write, layout, chunk),
+        consume,
     )
 
 
@@ -91,15 +83,12 @@ def _kernel(
     results: str,
     last: str,
     general: str,
+    constants: str,
     produce: Callable[[], None],
     consume: Callable[[str], None],
-    shape: str = "",
-    constants: str = "",
 ) -> str:
-    """A kernel of consumers and producers that run at the same time, with what each is given.
-
-    Stages of what is copied are as many as those of features, or ``READY``.
-    """
+    """A kernel of consumers and producers that run at the same time, with what each is given."""
+    shape = "" if constants else "pixels, height, width, "
     copies = "READY" if constants else "STAGES"
     names = [f"w{number}_{part}" for number in range(len(pieces)) for part in range(len(parts))]
     weights = ", ".join(f"{one}_in, {one}" for one in names)

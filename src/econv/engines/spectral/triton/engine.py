@@ -68,33 +68,29 @@ class Triton(Spectral):
     ) -> tuple[Tensor, Tensor]:
         """The layer; what is known of its operands is kept."""
         with on_device(x):
-            known = self._know(task, x, weight, affine)
-            x_largest, w_largest, weights = self._parts(task, x, weight, known)
-            operands = (x, x_largest, weights, w_largest)
-            return self._launch(task, *operands, affine), known
+            known, x_largest, w_largest, weights = self._known(task, x, weight, affine)
+            return self._launch(task, x, x_largest, weights, w_largest, affine), known
 
     def known_like(self, task: Task, x: Tensor, weight: Tensor) -> Tensor:
         """Largest numbers of the input and of the spectral weights, and these weights."""
-        fields = weight.shape[0] * weight.shape[1]
-        numbers = sum(_lengths(x, weight)) + fields * task.plan.weights
+        numbers = sum(_lengths(x, weight)) + math.prod(weight.shape[:2]) * task.plan.weights
         return torch.empty(numbers, dtype=torch.float32, device=x.device)
 
-    def _know(self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None) -> Tensor:
-        known = self.known_like(task, x, weight)
-        x_largest, w_largest, weights = self._parts(task, x, weight, known)
-        known[: sum(_lengths(x, weight))].zero_()
-        flat = weight.to(torch.float32).flatten(0, 1)
-        torch.mm(flat, _weight_map(task, x), out=weights.view(-1, task.plan.weights))
-        largest(x, x_largest, affine)
-        largest(weights.flatten(1)[:, :, None, None], w_largest)
-        return known
-
-    def _parts(
-        self, task: Task, x: Tensor, weight: Tensor, known: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        overall, (first, second) = _launches().OVERALL, _lengths(x, weight)
-        weights = known[first + second :].view(*weight.shape[:2], task.plan.weights)
-        return known[: overall + len(x)], known[first : first + overall + len(weight)], weights
+    def _known(
+        self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None, have: Any = None
+    ) -> tuple[Tensor, ...]:
+        """All of that, and its three parts."""
+        known = self.known_like(task, x, weight) if have is None else have
+        lengths = _lengths(x, weight)
+        x_largest, w_largest, rest = known.split([*lengths, len(known) - sum(lengths)])
+        weights = rest.view(*weight.shape[:2], task.plan.weights)
+        if have is None:
+            known[: sum(lengths)].zero_()
+            flat = weight.to(torch.float32).flatten(0, 1)
+            torch.mm(flat, _weight_map(task, x), out=weights.view(-1, task.plan.weights))
+            _launches().largest(x, x_largest, affine)
+            _launches().largest(weights.flatten(1)[:, :, None, None], w_largest)
+        return known, x_largest, w_largest, weights
 
     def backward(
         self, task: Task, gradient: Tensor, saved: Saved, wanted: tuple[bool, bool]
@@ -103,11 +99,10 @@ class Triton(Spectral):
         x, weight, affine, known = saved
         launches, to_x, to_weight, to_affine = _launches(), None, None, None
         with on_device(x):
-            known = self._know(task, x, weight, affine) if known is None else known
-            x_largest, w_largest, weights = self._parts(task, x, weight, known)
+            _, x_largest, w_largest, weights = self._known(task, x, weight, affine, known)
             gradient = gradient.to(x.dtype)
             found = gradient.new_zeros(launches.OVERALL + len(gradient), dtype=torch.float32)
-            largest(gradient, found)
+            launches.largest(gradient, found)
             if wanted[1]:
                 pair, way = (Like.of(x), Like.of(gradient)), self._way(x, affine)
                 run = launches.weight_gradient_run(*pair, task.plan.name, task.geometry, *way)
@@ -132,11 +127,11 @@ class Triton(Spectral):
         into: Tensor | None = None,
     ) -> Tensor:
         """A layer, or its adjoint with an output like ``into``."""
-        layout = memory_format(x if into is None else into)
+        adjoint, layout = into is not None, memory_format(x if into is None else into)
         last = self.specialised or layout is torch.channels_last
-        adjoint, way = into is not None, (last, *self._way(x, affine))
-        fields, plan = weights.shape[1 if adjoint else 0], task.plan.name
-        run = _launches().convolution_run(Like.of(x), plan, adjoint, task.geometry, fields, *way)
+        numbers = adjoint, task.geometry, weights.shape[int(adjoint)]
+        way = last, *self._way(x, affine)
+        run = _launches().convolution_run(Like.of(x), task.plan.name, *numbers, *way)
         found: Tensor = run(x, x_largest, weights, w_largest, *_given(affine))
         return found
 
@@ -274,22 +269,3 @@ def _lengths(x: Tensor, weight: Tensor) -> tuple[int, int]:
     """Numbers that the largest ones of both take, in whole 16 bytes."""
     overall = _launches().OVERALL
     return rounded_up(overall + x.shape[0], 4), rounded_up(overall + weight.shape[0], 4)
-
-
-def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
-    """Add the largest magnitude in ``x``, and from `OVERALL` on that of each image, to zeros.
-
-    With ``affine``, of ``x`` when it is activated.
-    """
-    if not x.numel():
-        return
-    overall, fields = _launches().OVERALL, 0 if affine is None else affine.shape[1]
-    launch = _launches().largest_launch(Like.of(x), fields)
-    if launch is not None:
-        launch(x, *(_given(affine) or [x]), found.view(torch.int32))
-    else:
-        x = x if affine is None else Prologue(affine).apply(x.float())
-        rest = tuple(range(1, x.dim()))
-        each = torch.linalg.vector_norm(x, math.inf, dim=rest, dtype=torch.float32)
-        found[overall:] = each
-        found[:overall] = each.amax()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ import triton
 import triton.language as tl
 
 from econv.engines.spectral.triton.scheme import Scheme
-from econv.engines.spectral.triton.source import convolution_source, weight_gradient_source
 
 
 class Kernels(NamedTuple):
@@ -31,22 +31,10 @@ class Kernels(NamedTuple):
     weight_gradient: Any = None
 
 
-@lru_cache(maxsize=256)
-def convolution_kernels(layout: Scheme, parts: tuple[int, ...], f16x2: bool) -> Kernels:
-    """Those of a plan's layer: see `convolution_source`."""
-    return _kernels(convolution_source(layout, parts, f16x2), layout)
-
-
-@lru_cache(maxsize=256)
-def weight_gradient_kernels(
-    layout: Scheme, parts: tuple[int, ...], fields: int, f16x2: bool
-) -> Kernels:
-    """Those of the gradient to its weights: see `weight_gradient_source`."""
-    return _kernels(weight_gradient_source(layout, parts, fields, f16x2), layout)
-
-
-def _kernels(source: str, layout: Scheme) -> Kernels:
-    space = _read(source, layout)
+@lru_cache(maxsize=512)
+def generated(write: Callable[..., str], layout: Scheme, *options: Any) -> Kernels:
+    """What `convolution_source` or `weight_gradient_source` writes, compiled."""
+    space = _read(write(layout, *options), layout)
     others = {name: space[name] for name in Kernels._fields[1:] if name in space}
     return Kernels((space["analyse"], space["analyse_activated"]), **others)
 
@@ -95,10 +83,15 @@ OVERALL = 4
 
 
 @triton.jit
-def fields_of(BF: tl.constexpr, FIRST: tl.constexpr):
-    """The fields of a program. Threads reduce along fields, which lie side by side."""
+def begun(programs, image_stride, BF: tl.constexpr, BLOCKS: tl.constexpr, FIRST: tl.constexpr):
+    """Where a program's image begins, its first block, and its fields.
+
+    Threads reduce along fields, which lie side by side.
+    """
+    base = (tl.program_id(0) // programs).to(tl.int64) * image_stride
     field = tl.program_id(1) * BF + tl.arange(0, BF)
-    return field[:, None, None] if FIRST else field[None, :, None]
+    field = field[:, None, None] if FIRST else field[None, :, None]
+    return base, tl.program_id(0) % programs * BLOCKS, field
 
 
 @triton.jit
@@ -138,10 +131,7 @@ def largest(
     Of max(0, (x − centre)·scale + shift) where they are activated. Magnitudes are ordered as their
     bits are, and NaN comes after infinity.
     """
-    image = tl.program_id(0) // programs
-    first = tl.program_id(0) % programs * BLOCKS
-    field = fields_of(BF, FIRST)
-    base = image.to(tl.int64) * image_stride
+    base, first, field = begun(programs, image_stride, BF, BLOCKS, FIRST)
     found = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.int32)
     if ACTIVATED:
         centre, scale, shift = numbers_of(affine, field, fields)
@@ -153,7 +143,7 @@ def largest(
         found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     most = tl.max(tl.reshape(found, [BR * BF * BI]), axis=0)
     tl.atomic_max(out, most)
-    tl.atomic_max(out + OVERALL + image, most)
+    tl.atomic_max(out + OVERALL + tl.program_id(0) // programs, most)
 
 
 @triton.jit
@@ -163,9 +153,7 @@ def activate(
     FIRST: tl.constexpr
 ):  # fmt: skip
     """max(0, (x − centre)·scale + shift)."""
-    base = (tl.program_id(0) // programs).to(tl.int64) * image_stride
-    first = tl.program_id(0) % programs * BLOCKS
-    field = fields_of(BF, FIRST)
+    base, first, field = begun(programs, image_stride, BF, BLOCKS, FIRST)
     centre, scale, shift = numbers_of(affine, field, fields)
     for block in tl.static_range(BLOCKS):
         where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
@@ -175,11 +163,13 @@ def activate(
 
 
 @triton.jit
-def add_field(total, into, fields, BF: tl.constexpr, FIRST: tl.constexpr):
-    """Store the sums of a program's fields."""
+def store_sums(one, other, sums, fields, BF: tl.constexpr, FIRST: tl.constexpr):
+    """Store both sums of a program's fields."""
     field = tl.program_id(1) * BF + tl.arange(0, BF)
+    into = sums + (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)) * 2 * fields + field
     ROWS: tl.constexpr = 1 if FIRST else 0
-    tl.store(into + field, tl.sum(tl.sum(total, axis=2), axis=ROWS), mask=field < fields)
+    tl.store(into, tl.sum(tl.sum(one, axis=2), axis=ROWS), mask=field < fields)
+    tl.store(into + fields, tl.sum(tl.sum(other, axis=2), axis=ROWS), mask=field < fields)
 
 
 @triton.jit
@@ -193,11 +183,8 @@ def activation_backward(
     ``sums[program, 2, field]`` are those of the gradient where it passes, and of it times
     x − centre.
     """
-    image = tl.program_id(0) // programs
-    first = tl.program_id(0) % programs * BLOCKS
-    field = fields_of(BF, FIRST)
+    base, first, field = begun(programs, image_stride, BF, BLOCKS, FIRST)
     centre, scale, shift = numbers_of(affine, field, fields)
-    base = image.to(tl.int64) * image_stride
     total = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
     product = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
     for block in tl.static_range(BLOCKS):
@@ -208,9 +195,7 @@ def activation_backward(
         tl.store(out + base + where, (passed * scale).to(out.dtype.element_ty), mask=known)
         total += passed
         product += passed * value
-    into = sums + (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)) * 2 * fields
-    add_field(total, into, fields, BF, FIRST)
-    add_field(product, into + fields, fields, BF, FIRST)
+    store_sums(total, product, sums, fields, BF, FIRST)
 
 
 @triton.jit
@@ -224,11 +209,9 @@ def moments(
     This is a number of the field, from the middle of the first image: in sums of squares of x
     itself the mean would swallow the digits of small deviations.
     """
-    first = tl.program_id(0) % programs * BLOCKS
-    field = fields_of(BF, FIRST)
+    base, first, field = begun(programs, image_stride, BF, BLOCKS, FIRST)
     middle = (rows // 2 * fields + field) * INNER + INNER // 2
     centre = tl.load(x + middle, mask=field < fields, other=0.0).to(tl.float32)
-    base = (tl.program_id(0) // programs).to(tl.int64) * image_stride
     total = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
     square = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
     for block in tl.static_range(BLOCKS):
@@ -237,9 +220,7 @@ def moments(
         value = tl.where(known, value - centre, 0.0)
         total += value
         square += value * value
-    into = sums + (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)) * 2 * fields
-    add_field(total, into, fields, BF, FIRST)
-    add_field(square, into + fields, fields, BF, FIRST)
+    store_sums(total, square, sums, fields, BF, FIRST)
     tl.store(out + field, centre, mask=field < fields)
 
 
@@ -321,15 +302,12 @@ def statistics_backward(
 
     The scale is variance^(−1/2) times a weight, and the variance the mean of (x − mean)².
     """
-    image = tl.program_id(0) // programs
-    first = tl.program_id(0) % programs * BLOCKS
-    field = fields_of(BF, FIRST)
+    base, first, field = begun(programs, image_stride, BF, BLOCKS, FIRST)
     centre, scale, _ = numbers_of(affine, field, fields)
     to_centre, to_scale, _ = numbers_of(gradients, field, fields)
     inverse = tl.load(affine + 3 * fields + field, mask=field < fields, other=0.0)
     factor = -inverse * inverse * scale * to_scale / count
     to_centre = to_centre / count
-    base = image.to(tl.int64) * image_stride
     for block in tl.static_range(BLOCKS):
         where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
         value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32) - centre

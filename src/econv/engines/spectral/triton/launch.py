@@ -16,11 +16,7 @@ from torch import Tensor
 
 
 class Launch:
-    """A kernel with all of its arguments that depend on shapes alone.
-
-    A kernel takes tensors, then numbers, then constants. Which compiled kernel fits them is found
-    at the first launch, and again where addresses are less aligned.
-    """
+    """A kernel with all arguments but tensors, which come first: then numbers, then constants."""
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], /, **options: Any

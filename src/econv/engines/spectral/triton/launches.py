@@ -12,16 +12,13 @@ filter bank:
 
 A spectrum that needs more than that uses the part of the output that is not yet written: a group of
 images is about as large as all that come after it.
-
-Time. What depends on shapes alone is worked out once (`ConvolutionRun`, `WeightGradientRun`), down
-to the compiled kernel of each launch.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +45,11 @@ from econv.engines.spectral.triton import kernels
 from econv.engines.spectral.triton.kernels import OVERALL
 from econv.engines.spectral.triton.launch import Job, Launch, launch_all
 from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two, scheme
-from econv.engines.spectral.triton.source import FIRST
+from econv.engines.spectral.triton.source import (
+    FIRST,
+    convolution_source,
+    weight_gradient_source,
+)
 from econv.plan import plan_named
 
 
@@ -83,13 +84,17 @@ def _f16x2(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and not kernels.INTERPRETED
 
 
-class _Analysis:
-    """From images to their spectrum, ``[field chunks, slot chunks, grid, fields, width]``."""
+class _Group:
+    """Some images on the way to their spectrum, and what reads it.
+
+    This is ``[field chunks, slot chunks, grid, fields, width]``, ``fields`` being contiguous.
+    """
 
     def __init__(
         self,
         analyse: tuple[Any, Any],
         x: Like,
+        first: int,
         images: int,
         layout: Scheme,
         geometry: Geometry,
@@ -97,10 +102,8 @@ class _Analysis:
         activated: bool,
         fields: int = FIELDS,
     ) -> None:
-        """``each``: every image is scaled by a number of its own (1), or all by one (0).
-
-        ``fields`` are contiguous.
-        """
+        """``each``: every image is scaled by a number of its own (1), or all by one (0)."""
+        self.first, self.images = first, images
         count = x.shape[1] // layout.plan.analysis.shape[1]
         grid = Grid.of((images, *x.shape[1:]), geometry, layout.plan.basis.size)
         self.chunks = units(count, FIELDS) * (FIELDS // fields)
@@ -113,19 +116,11 @@ class _Analysis:
         shape, padding = (images, count, *x.shape[2:]), (geometry.up, geometry.before)
         numbers = (*shape, *padding, *grid, each, *x.strides)
         programs = (units(grid.size, block), self.chunks)
-        self.launch = Launch(analyse[activated], programs, numbers, BP=block, num_warps=4)
-
-
-class _Group(NamedTuple):
-    """Images that are convolved together."""
-
-    first: int
-    images: int
-    analysis: _Analysis
-    launches: list[list[Launch]]
-    """What reads their spectrum, for each layout; of a weight gradient, after what packs."""
-    offset: int = 0
-    """Where in the output the spectrum lies; −1: in memory of its own."""
+        self.analyse = Launch(analyse[activated], programs, numbers, BP=block, num_warps=4)
+        self.launches: list[list[Launch]] = []
+        """What reads their spectrum, for each layout; of a weight gradient, after what packs."""
+        self.offset = 0
+        """Where in the output the spectrum lies; −1: in memory of its own."""
 
     def of(self, images: Tensor) -> Tensor:
         every = self.images == len(images)  # a slice would take time
@@ -170,7 +165,7 @@ class ConvolutionRun:
         self.arranged = (rounded_up(fields[1], FIELDS), features, cut.padded, 2)
         self.arrange = [self._arrange(one, fields, adjoint, x.device) for one in tiling.layouts]
         """How weights come into the order in which each launch reads them."""
-        made = kernels.convolution_kernels(layout, cut.parts, _f16x2(self.internal))
+        made = kernels.generated(convolution_source, layout, cut.parts, _f16x2(self.internal))
         if tiling.warp_specialised:
             several = [hopper.forward(one, cut.parts, chosen.partitions) for one in tiling.layouts]
             forward = [
@@ -184,8 +179,8 @@ class ConvolutionRun:
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
         self.own = first = 0  # numbers of the memory that is no part of the output
         for images in image_groups(x, geometry, tiling, self.shape[1], adjoint):
-            analysis = _Analysis(made.analyse, x, images, layout, geometry, 1, activated)
-            numbers: tuple[int, ...] = (*analysis.positions, analysis.chunks)
+            group = _Group(made.analyse, x, first, images, layout, geometry, 1, activated)
+            numbers: tuple[int, ...] = (*group.positions, group.chunks)
             tiles = units(numbers[0], tiling.pixels)
             grid = (tiles, cut.programs)
             if tiling.warp_specialised:
@@ -193,13 +188,13 @@ class ConvolutionRun:
                 grid = (min(tiles, tiling.running(x.device)), cut.programs)
             else:
                 numbers = (*numbers, cut.programs, out_fields, *strides)
-            launches = [[launch(grid, numbers)] for launch in forward]
-            offset = (total - analysis.numbers) // 64 * 64
-            if offset < (first + images) * total // x.shape[0]:  # already written
-                offset = -1
-                self.own = max(self.own, analysis.numbers)
-            self.groups.append(_Group(first, images, analysis, launches, offset))
+            group.launches = [[launch(grid, numbers)] for launch in forward]
+            group.offset = (total - group.numbers) // 64 * 64
             first += images
+            if group.offset < first * total // x.shape[0]:  # already written
+                group.offset = -1
+                self.own = max(self.own, group.numbers)
+            self.groups.append(group)
 
     def _arrange(
         self, layout: Scheme, fields: tuple[int, int], adjoint: bool, device: torch.device
@@ -240,8 +235,8 @@ class ConvolutionRun:
         for group in self.groups:
             scales = x_largest[OVERALL + group.first :]
             memory = own if group.offset < 0 else flat[group.offset :]
-            spectrum = memory[: group.analysis.numbers]
-            jobs.append((group.analysis.launch, (group.of(x), *affine, scales, spectrum)))
+            spectrum = memory[: group.numbers]
+            jobs.append((group.analyse, (group.of(x), *affine, scales, spectrum)))
             spectrum = spectrum.view(self.word)
             for (launch,), factor in zip(group.launches, factors, strict=True):
                 jobs.append((launch, (spectrum, *factor, group.of(y), scales, w_largest)))
@@ -282,7 +277,7 @@ class WeightGradientRun:
         pixels = min(most, x.shape[0]) * geometry.height * geometry.width
         self.packed = (units(pixels, tiling.pixels), tiling.packed * tiling.pixels)
         given = (cut.parts, tiling.fields, _f16x2(self.internal))
-        made = [kernels.weight_gradient_kernels(one, *given) for one in tiling.layouts]
+        made = [kernels.generated(weight_gradient_source, one, *given) for one in tiling.layouts]
         found = [_constants(one, x.device, tiling.warp_specialised)[5:] for one in tiling.layouts]
         self.copies: list[hopper.Copies | None] = [None]
         self.more: list[Tensor] = []
@@ -306,21 +301,21 @@ class WeightGradientRun:
         grid = (in_padded // tiling.fields, cut.programs, splits)
         for again, first in enumerate(range(0, x.shape[0], most)):
             images = min(most, x.shape[0] - first)
-            shape = (x, images, layout, geometry, 0, activated, tiling.fields)
-            analysis = _Analysis(made[0].analyse, *shape)
-            pixels, height, width, *_ = analysis.positions
+            shape = (x, first, images, layout, geometry, 0, activated, tiling.fields)
+            group = _Group(made[0].analyse, *shape)
+            pixels, height, width, *_ = group.positions
             tiles = units(pixels, tiling.pixels)
             rows = (tiles * (tiling.pixels // ROWS), cut.padded // FIELDS)
             numbers = (pixels, out_fields, height, width, cut.programs, *g.strides)
             packs = [Launch(one.pack, rows, numbers, BP=ROWS, num_warps=4) for one in made]
             last = (tiles, cut.programs, in_padded, cut.padded, again)
-            numbers = (*analysis.positions, *last)
-            launches = [
+            numbers = (*group.positions, *last)
+            group.launches = [
                 [pack, *(launch(grid, numbers) for launch in several)]
                 for pack, several in zip(packs, gradients, strict=True)
             ]
-            self.groups.append(_Group(first, images, analysis, launches))
-        self.spectrum = self.groups[0].analysis.numbers  # no other group is larger
+            self.groups.append(group)
+        self.spectrum = self.groups[0].numbers  # no other group is larger
         self.reduce = [(self._reduce(one[0].shape[1]), one[:2]) for one in found]
 
     def _reduce(self, most: int) -> Launch:
@@ -350,8 +345,8 @@ class WeightGradientRun:
         largest = (x_largest, g_largest)
         jobs: list[Job] = []
         for group in self.groups:
-            spectrum = memory[: group.analysis.numbers]
-            jobs.append((group.analysis.launch, (group.of(x), *affine, x_largest, spectrum)))
+            spectrum = memory[: group.numbers]
+            jobs.append((group.analyse, (group.of(x), *affine, x_largest, spectrum)))
             spectrum = spectrum.view(self.word)
             for (pack, *more), factor, sums in zip(group.launches, factors, partials, strict=True):
                 jobs.append((pack, (group.of(g), g_largest, packed)))
@@ -373,29 +368,27 @@ def _producers(chosen: Tiles) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def largest_launch(x: Like, fields: int = 0) -> Launch | None:
-    """How the largest numbers are found; nothing where images lie in neither layout of torch.
-
-    It takes the images, what activates so many fields (any tensor if there are none), and zeros.
-    """
-    return _by_rows(kernels.largest, x, fields, OVERALL=OVERALL, ACTIVATED=fields > 0)
-
-
-def _by_rows(kernel: Any, x: Like, fields: int, *numbers: int, **constants: Any) -> Launch | None:
+def _by_rows(
+    kernel: Any, x: Like, fields: int, *numbers: int, whole: bool = True, **constants: Any
+) -> Launch | None:
     """A kernel that goes through images field by field; without fields, number by number.
 
-    Nothing where images lie in neither of torch's two layouts.
+    Nothing where images lie in neither of torch's two layouts, or are to be ``whole``, one after
+    the other and some, and are not.
     """
     images, channels, height, width = x.shape
     pixels = height * width
+    each = channels * pixels
+    if whole and (not images * each or (images > 1 and x.strides[0] != each)):
+        return None
     layouts = {pixels: (1, width * channels, channels), 1: (pixels, width, 1)}
     for rows, strides in layouts.items():
         axes = zip(x.shape[1:], x.strides[1:], strides, strict=True)
         if any(length > 1 and have != wanted for length, have, wanted in axes):
             continue
         if not fields:
-            rows, fields = channels * pixels, 1
-        inner = channels * pixels // (fields * rows)
+            rows, fields = each, 1
+        inner = each // (fields * rows)
         block = 2048  # numbers at a time
         inners = min(block, power_of_two(inner))
         several = 1 if rows == 1 else min(FIELDS, power_of_two(fields))
@@ -409,48 +402,48 @@ def _by_rows(kernel: Any, x: Like, fields: int, *numbers: int, **constants: Any)
     return None
 
 
-class _OfFields(NamedTuple):
-    """The launches around norms: see the kernels of these names."""
-
-    moments: Launch
-    activate: Launch
-    activation_backward: Launch
-    to_affine: Launch
-    statistics_backward: Launch
-    programs: int
-    """That leave sums."""
-
-
 @lru_cache(maxsize=1024)
-def _of_fields(x: Like, fields: int) -> _OfFields | None:
-    """Nothing where images do not lie one after the other in one of torch's two layouts."""
-    each, images = math.prod(x.shape[1:]), x.shape[0]
-    moments = _by_rows(kernels.moments, x, fields)
-    if moments is None or not each * images or (images > 1 and x.strides[0] != each):
-        return None
-    programs = math.prod(moments.grid[::2])
-    found: tuple[Any, ...] = (
-        _by_rows(kernels.activate, x, fields),
-        _by_rows(kernels.activation_backward, x, fields),
-        _adding(kernels.to_affine, programs, fields),
-        _by_rows(kernels.statistics_backward, x, fields, images * each // fields),
-    )
-    return _OfFields._make((moments, *found, programs))
-
-
-def _adding(kernel: Any, programs: int, fields: int, *numbers: float, **options: Any) -> Launch:
-    """A kernel that adds up the sums of programs."""
+def _adding(
+    kernel: Any, sums: torch.Size, numbers: tuple[float, ...] = (), dtypes: Any = (), **options: Any
+) -> Launch:
+    """A kernel that adds up the sums of programs. ``dtypes`` of others tell launches apart."""
+    programs, _, fields = sums
     options |= {"BF": FIELDS, "BLOCK": min(512, power_of_two(programs)), "num_warps": 4}
     return Launch(kernel, (units(fields, FIELDS),), (programs, fields, *numbers), **options)
 
 
+def _sums(launch: Launch, fields: int, device: torch.device) -> Tensor:
+    """Memory for two sums of each field, from every program of a launch."""
+    return _empty((math.prod(launch.grid[::2]), 2, fields), torch.float32, device)
+
+
+def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
+    """Add the largest magnitude in ``x``, and from `OVERALL` on that of each image, to zeros.
+
+    With ``affine``, of ``x`` when it is activated.
+    """
+    if not x.numel():
+        return
+    fields = 0 if affine is None else affine.shape[1]
+    constants = {"OVERALL": OVERALL, "ACTIVATED": fields > 0}
+    launch = _by_rows(kernels.largest, Like.of(x), fields, whole=False, **constants)
+    if launch is not None:
+        launch(x, x if affine is None else affine.contiguous(), found.view(torch.int32))
+        return
+    x = x if affine is None else Prologue(affine).apply(x.float())
+    rest = tuple(range(1, x.dim()))
+    each = torch.linalg.vector_norm(x, math.inf, dim=rest, dtype=torch.float32)
+    found[OVERALL : OVERALL + len(x)] = each
+    found[:OVERALL] = each.amax()
+
+
 def activated(x: Tensor, affine: Tensor) -> Tensor:
     """max(0, (x − centre)·scale + shift) of each field."""
-    launches = _of_fields(Like.of(x), affine.shape[1])
-    if launches is None:
+    launch = _by_rows(kernels.activate, Like.of(x), affine.shape[1])
+    if launch is None:
         return Prologue(affine).apply(x)
     out = _like(x)
-    launches.activate(x, affine.contiguous(), out)
+    launch(x, affine.contiguous(), out)
     return out
 
 
@@ -461,42 +454,26 @@ def _like(x: Tensor) -> Tensor:
 def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients to ``x`` and ``affine`` from that to max(0, (x − centre)·scale + shift)."""
     fields = affine.shape[1]
-    launches = _of_fields(Like.of(x), fields)
-    if launches is None:
+    launch = _by_rows(kernels.activation_backward, Like.of(x), fields)
+    if launch is None:
         return through(affine, x, g.to(x.dtype))
     g, affine = g.contiguous(memory_format=memory_format(x)), affine.contiguous()
     to_x, found = _like(x), _empty((3, fields), torch.float32, x.device)
-    sums = _empty((launches.programs, 2, fields), torch.float32, x.device)
-    jobs = [(launches.activation_backward, (g, x, affine, to_x, sums))]
-    launch_all([*jobs, (launches.to_affine, (sums, affine, found))])
+    sums = _sums(launch, fields, x.device)
+    adding = _adding(kernels.to_affine, sums.shape)
+    launch_all([(launch, (g, x, affine, to_x, sums)), (adding, (sums, affine, found))])
     return to_x, found
 
 
 def statistics_backward(x: Tensor, g: Tensor, numbers: Tensor, to_affine: Tensor) -> Tensor:
     """The gradient to ``x``: its own part g, and what comes through `field_statistics`."""
-    launches = _of_fields(Like.of(x), numbers.shape[1])
-    assert launches is not None
+    fields = numbers.shape[1]
+    launch = _by_rows(kernels.statistics_backward, Like.of(x), fields, x.numel() // fields)
+    assert launch is not None
     with torch.cuda.device_of(x):
         out, g = _like(x), g.contiguous(memory_format=memory_format(x))
-        launches.statistics_backward(g, x, numbers, to_affine.contiguous(), out)
+        launch(g, x, numbers, to_affine.contiguous(), out)
     return out
-
-
-@lru_cache(maxsize=1024)
-def _statistics(
-    x: Like, fields: int, dtypes: tuple[torch.dtype | None, ...], share: float, eps: float
-) -> tuple[Launch, Launch, int]:
-    """What finds the numbers of a norm: from images to sums of so many programs, and from these.
-
-    The second takes weight, bias, running mean and variance, and the share of this batch in these,
-    of such ``dtypes``: where there is none any tensor stands for it, and ``share`` for the last.
-    """
-    launches, count = _of_fields(x, fields), math.prod(x.shape) // fields
-    assert launches is not None
-    weight, bias, running, _, in_memory = (dtype is not None for dtype in dtypes)
-    there = {"WEIGHT": weight, "BIAS": bias, "RUNNING": running, "SHARE": in_memory}
-    numbers = (launches.programs, fields, float(count), share, count / (count - 1), eps)
-    return launches.moments, _adding(kernels.field_statistics, *numbers, **there), launches.programs
 
 
 def field_statistics(
@@ -514,14 +491,21 @@ def field_statistics(
     """
     mean, variance, share = (None, None, 0.0) if running is None else running
     number, in_memory = (0.0, share) if isinstance(share, Tensor) else (share, None)
-    there = (weight, bias, mean, variance, in_memory)
-    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in there)
-    moments, statistics, programs = _statistics(Like.of(x), fields, dtypes, number, eps)
+    others = (weight, bias, mean, variance, in_memory)
+    dtypes = [None if tensor is None else tensor.dtype for tensor in others]
+    there = {"WEIGHT": dtypes[0], "BIAS": dtypes[1], "RUNNING": dtypes[2], "SHARE": dtypes[4]}
+    constants = {name: dtype is not None for name, dtype in there.items()}
+    count = x.numel() // fields
+    numbers = (float(count), number, count / (count - 1), eps)
+    moments = _by_rows(kernels.moments, Like.of(x), fields)
+    assert moments is not None
     with torch.cuda.device_of(x):
-        sums = _empty((programs, 2, fields), torch.float32, x.device)
-        found = _empty((4, fields), torch.float32, x.device)
-        jobs = [(moments, (x, sums, found))]
-        launch_all([*jobs, (statistics, (sums, *(sums if t is None else t for t in there), found))])
+        sums, found = _sums(moments, fields, x.device), _empty((4, fields), torch.float32, x.device)
+        adding = _adding(
+            kernels.field_statistics, sums.shape, numbers, (x.dtype, *dtypes), **constants
+        )
+        given = (sums if tensor is None else tensor for tensor in others)  # any stands for none
+        launch_all([(moments, (x, sums, found)), (adding, (sums, *given, found))])
     for kept in (mean, variance):
         if kept is not None and not kept.is_inference():
             torch.autograd.graph.increment_version(kept)  # what a kernel writes, autograd misses
