@@ -206,13 +206,14 @@ def conversion_table(found: dict[str, Any]) -> str:
 def pretrained_table(found: dict[str, Any]) -> str:
     """A trained network and its conversions: upright, turned, and how long each took."""
     settings = found["arguments"]
+    epochs = settings["tuning"]
     names = {
         "source": "the source",
         "p1, filters": "p1, its filters",
         "p1, images": "p1, fitted to images",
         "p4, filters": "p4, its filters",
         "p4, images": "p4, fitted to images",
-        "p4, fine-tuned": f"the same, {settings['tuning']} epochs of fine-tuning",
+        "p4, fine-tuned": f"the same, fine-tuned for {epochs} epoch{'s' * (epochs > 1)}",
     }
     rows = []
     for name, words in names.items():

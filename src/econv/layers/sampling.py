@@ -66,7 +66,7 @@ class Downsample2d(WithConstants):
         """Halve ``[batch, channels, height, width]``."""
         check_rank(x)
         compiling = torch.compiler.is_compiling()
-        if not compiling and torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
+        if not compiling and torch._C._is_tracing() and torch.onnx.is_in_onnx_export():
             raise ValueError(
                 "expected torch's current exporter, torch.onnx.export(…, dynamo=True): the older "
                 "one writes no convolution whose kernel depends on the size, as Downsample2d's does"
