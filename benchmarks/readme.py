@@ -497,6 +497,15 @@ def lag_of_norms(found: dict[str, Any]) -> str:
     )
 
 
+def heads(found: dict[str, Any]) -> str:
+    """The best rate and loss of one narrow network, by what its head pools to."""
+    rows = [r for r in found["rows"] if r["network"] == "p8, 3 fields" and r["pool"]]
+    pools = list(dict.fromkeys(r["pool"] for r in rows))
+    head = ["`pool=`, p8, 3 fields, digits", "Adam's best rate (training loss)"]
+    own = {"task": "digits", "optimizer": "adam"}
+    return "\n".join(table(head, [[f"`{p}`", _best(rows, pool=p, **own)] for p in pools]))
+
+
 TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
     "README.md": {
         "equivariance": ("equivariance.json", equivariance_table),
@@ -511,6 +520,7 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
     "docs/training.md": {
         "learning rates": ("learning_rates.json", learning_rates),
         "lag of norms": ("learning_rates.json", lag_of_norms),
+        "heads": ("learning_rates.json", heads),
     },
     "docs/converting.md": {"pretrained": ("pretrained.json", pretrained_table)},
     "docs/engines.md": {
