@@ -446,6 +446,31 @@ def training_speed(found: dict[str, Any]) -> str:
     return "\n".join([*table(head, rows), "", note])
 
 
+def zoo(found: dict[str, Any]) -> str:
+    """Every network that was tried, package by package; what was refused with its sentence."""
+    rows = []
+    for row in found["rows"]:
+        name = row["key"].replace("|", "\\|") + (
+            " (backbone)" if row.get("of") == "backbone" else ""
+        )
+        cost = [f"{row[kind]:,}" if kind in row else "–" for kind in ("seconds", "megabytes")]
+        if row["outcome"] == "converts":
+            shapes = "" if row["same_shapes"] else ", **other shapes**"
+            rows.append([name, *cost, f"{row['forward_ratio']:.2f}", f"{row['error']:.0e}{shapes}"])
+        else:
+            sentence = row["sentence"].replace("|", "\\|").replace("`", "'")
+            rows.append([name, *cost, "–", f"{row['outcome']}: {sentence}"])
+    total = found["summary"]
+    head = ["network", "seconds", "MB", "forward / source", "error at a quarter turn"]
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items() if number)
+    note = (
+        f"({total['of_these_convert']} of {total['without_attention']} networks without attention "
+        f'convert; to {found["group"]}, `match="{found["match"]}"`; {versions}; torch '
+        f"{found['torch']}, {found['threads']} threads, {code(found)}; `benchmarks/zoo.py`.)"
+    )
+    return "\n".join([*table(head, rows), "", note])
+
+
 # For each file its tables: the name between the markers, the results, and what makes the table.
 def _best(rows: list[dict[str, Any]], **wanted: Any) -> str:
     """The rate with the lowest loss, and that loss; a dash where nothing was measured."""
@@ -531,6 +556,7 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
         "training on a gpu": ("training_cuda.json", training_speed),
         "networks on a gpu": ("networks_cuda.json", networks),
     },
+    "docs/zoo.md": {"zoo": ("zoo.json", zoo)},
     "docs/engine-kernels.md": {
         "gpu kernels": ("engines_cuda.json", gpu_kernels),
         "gpu fused": ("engines_cuda.json", gpu_fused),
