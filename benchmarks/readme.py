@@ -405,21 +405,27 @@ def milliseconds(seconds: float | None) -> str:
     return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
-def time_of_networks(found: dict[str, Any] | None) -> str:
-    """Where the time of compiled training steps goes."""
+def time_of_networks(found: dict[str, Any] | None, before: dict[str, Any] | None = None) -> str:
+    """Where the time of compiled training steps goes, now and in a record from before."""
     rows, kinds = [], []
-    for row in found["rows"] if found else ():
-        for name, profile in row.get("profile", {}).items():
-            kinds = list(profile["ms"])
-            cells = [f"{ms:.2f}" for ms in (*profile["ms"].values(), sum(profile["ms"].values()))]
-            rows.append([f"{row['network'].partition(',')[0]}, {row['match']}", name, *cells])
+    for record, when in ((found, ""), (before, ", before")):
+        for row in record["rows"] if record else ():
+            for name, profile in row.get("profile", {}).items():
+                if when and name == "source":  # which is what it was
+                    continue
+                kinds = list(profile["ms"])
+                each = (*profile["ms"].values(), sum(profile["ms"].values()))
+                label = f"{row['network'].partition(',')[0]}, {row['match']}"
+                rows.append([label, name + when, *(f"{ms:.2f}" for ms in each)])
     if found is None or not rows:
         return ""
+    rows.sort(key=lambda row: (row[0], row[1] != "source", "before" not in row[1]))
+    earlier = f"; before: {code(before)}, when compiled graphs were dense" if before else ""
     note = (
-        f"(Kernels of a compiled training step, {found['precision']}; {found['device']}, "
-        f"{code(found)}; {found.get('made_by', '`benchmarks/networks.py --profile`')}.)"
+        f"(Milliseconds of kernels in a compiled training step, {found['precision']}; "
+        f"{found['device']}, {code(found)}{earlier}; `benchmarks/networks.py --profile`.)"
     )
-    return "\n".join([*table(["ms", "", *kinds, "in all"], rows), "", note])
+    return "\n".join([*table(["network, kept", "", *kinds, "in all"], rows), "", note])
 
 
 def training_speed(found: dict[str, Any]) -> str:
@@ -555,13 +561,15 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
         "gpu layers": ("engines_cuda.json", gpu_layers),
         "training on a gpu": ("training_cuda.json", training_speed),
         "networks on a gpu": ("networks_cuda.json", networks),
+        "time of networks": (
+            "networks_cuda.json",
+            lambda found: time_of_networks(found, read("networks_cuda_before.json")),
+        ),
     },
     "docs/zoo.md": {"zoo": ("zoo.json", zoo)},
     "docs/engine-kernels.md": {
         "gpu kernels": ("engines_cuda.json", gpu_kernels),
         "gpu fused": ("engines_cuda.json", gpu_fused),
-        "time of networks before": ("networks_cuda_before.json", time_of_networks),
-        "time of networks": ("networks_cuda.json", time_of_networks),
     },
 }
 # What needs a machine that there may have been none of.
