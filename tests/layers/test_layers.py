@@ -39,7 +39,13 @@ from econv import (
     reference,
     restrict,
 )
-from econv.layers import Enlarge2d, NearestResize2d, Recentre2d, recentre
+from econv.layers import (
+    Enlarge2d,
+    GroupWindowConv2d,
+    NearestResize2d,
+    Recentre2d,
+    recentre,
+)
 from econv.stencils import Gaussian
 from econv.testing import assert_equivariant, equivariance_error, transform
 
@@ -1027,6 +1033,7 @@ class EveryLayer(nn.Module):
         self.enlarge = Enlarge2d(3, excess=-1)
         self.resize = NearestResize2d()
         self.recentre = Recentre2d()
+        self.window = GroupWindowConv2d(2, 2, "p4", operators="order<=2", bias=True)
 
     def forward(self, x):
         full = torch.relu(self.norm(self.lift(x))) + self.spread(torch.cat([x, x], dim=1))
@@ -1038,10 +1045,11 @@ class EveryLayer(nn.Module):
         images = self.pool(self.restrict(self.dropout(full)))
         sampled = self.third(full), self.rounded(full), self.strided(full), self.even(full)
         larger = self.up(half), self.tripled(full), self.enlarge(half)
+        window = self.window(half[:, :, :3, :3])
         framed = self.recentre(
             self.resize(half, x.shape[2], x.shape[3]), x.shape[2] + 1, x.shape[3] + 2
         )
-        return images, self.vector(full), *larger, *sampled, framed
+        return images, self.vector(full), *larger, *sampled, framed, window
 
 
 def test_export_keeps_height_and_width_dynamic():
