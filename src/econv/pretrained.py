@@ -20,6 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from econv.basis import COORDINATES
 from econv.files import write_atomically
 from econv.groups import Group
 from econv.operators import OperatorSet, operator_set
@@ -123,6 +124,10 @@ class Pretrained(nn.Module):
             raise ValueError(
                 f"{paths[_CONFIG]}: arguments that {kind.model_type()} does not take: {error}"
             ) from None
+        # In format 1 nothing says what the numbers of a weight are: the first version's pixels.
+        pixels = torch.tensor(COORDINATES.index("pixels"))
+        told = [n for n in network.state_dict() if n.rpartition(".")[2] == "coordinates"]
+        state = {**dict.fromkeys(told, pixels), **state}
         _check_state(network, state, paths[_WEIGHTS])
         network.load_state_dict(state, assign=True)
         return network.to(device).eval()
@@ -216,9 +221,7 @@ def _read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _check_state(network: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     wanted = network.state_dict()
-    # In format 1 layers do not say what the numbers of a weight are: the first version's pixels.
-    implied = {name for name in wanted if name.rpartition(".")[2] == "coordinates"}
-    problems = [f"{name} is missing" for name in wanted if name not in {*state, *implied}]
+    problems = [f"{name} is missing" for name in wanted if name not in state]
     problems += [f"{name} is unknown" for name in state if name not in wanted]
     for name, value in wanted.items():
         if name not in state:

@@ -41,6 +41,7 @@ from econv import (
 )
 from econv.layers import (
     Enlarge2d,
+    GroupAttentionPool2d,
     GroupWindowConv2d,
     NearestResize2d,
     Recentre2d,
@@ -76,6 +77,10 @@ LAYERS = {
         2, 3, "p4", padding_mode=("reflect", "replicate"), stride=2, centred=True
     ),
     "GroupConv2d 1×1": lambda: GroupConv2d(2, 3, "p4", operators="order<=0"),
+    "GroupWindowConv2d": lambda: nn.Sequential(
+        nn.AdaptiveAvgPool2d(3),
+        GroupWindowConv2d(2, 3, "p4", operators="order<=2", bias=True),
+    ),
     "VectorConv2d": lambda: VectorConv2d(2, 3, "p4"),
     "GroupUpsampleConv2d": lambda: GroupUpsampleConv2d(2, 3, "p4"),
     "GroupUpsampleConv2d by 3": lambda: GroupUpsampleConv2d(2, 3, "p4", factor=3, excess=-1),
@@ -89,6 +94,7 @@ LAYERS = {
     "GroupPool2d mean": lambda: GroupPool2d("p4", "mean"),
     "GroupPool2d std": lambda: GroupPool2d("p4", "std"),
     "GroupPool2d several": lambda: GroupPool2d("p4", "mean+std+top2"),
+    "GroupAttentionPool2d": lambda: GroupAttentionPool2d(2, "p4"),
     "GroupDropout2d": lambda: GroupDropout2d("p4"),
     "GroupPReLU2d": lambda: GroupPReLU2d(2, "p4"),
     "Spread2d": lambda: Spread2d("p4"),
@@ -560,7 +566,9 @@ def test_statistics_of_orientations_turn_with_the_pixels_and_have_gradients(grou
     assert_equivariant(pool, x.detach(), tolerance=1e-12)
     # Whatever grid they stand on: orientations of another angle, in another place, too.
     for element in range(order):
-        moved = x.unflatten(1, (2, order))[:, :, Group(group).product[element]].flatten(1, 2)
+        moved = x.unflatten(1, (2, order))[:, :, Group(group).product[element].tolist()].flatten(
+            1, 2
+        )
         assert distance(pool(moved), pool(x)) <= 1e-12
     assert torch.autograd.gradcheck(pool, (x[:1, :, :1, :2],))
 
@@ -1033,7 +1041,6 @@ class EveryLayer(nn.Module):
         self.enlarge = Enlarge2d(3, excess=-1)
         self.resize = NearestResize2d()
         self.recentre = Recentre2d()
-        self.window = GroupWindowConv2d(2, 2, "p4", operators="order<=2", bias=True)
 
     def forward(self, x):
         full = torch.relu(self.norm(self.lift(x))) + self.spread(torch.cat([x, x], dim=1))
@@ -1045,11 +1052,10 @@ class EveryLayer(nn.Module):
         images = self.pool(self.restrict(self.dropout(full)))
         sampled = self.third(full), self.rounded(full), self.strided(full), self.even(full)
         larger = self.up(half), self.tripled(full), self.enlarge(half)
-        window = self.window(half[:, :, :3, :3])
         framed = self.recentre(
             self.resize(half, x.shape[2], x.shape[3]), x.shape[2] + 1, x.shape[3] + 2
         )
-        return images, self.vector(full), *larger, *sampled, framed, window
+        return images, self.vector(full), *larger, *sampled, framed
 
 
 def test_export_keeps_height_and_width_dynamic():

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -283,12 +284,32 @@ def test_a_checkpoint_is_no_larger_than_the_weights():
 # States of the first version, whose weights are pixels and do not say so
 
 
+def of_version_1(state):
+    """A copy as the first version would have written it."""
+    found = OrderedDict((name, value.clone()) for name, value in state.items())
+    del found["coordinates"]
+    found._metadata = {"": {"version": 1}}
+    return found
+
+
+def test_parameters_alone_are_in_the_coordinates_of_the_layer():
+    """Averaged weights, say, have no buffers beside them."""
+    layer, other, x = LiftConv2d(4, 2, "p4"), LiftConv2d(4, 2, "p4"), torch.randn(1, 4, 8, 8)
+    other.load_state_dict(dict(layer.named_parameters()), strict=False)
+    assert torch.equal(other(x), layer(x))
+    old = of_version_1(layer.state_dict())
+    layer.load_state_dict(old)
+    other.load_state_dict(old)
+    other.load_state_dict({"weight": 2 * layer.weight.detach()}, strict=False)
+    assert other.basis.coordinates == "pixels"
+    torch.testing.assert_close(other(x), 2 * layer(x))
+
+
 def first_version(layer):
     """What the first version would have computed, and the state that it would have saved."""
     basis = layer.basis
     pixels = filter_basis(basis.group, basis.operators, basis.stencils, coordinates="pixels")
-    state = {name: value.clone() for name, value in layer.state_dict().items()}
-    del state["coordinates"]
+    state = of_version_1(layer.state_dict())
     matrix = torch.from_numpy(pixels.synthesis.copy()).to(layer.weight)
     return state, torch.einsum("oks,gsyx->ogkyx", state["weight"].flatten(1, -2), matrix)
 
@@ -344,9 +365,7 @@ def test_a_layer_that_the_first_version_pickled_computes_what_it_computed():
 
 def test_normalised_weights_of_the_first_version_are_pixels_too():
     layer = nn.utils.parametrizations.weight_norm(GroupConv2d(1, 2, "p4"))
-    state = layer.state_dict()
-    del state["coordinates"]
-    layer.load_state_dict(state)
+    layer.load_state_dict(of_version_1(layer.state_dict()))
     assert layer.basis.coordinates == "pixels"
 
 

@@ -63,7 +63,8 @@ class PDOConv2d(WithConstants):
     Nothing derived is kept: the state is ``weight`` (and ``bias``), in train and eval alike, and a
     weight changed by any route is seen by the next call. A buffer, ``coordinates``, says what the
     numbers of the weight are coordinates of (:data:`econv.basis.COORDINATES`): a layer that loads a
-    state of the first version, which does not say so, takes its pixels as they are.
+    state of the first version, which does not say so, takes its pixels as they are. What names no
+    version and no coordinates, such as a dictionary of parameters, is in those of the layer.
     """
 
     input_kind: str
@@ -168,11 +169,16 @@ class PDOConv2d(WithConstants):
             self._convolution = self._describe()
             self._refresh_constants()
 
+    _version = 2  # of states; those of version 1 hold pixels and do not say so
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
         weights = (f"{prefix}weight", f"{prefix}parametrizations.weight.")
         if any(name.startswith(weights) for name in state_dict):
-            first = torch.tensor(COORDINATES.index("pixels"))
-            told = state_dict.setdefault(f"{prefix}coordinates", first)
+            # Parameters alone, such as averaged ones, are in the layer's own coordinates.
+            meant = "pixels" if more[0].get("version") == 1 else self.basis.coordinates
+            told = state_dict.setdefault(
+                f"{prefix}coordinates", torch.tensor(COORDINATES.index(meant))
+            )
             if not told.is_meta:
                 place = int(told) if told.numel() == 1 else -1
                 if 0 <= place < len(COORDINATES):

@@ -78,9 +78,10 @@ def jets(x: Tensor, synthesis: Tensor, places: list[list[int]]) -> Tensor:
     Of the maps ``[batch, fields * order, size, size]``, the relative ones k in the order of A,
     each operator of ``synthesis``, ``[operators, order, size²]``, turned to A.
     """
-    pixels = x.flatten(2).unflatten(1, (-1, len(places)))
+    order = len(places)
+    pixels = x.reshape(x.shape[0], x.shape[1] // order, order, synthesis.shape[-1])
     read = [
-        (pixels[:, :, place] @ synthesis[:, frame].transpose(0, 1)).flatten(1)
+        functional.linear(pixels[:, :, place], synthesis[:, frame]).flatten(1)
         for frame, place in enumerate(places)
     ]
     return torch.stack(read, 1)

@@ -262,7 +262,7 @@ def pre_activated_row(group, fields, size, batch=4):
 def test_norm_and_relu_at_the_load_err_little_more_than_the_dense_engine(group, fields, size):
     pair, x, probe = pre_activated_row(group, fields, size)
     wanted = exact_step(pair, x, probe)
-    found = step(pair, x, probe, wanted=runs(pair.conv, x) + door.FUSED)
+    found = step(pair, x, probe, "spectral", wanted=runs(pair.conv, x) + door.FUSED)
     err_little_more(found, step(pair, x, probe, "dense", False), wanted, 1.5)
 
 
