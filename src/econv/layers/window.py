@@ -43,6 +43,8 @@ class GroupWindowConv2d(GroupConv2d):
         found = {"stride": self.stride, "padding": self.padding, "groups": self.groups}
         if found != {"stride": 1, "padding": 0, "groups": 1}:
             raise ValueError(f"expected one window: no stride, padding or groups; got {found}")
+        # For every A the places A·k of the relative elements k: numbers, which compilers follow.
+        self.places: list[list[int]] = self.group.product.tolist()
 
     def forward(self, x: Tensor) -> Tensor:
         """Read ``[batch, in_fields * order, size, size]``."""
@@ -60,11 +62,6 @@ class GroupWindowConv2d(GroupConv2d):
         if bias is not None:
             found = found + bias
         return found[:, :, None, None]
-
-    @property
-    def places(self) -> list[list[int]]:
-        """For every A the places A·k that the relative elements k stand for."""
-        return [[int(place) for place in row] for row in self.group.product]
 
     def multiply_adds(self) -> int:
         """Multiplications for one map."""
