@@ -80,8 +80,22 @@ def test_a_file_that_gives_no_result_is_a_failure(root, source, failure):
 
 
 def test_a_run_that_takes_too_long_is_a_failure(root):
-    found = run(root, within=3.0, test_it="import time\ndef test_it(): time.sleep(60)")
-    assert "tests/test_it.py: no test ran" in found["failures"]
+    """What had ended by then is written down."""
+    slow = "import time\ndef test_bad(): assert False\ndef test_slow(): time.sleep(60)"
+    found = run(root, within=8.0, test_it=slow)
+    assert found["failures"] == [
+        "tests/test_it.py::test_bad",
+        "pytest did not end within 8 s",
+    ]
+    assert found["files"]["tests/test_it.py"]["failed"] == 1
+    assert found["seconds"] < 30
+
+
+def test_a_run_that_does_not_heed_an_interrupt_is_killed(root, monkeypatch):
+    monkeypatch.setattr(device_tests, "GRACE", 0.5)
+    deaf = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    found = run(root, within=4.0, test_it=f"{deaf}def test_it(): time.sleep(60)")
+    assert found["failures"] == ["tests/test_it.py: no test ran", "pytest did not end within 4 s"]
     assert found["seconds"] < 30
 
 
