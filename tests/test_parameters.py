@@ -13,12 +13,12 @@ from econv.parameters import no_weight_decay
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_of_each_layer_the_weight_of_a_convolution_alone_decays(name):
+def test_of_each_layer_the_weight_of_a_linear_map_alone_decays(name):
     layer = LAYERS[name]()
     decays = {n for n, _ in layer.named_parameters()} - no_weight_decay(layer)
     wanted = {n for n, p in layer.named_parameters() if n.endswith("weight") and p.ndim > 1}
     assert decays == wanted
-    assert bool(wanted) == ("Conv2d" in name)
+    assert bool(wanted) == ("Conv2d" in name or "Attention" in name)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
