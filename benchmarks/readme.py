@@ -472,7 +472,7 @@ def zoo(found: dict[str, Any]) -> str:
     note = (
         f"({total['of_these_convert']} of {total['without_attention']} networks without attention "
         f'convert; to {found["group"]}, `match="{found["match"]}"`; {versions}; torch '
-        f"{found['torch']}, {found['threads']} threads, {code(found)}; `benchmarks/zoo.py`.)"
+        f"{found['torch']}, {found['threads']} thread(s), {code(found)}; `benchmarks/zoo.py`.)"
     )
     return "\n".join([*table(head, rows), "", note])
 
