@@ -249,7 +249,7 @@ def device_tests(found: dict[str, Any] | None) -> str:
     failed = f"**{len(failures)} failed**" if failures else "none failed"
     text = (
         f"{found['device']}, with torch {known['torch']}, Triton {known['triton']} and Python "
-        f"{known['python']}, code of revision {found['revision'][:12]}: {sums['passed']} passed, "
+        f"{known['python']}, {code(found)}: {sums['passed']} passed, "
         f"{failed}, {sums['skipped']} skipped."
     )
     rows = [
@@ -325,7 +325,8 @@ def gpu_layers(found: dict[str, Any]) -> str:
 
 
 def code(found: dict[str, Any]) -> str:
-    return f"code of revision {found['revision'][:12]}"
+    commit, changed, _ = found["revision"].partition("+")
+    return f"code of revision {commit[:12]}" + " with changes" * bool(changed)
 
 
 def gpu_fused(found: dict[str, Any]) -> str:
