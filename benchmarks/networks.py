@@ -202,14 +202,14 @@ _LAYOUT = "_to_copy|_unsafe_view|view|clone|transpose|permute|expand|squeeze|uns
 CLASSES = {  # the first whose expression is found in a kernel's name, in small letters
     "optimiser": r"fusedsgd|fused_sgd|fusedoptimizer|multi_tensor_apply",
     "norms": (
-        r"batch_?norm|\bbn_[fb]w|var_mean|welford|field_statistics|statistics_backward|^moments$"
+        r"batch_?norm|\bbn_[fb]w|var_mean|welford|^add_statistics$|^norm_backward$|^moments$"
         r"|^activate$"
     ),
     "sampling": r"pool|constant_pad|_slice_|recentre|mean_of_four|half_pixel",
     # The compiler's names list operations: those that only cast and arrange do so with filters.
     "filter expansion": (
         rf"^triton_[a-z]+_fused(?:_(?:{_LAYOUT}|convolution|convolution_backward))*_\d+$"
-        r"|index_?(?:select|func)|gather|sgemm|gemmsn|gemv|f32f32_f32f32|tf32|s1688gemm|nvjet_s"
+        r"|^expand_filters$|^filters_backward$|index_?(?:select|func)|gather|sgemm|gemmsn|gemv|f32f32_f32f32|tf32|s1688gemm|nvjet_s"
         r"|cublas|splitkreduce|cutlass::kernel2<(?!.*(?:fprop|dgrad|wgrad))"
     ),
     "convolutions": (

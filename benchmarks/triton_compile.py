@@ -35,11 +35,7 @@ from econv.engines import ENGINES
 from econv.engines.problem import Geometry
 from econv.engines.spectral.operator import Saved, Task
 from econv.engines.spectral.triton import launch as triton_launch
-from econv.engines.spectral.triton.launches import (
-    activated,
-    field_statistics,
-    statistics_backward,
-)
+from econv.layers.norm_kernels import activated, field_statistics, norm_gradient
 from econv.plan import spectral_plan
 
 
@@ -143,7 +139,7 @@ def training_step(
         found = one.backward(task, gradient, Saved(x, weight, affine, known), (True, True))
         if activated:
             numbers = torch.empty(4, layer.fields, device="meta")
-            statistics_backward(x, found[0], numbers, found[2])
+            norm_gradient(x, found[0], numbers, found[2], shortcut=x)
     return launches
 
 

@@ -34,7 +34,7 @@ def affine(x, fields, weight, bias, running, eps):
     variance, mean = torch.var_mean(folded, (0, 2, 3, 4), correction=0)
     if running is not None:
         running.update(mean.detach(), variance.detach(), x.numel() // fields)
-    return x, pooled.rows(mean, (variance + eps).rsqrt(), weight, bias)
+    return x, pooled.rows(mean, (variance + eps).rsqrt(), weight, bias), x
 
 
 def fuse_on_cpu(monkeypatch):

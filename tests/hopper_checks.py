@@ -250,7 +250,7 @@ def test_halves_in_groups_of_images_find_what_is_theirs(interpret, monkeypatch):
     wanted = warp_specialised(layer, x, probe, halves=1)
     monkeypatch.setattr(
         triton_launches,
-        "_empty",
+        "empty",
         lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )
     for chosen in ({"bytes": 1, "splits": 2}, {"partitions": 1}):
@@ -388,7 +388,7 @@ def test_buffers_are_filled_before_they_are_read(interpret, monkeypatch):
     wanted = warp_specialised(layer, x, probe)
     monkeypatch.setattr(
         triton_launches,
-        "_empty",
+        "empty",
         lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )
     for ours, theirs in zip(warp_specialised(layer, x, probe), wanted, strict=True):

@@ -11,17 +11,24 @@ import torch
 
 import econv
 from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
-from econv.engines import ENGINES, Prologue, choice, door, memory_format
+from econv.engines import (
+    ENGINES,
+    Prologue,
+    choice,
+    devices,
+    door,
+    filter_kernel,
+    memory_format,
+)
 from econv.engines.problem import Geometry
-from econv.engines.spectral import operator, tiling
+from econv.engines.spectral import tiling
 from econv.engines.spectral.operator import Task
-from econv.engines.spectral.triton import engine as triton_engine
 from econv.engines.spectral.triton import kernels as triton_kernels
 from econv.engines.spectral.triton import launch as triton_launch
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton.engine import Hopper, Triton
 from econv.engines.spectral.triton.kernels import INTERPRETED, OVERALL
-from econv.layers import norm_relu_conv, shift, shift_kernel
+from econv.layers import norm_kernels, norm_relu, norm_relu_conv, shift, shift_kernel
 from econv.plan import spectral_plan
 from test_engines import run_reference
 
@@ -42,13 +49,13 @@ def kernels_run(monkeypatch):
     if not INTERPRETED:
         yield
         return
-    triton_engine.DEVICES.add(DEVICE)
-    triton_engine._not_installed.cache_clear()
+    devices.DEVICES.add(DEVICE)
+    devices._not_installed.cache_clear()
     monkeypatch.setattr(Hopper, "why_not", why_not_hopper)
     with tiles(gradient_fields=4, splits=1):  # fewer programs, one after the other
         yield
-    triton_engine.DEVICES.discard(DEVICE)
-    triton_engine._not_installed.cache_clear()
+    devices.DEVICES.discard(DEVICE)
+    devices._not_installed.cache_clear()
 
 
 def why_not_hopper(self, problem):
@@ -275,7 +282,7 @@ def test_buffers_are_filled_before_they_are_read(monkeypatch, group, dtype):
         shapes.append(shape)
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
-    monkeypatch.setattr(triton_launches, "_empty", poisoned)
+    monkeypatch.setattr(triton_launches, "empty", poisoned)
     for ours, theirs in zip(results(layer, x, probe, TRITON), wanted, strict=True):
         assert torch.equal(ours, theirs)
     assert len(shapes) == 8  # two for each convolution, four for the gradient to the weights
@@ -313,7 +320,7 @@ def poisoned_without(monkeypatch, kernel):
     monkeypatch.setattr(triton_launch.Launch, "__call__", call)
     monkeypatch.setattr(
         triton_launches,
-        "_empty",
+        "empty",
         lambda shape, dtype, device: full(shape, torch.nan, dtype=dtype, device=device),
     )
     return left_out
@@ -630,7 +637,6 @@ def test_what_the_kernels_do_not_know_runs_otherwise(monkeypatch):
     _, tangent = torch.func.jvp(layer, (x,), (x,))
     assert error(tangent, layer(x)) <= 1e-5
     monkeypatch.setenv("ECONV_TRITON", "0")
-    triton_engine._not_installed.cache_clear()
     assert ran_by(layer, x)[0] != TRITON
 
 
@@ -856,15 +862,102 @@ def test_where_triton_cannot_compile_the_dense_engine_takes_the_modules(
     dense_is_chosen, monkeypatch, caplog
 ):
     pair, x, probe = pre_activated()
-    monkeypatch.setattr(triton_engine, "_ABLE", {})
-    monkeypatch.setattr(operator, "FAILED", {})
-    monkeypatch.setattr(triton_launches, "activated", lambda x, affine: 1 / 0)
+    monkeypatch.setattr(devices, "_TRIED", {})
+    monkeypatch.setattr(norm_kernels, "activated", lambda x, affine: 1 / 0)
     for _ in range(2):
         step(pair, x, probe, "auto", wanted="dense")
     assert [record.message for record in caplog.records] == [
-        f"norm and ReLU in one kernel failed on {x.device} and is not chosen again: "
+        f"norm and ReLU in one kernel failed on {x.device} and is not used again: "
         "ZeroDivisionError: division by zero"
     ]
+
+
+class Residual(torch.nn.Module):
+    """A pre-activated layer beside a shortcut, and a norm and ReLU that a sum follows."""
+
+    def __init__(self, pair):
+        super().__init__()
+        self.norm, self.conv, self.last = pair.norm, pair.conv, copy.deepcopy(pair.norm)
+        self.fuse = True
+
+    def forward(self, x):
+        if not self.fuse:
+            x = x + self.conv(torch.relu(self.norm(x)))
+            return torch.relu(self.last(x)) + x
+        out, same = norm_relu_conv(self.norm, self.conv, x, shortcut=True)
+        out = out + same
+        return norm_relu(self.last, out) + out
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("engine", ["auto", TRITON])
+def test_a_shortcut_joins_the_gradient_of_the_norm(dense_is_chosen, training, engine):
+    pair, x, _ = pre_activated(fields=(3, 3), **LOW)
+    block = Residual(pair).train(training)
+    x, probe = (t.to(memory_format=torch.channels_last) for t in (x, torch.randn_like(x)))
+    wanted = exact_step(block, x, probe)
+    fused = ("dense" if engine == "auto" else TRITON) + door.FUSED
+    for ours, theirs in zip(step(block, x, probe, engine, wanted=fused), wanted, strict=True):
+        assert error(ours, theirs) <= FLOAT32
+
+
+@pytest.mark.parametrize("engine", ["auto", TRITON])
+def test_gradients_of_gradients_pass_a_shortcut(dense_is_chosen, engine):
+    pair, x, _ = pre_activated(fields=(1, 1), shape=(1, 6, 5), **LOW)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        block = Residual(copy.deepcopy(pair)).to(dtype)
+        block.conv.engine, image = "auto" if dtype == torch.float64 else engine, x.to(dtype)
+        image.requires_grad_()
+        parameters = [image, *block.parameters()]
+        first = torch.autograd.grad((block(image) ** 2).sum(), parameters, create_graph=True)
+        found.append(torch.autograd.grad(sum((g**2).sum() for g in first), parameters))
+    for ours, theirs in zip(*found, strict=True):
+        assert error(ours, theirs) <= 20 * FLOAT32
+
+
+EXPANDED = {
+    "p4": ("p4", (2, 3), {}),
+    "p8m, 3×3": ("p8m", (1, 2), {"operators": "order<=2", "size": 3}),
+    "p6, groups": ("p6", (4, 2), {"groups": 2}),
+    "1×1": ("p8", (20, 3), {"operators": "order<=0"}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "fields", "options"), EXPANDED.values(), ids=EXPANDED.keys())
+def test_one_kernel_expands_filters(dense_is_chosen, monkeypatch, group, fields, options, dtype):
+    """Where ``auto`` takes the dense engine and channels lie last; by name, torch's operations."""
+    layer = GroupConv2d(*fields, group, device=DEVICE, **options)
+    x = torch.randn(2, layer.in_channels, 7, 6, device=DEVICE).to(dtype)
+    x = x.to(memory_format=torch.channels_last)
+    layer, called = layer.to(dtype), []
+    expand = filter_kernel.expand
+
+    def counted(*given):
+        called.append(given)
+        return expand(*given)
+
+    monkeypatch.setattr(filter_kernel, "expand", counted)
+    probe = torch.randn_like(layer(x))
+    assert called
+    called.clear()
+    by_torch = results(layer, x, probe, "dense")
+    assert not called
+    found, wanted = results(layer, x, probe, "auto"), exact(layer, x, probe)
+    assert len(called) == 1
+    for ours, theirs, truth in zip(found, by_torch, wanted, strict=True):
+        factor = 3.0 if INTERPRETED else 1.2  # it cuts digits off where a GPU rounds
+        most = FLOAT32 if dtype == torch.float32 else factor * error(theirs, truth)
+        assert error(ours, truth) <= most
+    image = x.float().requires_grad_()
+    twice = []
+    for one in (copy.deepcopy(layer).float(), copy.deepcopy(layer).double()):
+        given = image.to(one.weight)
+        first = torch.autograd.grad((one(given) ** 2).sum(), one.weight, create_graph=True)[0]
+        twice.append(torch.autograd.grad((first**2).sum(), [image, one.weight]))
+    for ours, theirs in zip(*twice, strict=True):
+        assert error(ours, theirs) <= 20 * FLOAT32
 
 
 STATISTICS = [(0.1, torch.float32, True), (1.0, torch.float32, False), (None, torch.float32, True)]
@@ -966,7 +1059,7 @@ def test_buffers_of_an_activated_layer_are_filled_before_they_are_read(monkeypat
         shapes.append(shape)
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
-    monkeypatch.setattr(triton_launches, "_empty", poisoned)
+    monkeypatch.setattr(triton_launches, "empty", poisoned)
     for ours, theirs in zip(step(pair, x, probe), wanted, strict=True):
         assert torch.equal(ours, theirs)
     assert len(shapes) == 14  # four more for the gradients of norm and ReLU, two for statistics
@@ -1115,7 +1208,7 @@ def test_means_of_four_where_the_kernel_fails(monkeypatch, caplog, when, step):
     def fail(*operands):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(shift._Kernel, "failed", False)
+    monkeypatch.setattr(devices, "_TRIED", {})
     x = torch.randn(2, 3, 6, 5, device=DEVICE).to(memory_format=torch.channels_last)
     x.requires_grad_()
     found = []

@@ -23,6 +23,7 @@ from econv.layers import (
     GroupConv2d,
     GroupPool2d,
     LiftConv2d,
+    norm_relu,
     norm_relu_conv,
 )
 from econv.parameters import no_weight_decay
@@ -208,7 +209,7 @@ class ResNet(_Classifier):
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = self._through(self.blocks, len(self.blocks), self.lift(x))
-        return torch.relu(self.norm(x))
+        return norm_relu(self.norm, x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         return _scores(self, x, pre_logits)
@@ -219,7 +220,7 @@ class ResNet(_Classifier):
         for number, block in enumerate(self.blocks, start=1):
             x = block(x)
             if number % count == 0:
-                yield torch.relu(self.norm(x)) if number == len(self.blocks) else x
+                yield norm_relu(self.norm, x) if number == len(self.blocks) else x
 
     def feature_info(self) -> list[dict[str, Any]]:
         """Of each of these maps its fields, its reduction and the module that it comes from."""
@@ -347,7 +348,7 @@ class ImageNetResNet(_Classifier):
         return [self.layer1, self.layer2, self.layer3, self.layer4]
 
     def forward_features(self, x: Tensor) -> Tensor:
-        x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
+        x = self.maxpool(norm_relu(self.bn1, self.conv1(x)))
         for stage in self._stages():
             x = self._through(stage, len(stage), x)
         return x
@@ -357,7 +358,7 @@ class ImageNetResNet(_Classifier):
 
     def feature_maps(self, x: Tensor) -> Iterator[Tensor]:
         """The map of the stem and the last of every stage, as group features."""
-        x = torch.relu(self.bn1(self.conv1(x)))
+        x = norm_relu(self.bn1, self.conv1(x))
         yield x
         x = self.maxpool(x)
         for stage in self._stages():
@@ -849,9 +850,10 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shortcut is None:
-            shortcut, out = x, self.halve(norm_relu_conv(self.norm1, self.conv1, x))
+            out, shortcut = norm_relu_conv(self.norm1, self.conv1, x, shortcut=True)
+            out = self.halve(out)
         else:  # two layers read the same map
-            normed = torch.relu(self.norm1(x))
+            normed = norm_relu(self.norm1, x)
             shortcut, out = self.shortcut(self.halve(normed)), self.halve(self.conv1(normed))
         return norm_relu_conv(self.norm2, self.conv2, out) + shortcut
 

@@ -24,7 +24,7 @@ KERNELS = {
         "triton_red_fused__native_batch_norm_legit_functional_copy__permute_relu_view_4",
         "triton_red_fused_convolution_backward_native_batch_norm_backward_threshold_backward_3",
         "void cudnn::bn_fw_tr_1C11_kernel_NCHW<float>(int)",
-        *("field_statistics", "statistics_backward", "moments", "activate"),
+        *("add_statistics", "norm_backward", "moments", "activate"),
     ],
     "sampling": [
         "void at::native::(anonymous namespace)::max_pool_forward_nhwc<float>(int)",
@@ -33,6 +33,7 @@ KERNELS = {
         "_mean_of_four",
     ],
     "filter expansion": [
+        *("expand_filters", "filters_backward"),
         "triton_poi_fused__to_copy_convolution_12",
         "triton_poi_fused__unsafe_view_clone_index_select_view_6",
         "triton_poi_fused__unsafe_view_clone_transpose_view_1",

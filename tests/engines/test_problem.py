@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from econv import GroupConv2d, LiftConv2d, VectorConv2d, engines, filter_basis
-from econv.engines import ENGINES, Part, Problem, registry
+from econv.engines import ENGINES, Part, Problem, devices, registry
 from econv.engines.problem import Geometry, convolution_named
 from econv.engines.spectral.triton import engine as kernels
 from econv.stencils import Gaussian
@@ -255,6 +255,7 @@ def test_every_engine_says_why_it_cannot_run():
 def on_a_gpu(monkeypatch):
     """A Hopper GPU that is not there."""
     monkeypatch.setattr(kernels, "unavailable", lambda device: None)
+    monkeypatch.setattr(kernels, "_too_old", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
     monkeypatch.setattr(kernels, "_specialised", lambda *given: True)
@@ -329,15 +330,15 @@ def test_kernels_say_why_a_gpu_cannot_run_them(monkeypatch, reason):
     if reason == "off":
         monkeypatch.setenv("ECONV_TRITON", "0")
     elif reason == "missing":
-        monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+        monkeypatch.setattr(devices, "find_spec", lambda name: None)
     else:
-        monkeypatch.setattr(kernels, "find_spec", lambda name: True)
+        monkeypatch.setattr(devices, "find_spec", lambda name: True)
     said = {
         "off": "forbidden by ECONV_TRITON=0",
         "missing": "Triton is not installed",
         "old": "the GPU is older than Ampere",
     }
-    monkeypatch.setattr(kernels, "_not_installed", kernels._not_installed.__wrapped__)
+    monkeypatch.setattr(devices, "_not_installed", devices._not_installed.__wrapped__)
     given = problem(GroupConv2d(2, 2, "p8"), (8, 16, 16), device="cuda")
     assert ENGINES["spectral/triton"].why_not(given) == said[reason]
 

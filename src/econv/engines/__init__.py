@@ -6,7 +6,7 @@ A `Problem` is all that a convolution is. An engine is an object with a name, a 
 
 from __future__ import annotations
 
-from econv.engines.choice import engine, keep, kept, noted
+from econv.engines.choice import engine, keep, kept, noted, resolve
 from econv.engines.door import convolve, explain, fuses
 from econv.engines.problem import (
     Convolution,
@@ -39,5 +39,6 @@ __all__ = [
     "kept",
     "memory_format",
     "noted",
+    "resolve",
     "without_autocast",
 ]

@@ -7,6 +7,7 @@ numbers in them mean is the business of `econv.basis`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from econv.engines.devices import DTYPES, works
 from econv.engines.problem import (
     Convolution,
     Engine,
@@ -54,7 +56,8 @@ class Dense(Engine):
         """Expand the filters in the weight's own dtype, and convolve."""
         x = (x if prologue is None else prologue.apply(x)).to(problem.dtype)
         fused = problem.dtype if problem.context == "traced" and x.is_cuda else None
-        bank = filters(problem.convolution, weight, fused).to(problem.dtype)
+        by_kernel = problem.dtype if _has_kernel(problem, weight) else None
+        bank = filters(problem.convolution, weight, fused, by_kernel).to(problem.dtype)
         bias = None if bias is None else bias.to(problem.dtype)
         return convolve(problem.convolution, x, bank, bias)
 
@@ -78,15 +81,39 @@ def tables(convolution: Convolution) -> dict[str, npt.NDArray[Any]]:
     return found
 
 
-def filters(convolution: Convolution, weight: Weight, fused: torch.dtype | None = None) -> Tensor:
+def _has_kernel(problem: Problem, weight: Weight) -> bool:
+    """Whether filters are expanded by a kernel, with channels last as the images have them.
+
+    Who asks for this engine by name gets operations of torch.
+    """
+    ours = problem.context == "eager" and not problem.named and problem.channels_last
+    if not ours or weight.learned.dtype not in DTYPES or problem.dtype not in DTYPES:
+        return False
+    return works("the kernel that expands filters", problem.device, partial(_attempt, problem))
+
+
+def _attempt(problem: Problem) -> None:
+    from econv.engines import filter_kernel
+
+    filter_kernel.attempt(problem.device)
+
+
+def filters(
+    convolution: Convolution,
+    weight: Weight,
+    fused: torch.dtype | None = None,
+    by_kernel: torch.dtype | None = None,
+) -> Tensor:
     """The filter bank that `conv2d` takes, ``[out channels, in channels / groups, size, size]``.
 
-    ``fused`` is the dtype wanted by a compiler that makes one kernel of sums of products.
+    ``fused`` is the dtype wanted by a compiler that makes one kernel of sums of products,
+    ``by_kernel`` the one that a kernel of ours rounds to.
     """
     learned, (synthesis, *more) = weight
     pixels = (convolution.basis.size,) * 2
     if convolution.parts[0].kind == "regular":
-        found = _turned(learned, synthesis, more[0], more[1], fused).unflatten(-1, pixels)
+        given = (more[0], more[1], fused, by_kernel)
+        found = _turned(learned, synthesis, *given).unflatten(-1, pixels)
         if convolution.target == "regular":
             return found.flatten(0, 1)
         # out(x) = Σ_A ρ(A)·s(x, A), for vectors A·[s₁(x, A), s₂(x, A)]
@@ -173,10 +200,15 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, synthesis: Tensor, order: Tensor, *more: Any) -> Tensor:
-        back, fused = more
+        back, fused, by_kernel = more
         small = weight.numel() * synthesis.shape[1:].numel() <= _SMALL
         ctx.save_for_backward(synthesis, back)
         ctx.relative, ctx.fused = weight.shape[2], small and fused is not None
+        ctx.dtype = None if by_kernel is None else weight.dtype
+        if by_kernel is not None:
+            from econv.engines.filter_kernel import expand
+
+            return expand(weight, synthesis, order, by_kernel)
         if not ctx.fused:
             return _in_order(_expand(weight, synthesis).flatten(1, 3), order, synthesis)
         each = _in_order(weight.flatten(1, 2), order // synthesis.shape[1], synthesis)
@@ -186,13 +218,17 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         synthesis, back = ctx.saved_tensors
+        if ctx.dtype is not None and not torch.is_grad_enabled():
+            from econv.engines.filter_kernel import gradient
+
+            return gradient(gradients[0], synthesis, back, ctx.dtype), *[None] * 5
         found = gradients[0].flatten(1, 2).index_select(1, back).to(synthesis.dtype)
         found = found.unflatten(1, (-1, synthesis.shape[1]))  # [out, (in, k), A, pixels]
         if ctx.fused:
             found = (found[:, :, None] * synthesis).sum((3, 4))
         else:
             found = found.flatten(2) @ synthesis.flatten(1).T
-        return found.unflatten(1, (-1, ctx.relative)), None, None, None, None
+        return found.unflatten(1, (-1, ctx.relative)), *[None] * 5
 
 
 def _expand(weight: Tensor, synthesis: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from econv.engines.problem import (
 )
 from econv.engines.registry import ENGINES
 from econv.engines.spectral.operator import EngineError, give_up
-from econv.engines.spectral.triton.engine import activated, activates
 
 __all__ = ["convolve", "explain", "fuses"]
 
@@ -65,13 +64,11 @@ def _run(
     for met in _met:
         met[problem] = None
     chosen = ENGINES["dense"] if _met else choice.choose(problem)
-    fused = chosen.fuses and prologue is not None
+    done = prologue is not None and prologue.affine is None
+    fused = done or (chosen.fuses and prologue is not None)
     try:
         with without_autocast(problem.device):
-            if prologue and not fused and problem.context == "eager" and activates(x):
-                found, fused = chosen.run(problem, activated(x, prologue), weight, bias), True
-            else:
-                found = chosen.run(problem, x, weight, bias, prologue)
+            found = chosen.run(problem, x, weight, bias, None if done else prologue)
     except EngineError as error:
         if problem.named:
             raise
@@ -82,15 +79,19 @@ def _run(
     return found
 
 
-def fuses(convolution: Convolution, x: Tensor, weight: Tensor, engine: str = "auto") -> bool:
-    """Whether kernels would apply a prologue: where the engine reads ``x``, or before it does.
+def fuses(convolution: Convolution, x: Tensor, weight: Tensor, engine: str = "auto") -> bool | None:
+    """Whether the engine applies a prologue where it reads ``x``.
 
-    Who asks for an engine that cannot gets the modules, one after the other.
+    Nothing where kernels are not to apply it before that either: who asks for an engine that cannot
+    gets the modules, one after the other.
     """
     problem = Problem.of(convolution, x, weight, None, choice.resolve(engine))
-    if problem.context != "eager" or problem.dtype != x.dtype or convolution.groups > 1:
-        return False
-    return choice.choose(problem).fuses or (not problem.named and activates(x))
+    if problem.context != "eager":
+        return None
+    whole = problem.dtype == x.dtype and convolution.groups == 1
+    if whole and choice.choose(problem).fuses:
+        return True
+    return None if problem.named else False
 
 
 _LIBRARY = torch.library.Library("econv", "FRAGMENT")

@@ -234,11 +234,13 @@ class Weight(NamedTuple):
 class Prologue(NamedTuple):
     """What an engine does to its input where it reads it: max(0, (x − centre)·scale + shift)."""
 
-    affine: Tensor
-    """These numbers of each field, ``[3, fields]`` in float32."""
+    affine: Tensor | None
+    """These numbers of each field, ``[3, fields]`` in float32; nothing if it was done before."""
 
     def apply(self, x: Tensor) -> Tensor:
         """The same as operations of torch, in the dtype of ``x``."""
+        if self.affine is None:
+            return x
         each = x.shape[1] // self.affine.shape[1]
         rows = self.affine[:, :, None].expand(-1, -1, each).reshape(3, 1, -1, 1, 1)
         centre, scale, shift = rows.unbind()

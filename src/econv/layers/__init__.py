@@ -24,7 +24,7 @@ from econv.layers.convolution import (
     VectorConv2d,
 )
 from econv.layers.fields import Curl2d, FieldConv2d
-from econv.layers.fused import norm_relu_conv
+from econv.layers.fused import norm_relu, norm_relu_conv
 from econv.layers.normalisation import (
     GroupBatchNorm2d,
     GroupGroupNorm2d,
@@ -90,6 +90,7 @@ __all__ = [
     "Upsample2d",
     "VectorConv2d",
     "convert_sync_batchnorm",
+    "norm_relu",
     "norm_relu_conv",
     "recentre",
     "restrict",

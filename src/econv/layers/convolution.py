@@ -317,7 +317,12 @@ class PDOConv2d(WithConstants):
             x = recentre(x, self.points(x.shape[2]), self.points(x.shape[3]), step=step)
         elif step > 1:
             layout = engines.memory_format(x)
-            x = x[:, :, ::step, ::step].contiguous(memory_format=layout)
+            if (
+                layout is torch.channels_last
+            ):  # and so is the gradient, which torch fills with zeros
+                last = x.permute(0, 2, 3, 1)[:, ::step, ::step]
+                return last.contiguous().permute(0, 3, 1, 2)
+            x = x[:, :, ::step, ::step].contiguous()
         return x
 
     @property
@@ -334,21 +339,26 @@ class PDOConv2d(WithConstants):
         windows = window_count(size, as_extent, self.stride, as_padding)
         return self.stride * (windows - 1) + extent - padding
 
-    def fuses(self, x: Tensor) -> bool:
+    def fuses(self, x: Tensor) -> bool | None:
         """Whether `forward` would normalise and rectify ``x`` where it is read.
 
-        It is told how with :meth:`forward_activated`.
+        It is told how with :meth:`forward_activated`. Nothing where kernels are not to do it
+        before that either.
         """
-        if self.centred or self._step > 1:  # `read` makes another input
-            return False
         self._check_input(x)
-        return engines.fuses(self.convolution, x, self.weight, self.engine)
+        found = engines.fuses(self.convolution, x, self.weight, self.engine)
+        if self.centred or self._step > 1:  # `read` makes another input
+            return False if engines.resolve(self.engine) == "auto" and found is not None else None
+        return found
 
-    def forward_activated(self, x: Tensor, affine: Tensor) -> Tensor:
+    def forward_activated(self, x: Tensor, affine: Tensor | None = None) -> Tensor:
         """Convolve max(0, (x − centre)·scale + shift), which is never written where `fuses`.
 
-        ``affine`` are these numbers of each field, ``[3, fields]`` in float32.
+        ``affine`` are these numbers of each field, ``[3, fields]`` in float32; without them ``x``
+        was activated by a kernel.
         """
+        if affine is None:
+            x = self.read(x)
         given = (self._weight(), self._channel_bias(), self.engine, Prologue(affine))
         return engines.convolve(self.convolution, x, *given)
 

@@ -13,17 +13,20 @@ This room knows when that is possible; what is done then is the business of
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from econv import engines
+from econv.engines.devices import DEVICES
 from econv.engines.problem import transformed, watched
-from econv.engines.spectral.triton.engine import DEVICES
 from econv.layers.convolution import GroupConv2d
 from econv.layers.normalisation import GroupBatchNorm2d
+from econv.layers.pooled import activates
 
-__all__ = ["may_fuse", "norm_relu_conv"]
+__all__ = ["may_fuse", "norm_relu", "norm_relu_conv"]
 
 
 def norm_relu_conv(
@@ -31,7 +34,8 @@ def norm_relu_conv(
     conv: nn.Module,
     x: Tensor,
     relu: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
+    shortcut: bool = False,
+) -> Any:
     """``conv(relu(norm(x)))``, without the maps in between where that can be had.
 
     It can on a GPU with Triton, where ``norm`` is a :class:`~econv.GroupBatchNorm2d` and ``conv`` a
@@ -49,17 +53,43 @@ def norm_relu_conv(
     ``relu`` is what is called between the two: a module, which may work in place, or `torch.relu`
     (the default) or `torch.relu_`.
 
+    With ``shortcut=True`` a pair is given back: the result, and ``x`` for whatever else reads it,
+    such as a residual sum. Their gradients are then added where that of the norm is written.
+
     >>> norm, conv = GroupBatchNorm2d(4, "p8"), GroupConv2d(4, 6, "p8")
     >>> norm_relu_conv(norm, conv, torch.randn(2, 32, 9, 9)).shape
     torch.Size([2, 48, 9, 9])
     """
-    if may_fuse(x) and _as_made(norm, conv, relu):
+    if may_fuse(x) and _as_made(norm, relu) and _fits(conv, norm):
         assert isinstance(norm, GroupBatchNorm2d)
         assert isinstance(conv, GroupConv2d)
         norm.check(x)
-        if conv.fuses(x) and norm.fuses(x):
-            return conv.forward_activated(*norm.as_affine(x))
-    result: Tensor = conv((torch.relu if relu is None else relu)(norm(x)))
+        at_the_load = conv.fuses(x)
+        if (at_the_load or (at_the_load is not None and activates(x))) and norm.fuses(x):
+            if at_the_load:
+                first, affine, x = norm.as_affine(x)
+            else:
+                (first, x), affine = norm.activated(x), None
+            result: Tensor = conv.forward_activated(first, affine)
+            return (result, x) if shortcut else result
+    result = conv((torch.relu if relu is None else relu)(norm(x)))
+    return (result, x) if shortcut else result
+
+
+def norm_relu(norm: nn.Module, x: Tensor, relu: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """``relu(norm(x))``, by one kernel where :func:`norm_relu_conv` would use it.
+
+    That is where engines are chosen by ``"auto"``.
+
+    >>> norm_relu(GroupBatchNorm2d(4, "p8"), torch.randn(2, 32, 9, 9)).shape
+    torch.Size([2, 32, 9, 9])
+    """
+    if may_fuse(x) and engines.resolve("auto") == "auto" and _as_made(norm, relu):
+        assert isinstance(norm, GroupBatchNorm2d)
+        norm.check(x)
+        if activates(x) and norm.fuses(x):
+            return norm.activated(x)[0]
+    result: Tensor = (torch.relu if relu is None else relu)(norm(x))
     return result
 
 
@@ -70,19 +100,26 @@ def may_fuse(x: Tensor) -> bool:
     return x.device.type in DEVICES and not transformed()
 
 
-def _as_made(norm: nn.Module, conv: nn.Module, relu: Callable[[Tensor], Tensor] | None) -> bool:
-    """Whether to call the modules is to run their `forward` as it was written, and no more."""
-    if type(norm) is not GroupBatchNorm2d or type(conv) is not GroupConv2d:
+def _as_made(norm: nn.Module, relu: Callable[[Tensor], Tensor] | None) -> bool:
+    """Whether to call both is to run their `forward` as it was written, and no more."""
+    if type(norm) is not GroupBatchNorm2d or hooks._has_any_global_hook():
         return False
     if type(relu) is not nn.ReLU and relu not in (None, torch.relu, torch.relu_):
         return False
-    if norm.group != conv.group or norm.fields != conv.in_fields or hooks._has_any_global_hook():
+    return _unchanged(norm) and (not isinstance(relu, nn.Module) or _unchanged(relu))
+
+
+def _fits(conv: nn.Module, norm: nn.Module) -> bool:
+    """Whether the convolution is one that reads what the norm gives, as it was written."""
+    if type(conv) is not GroupConv2d:
         return False
-    for module in (norm, conv, *([relu] if isinstance(relu, nn.Module) else [])):
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-            return False
-        if module._backward_hooks or module._backward_pre_hooks or module._compiled_call_impl:
-            return False
-        if any(watched(p) for p in module._parameters.values() if p is not None):
-            return False
-    return True
+    alike = norm.group == conv.group and norm.fields == conv.in_fields
+    return bool(alike) and _unchanged(conv)
+
+
+def _unchanged(module: nn.Module) -> bool:
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        return False
+    if module._backward_hooks or module._backward_pre_hooks or module._compiled_call_impl:
+        return False
+    return not any(watched(p) for p in module._parameters.values() if p is not None)

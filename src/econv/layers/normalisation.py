@@ -118,18 +118,29 @@ class GroupBatchNorm2d(_BatchNorm):
         plain = all(t.is_contiguous() for t in (*self.parameters(), *self.buffers()))
         return several and plain and self.eps > 0
 
-    def as_affine(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm before it is applied: ``x``, and three numbers of each field in float32.
+    def as_affine(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The norm before it is applied: ``x``, three numbers of each field in float32, and ``x``.
 
         They are the rows centre, scale and shift of (x − centre)·scale + shift. In training the
         running statistics are brought up to date, and gradients reach whatever the numbers come
-        from, the statistics of ``x`` included: use the ``x`` that is given back.
+        from, the statistics of ``x`` included: apply them to the first ``x`` that is given back,
+        and read the last for whatever else is made of it.
         """
         if self.training or self.running_mean is None or self.running_var is None:
             tracked = self._tracked()
             return pooled.affine(x, self.fields, self.weight, self.bias, tracked, self.eps)
         scale = (self.running_var.float() + self.eps).rsqrt()
-        return x, pooled.rows(self.running_mean.float(), scale, self.weight, self.bias)
+        return x, pooled.rows(self.running_mean.float(), scale, self.weight, self.bias), x
+
+    def activated(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The ReLU of the norm of ``x``, and ``x`` to be read in its place by whatever else does.
+
+        One kernel writes the map, and one the gradient to ``x``, that of other readers included.
+        """
+        statistics: pooled.Running | tuple[Tensor, Tensor] | None = self._tracked()
+        if not self.training and self.running_mean is not None and self.running_var is not None:
+            statistics = self.running_mean, self.running_var
+        return pooled.activated(x, self.weight, self.bias, self.fields, statistics, self.eps)
 
     def _normalise(self, folded: Tensor) -> Tensor:
         """Normalise ``[n, fields, m]``."""

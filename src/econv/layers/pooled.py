@@ -7,16 +7,18 @@ several processes, and brought together.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines import memory_format
+from econv.engines import Prologue, memory_format
+from econv.engines.devices import DTYPES, on_device, works
 from econv.engines.problem import transformed, watched
 
-__all__ = ["Running", "affine", "normalise", "rows", "usable"]
+__all__ = ["Running", "activated", "activates", "affine", "normalise", "rows", "usable"]
 
 
 _LEAST = 1 << 14
@@ -78,15 +80,47 @@ def affine(
     bias: Tensor | None,
     running: Running | None,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """`normalise` before it is applied: ``x``, and the `rows` of (x − centre)·scale + shift.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`normalise` before it is applied: ``x``, the `rows` of (x − centre)·scale + shift, and ``x``.
 
     The gradient to ``x`` has the part that comes through its statistics, if what is made of the
-    norm is made of the ``x`` that is given back: both parts are added in one go.
+    norm is made of the first ``x`` that is given back, and what else reads it reads the last: all
+    parts are added in one go.
     """
     x = x.contiguous(memory_format=memory_format(x))
-    x, numbers = _Affine.apply(x, weight, bias, fields, running, eps)
-    return x, numbers
+    x, numbers, same = _Affine.apply(x, weight, bias, fields, running, eps)
+    return x, numbers, same
+
+
+def activates(x: Tensor) -> bool:
+    """Whether a kernel writes what `activated` gives."""
+    if x.dtype not in DTYPES:
+        return False
+    return works("norm and ReLU in one kernel", x.device, partial(_attempt, x.device))
+
+
+def _attempt(device: torch.device) -> None:
+    from econv.layers import norm_kernels
+
+    norm_kernels.attempt(device)
+
+
+def activated(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    fields: int,
+    statistics: Running | tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The ReLU of a norm as one map, and ``x`` for what else reads it, as `affine` gives it.
+
+    ``statistics``: the running ones, which are brought up to date; or a mean and a variance, which
+    are applied in place of those of ``x``.
+    """
+    x = x.contiguous(memory_format=memory_format(x))
+    out, same = _Activated.apply(x, weight, bias, fields, statistics, eps)
+    return out, same
 
 
 def rows(mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -158,46 +192,111 @@ class _Normalise(torch.autograd.Function):
 class _Affine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        fields: int,
-        running: Running | None,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
-        from econv.engines.spectral.triton import launches
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, fields: int, *more: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from econv.layers.norm_kernels import field_statistics
 
-        numbers = launches.field_statistics(x, fields, weight, bias, running, eps)
+        running, ctx.eps = more
+        numbers = field_statistics(x, fields, weight, bias, running, ctx.eps)
         ctx.save_for_backward(x, weight, bias, numbers)
-        ctx.fields, ctx.eps = fields, eps
-        return x, numbers[:3]
+        ctx.set_materialize_grads(False)
+        return x, numbers[:3], x.detach()
 
     @staticmethod
-    def backward(ctx: Any, to_x: Tensor, to_rows: Tensor) -> tuple[Tensor | None, ...]:
-        from econv.engines.spectral.triton import launches
+    def backward(
+        ctx: Any, to_x: Tensor | None, to_rows: Tensor | None, to_same: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, weight, bias, numbers = ctx.saved_tensors
+        to_rows = torch.zeros_like(numbers[:3]) if to_rows is None else to_rows
+        if torch.is_grad_enabled():  # for derivatives of the second order and beyond
+            return _again(ctx, (x, weight, bias), to_rows, (to_x, to_same))
+        to_x = x.new_zeros(()).expand_as(x) if to_x is None else to_x
+        return _found(x, weight, bias, numbers, to_x, to_rows, to_same)
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, fields: int, *more: Any
+    ) -> tuple[Tensor, Tensor]:
+        from econv.layers import norm_kernels
+
+        statistics, ctx.eps = more
+        own = statistics is None or isinstance(statistics, Running)
+        ctx.fixed = None if own else statistics
+        if ctx.fixed is None:
+            given = (weight, bias, statistics, ctx.eps)
+            numbers = norm_kernels.field_statistics(x, fields, *given)
+        else:
+            mean, variance = (kept.float() for kept in ctx.fixed)
+            inverse = (variance + ctx.eps).rsqrt()
+            numbers = torch.cat([rows(mean, inverse, weight, bias), inverse[None]])
+        ctx.save_for_backward(x, weight, bias, numbers)
+        ctx.set_materialize_grads(False)
+        with on_device(x):
+            return norm_kernels.activated(x, numbers[:3]), x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, to_same: Tensor | None) -> tuple[Tensor | None, ...]:
+        from econv.layers.norm_kernels import activation_backward
 
         x, weight, bias, numbers = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for derivatives of the second order and beyond
-            return _again(ctx, x, weight, bias, to_x, to_rows)
-        to_weight = None if weight is None else (to_rows[1] * numbers[3]).to(weight.dtype)
-        to_bias = None if bias is None else to_rows[2].to(bias.dtype)
-        through = launches.statistics_backward(x, to_x, numbers, to_rows)
-        return through, to_weight, to_bias, None, None, None
+        g = torch.zeros_like(x) if g is None else g
+        if torch.is_grad_enabled():
+            return _again(ctx, (x, weight, bias), g, (to_same,), ctx.fixed, True)
+        with on_device(x):
+            _, to_rows = activation_backward(g, x, numbers[:3], write=False)
+        fixed = ctx.fixed is not None
+        return _found(x, weight, bias, numbers, g, to_rows, to_same, True, fixed)
+
+
+def _found(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    numbers: Tensor,
+    g: Tensor,
+    to_rows: Tensor,
+    to_same: Tensor | None,
+    is_activated: bool = False,
+    fixed: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """The gradients that both give, from ``g`` to ``x`` or to what was activated."""
+    from econv.layers.norm_kernels import norm_gradient
+
+    to_weight = None if weight is None else (to_rows[1] * numbers[3]).to(weight.dtype)
+    to_bias = None if bias is None else to_rows[2].to(bias.dtype)
+    through = torch.zeros_like(to_rows) if fixed else to_rows  # statistics that are no part of x
+    to_x = norm_gradient(x, g, numbers, through, to_same, is_activated)
+    return to_x, to_weight, to_bias, None, None, None
 
 
 def _again(
-    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, to_x: Tensor, to_rows: Tensor
+    ctx: Any,
+    given: tuple[Tensor, Tensor | None, Tensor | None],
+    g: Tensor,
+    added: tuple[Tensor | None, ...],
+    fixed: tuple[Tensor, Tensor] | None = None,
+    is_activated: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """`_Affine.backward` by operations of torch, which have gradients again."""
+    """The same by operations of torch, which have gradients again.
+
+    ``g`` is the gradient to what was activated or to the numbers of fields; others to ``x`` are
+    added to what comes of it.
+    """
+    x, weight, bias = given
     wanted = ctx.needs_input_grad[:3]
-    given = zip((x, weight, bias), wanted, strict=True)
-    inputs = [t for t, needed in given if needed and t is not None]
-    folded = x.to(to_rows.dtype).unflatten(1, (ctx.fields, -1))
-    variance, mean = torch.var_mean(folded, (0, 2, 3, 4), correction=0)
+    inputs = [t for t, need in zip(given, wanted, strict=True) if need and t is not None]
+    if fixed is None:
+        fields = ctx.saved_tensors[3].shape[1]
+        folded = x.float().unflatten(1, (fields, -1))
+        variance, mean = torch.var_mean(folded, (0, 2, 3, 4), correction=0)
+    else:
+        mean, variance = (kept.float() for kept in fixed)
     made = rows(mean, (variance + ctx.eps).rsqrt(), weight, bias)
-    found = list(torch.autograd.grad(made, inputs, to_rows, create_graph=True))
+    made = Prologue(made).apply(x) if is_activated else made
+    found = list(torch.autograd.grad(made, inputs, g, create_graph=True))
     if wanted[0]:
-        found[0] = found[0] + to_x
+        found[0] = sum((more for more in added if more is not None), found[0])
     rest = iter(found)
-    return *(next(rest) if needed else None for needed in wanted), None, None, None
+    return *(next(rest) if need else None for need in wanted), None, None, None

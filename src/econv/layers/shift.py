@@ -5,20 +5,19 @@ torch's own pooling takes many times as long where channels lie last on a GPU.
 
 from __future__ import annotations
 
-import logging
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from econv.engines.devices import DTYPES, on_device, ran, works
 from econv.engines.problem import memory_format, transformed, watched
-from econv.engines.spectral.triton.engine import on_device, unavailable
 
 __all__ = ["mean_of_four"]
 
-_log = logging.getLogger("econv.engines")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_KERNEL = "the kernel for means of four"
 
 
 def mean_of_four(x: Tensor, step: int = 1) -> Tensor:
@@ -33,34 +32,18 @@ def mean_of_four(x: Tensor, step: int = 1) -> Tensor:
 
 
 def _has_kernel(x: Tensor) -> bool:
-    if _Kernel.failed or x.dtype not in _DTYPES or unavailable(x.device) is not None:
+    if x.dtype not in DTYPES or watched(x) or transformed() or not x.numel():
         return False
-    usual = not watched(x) and not transformed()
-    return usual and x.numel() > 0 and memory_format(x) is torch.channels_last
+    if memory_format(x) is not torch.channels_last:
+        return False
+    return works(_KERNEL, x.device)
 
 
-class _Kernel:
-    """What launches the kernel, until that fails once."""
+def _fill(x: Tensor, y: Tensor, step: int, adjoint: bool) -> None:
+    from econv.layers.shift_kernel import launch
 
-    failed = False
-
-    @classmethod
-    def fill(cls, x: Tensor, y: Tensor, step: int, adjoint: bool) -> bool:
-        """Whether ``y`` was filled."""
-        if cls.failed:
-            return False
-        try:
-            from econv.layers.shift_kernel import launch
-
-            with on_device(x):
-                launch(x, y, step, adjoint)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a compiler or a driver raises
-            reason = f"{type(error).__name__}: {error}"
-            _log.warning("the kernel for means of four failed and is not used again: %s", reason)
-            cls.failed = True
-        return not cls.failed
+    with on_device(x):
+        launch(x, y, step, adjoint)
 
 
 class _MeanOfFour(torch.autograd.Function):
@@ -73,7 +56,8 @@ class _MeanOfFour(torch.autograd.Function):
         x = x.contiguous(memory_format=torch.channels_last)
         shape, last = (*x.shape[:2], *sizes), torch.channels_last
         y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=last)
-        if _Kernel.fill(x, y, step, ctx.adjoint):
+        fill = partial(_fill, x, y, step, ctx.adjoint)
+        if works(_KERNEL, x.device) and ran(_KERNEL, x.device, fill):
             return y
         if not ctx.adjoint:
             return functional.avg_pool2d(x, 2, step)

@@ -121,7 +121,7 @@ def test_warp_specialised_kernels_err_little_more_than_others(monkeypatch, group
     exactly = in_float64(x, probe, weights, plan, geometry)
     monkeypatch.setattr(
         triton_launches,
-        "_empty",
+        "empty",
         lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )
     for chosen in ({}, {"partitions": 1}, {"splits": 3}, {"bytes": 1 << 20}, {"halves": 1}):

@@ -111,12 +111,12 @@ def test_compiled_with_norm_and_relu_at_the_load(tmp_path):
     """They take no kernels that spill, and every access is as wide as it can be."""
     record = compiled("p16,16,16,8", tmp_path, "--activated", "--engine", "spectral/triton")
     kernels = {row["kernel"]: row for row in record["launches"]}
-    own = ("analyse_activated", "activate", "activation_backward", "statistics_backward")
+    own = ("analyse_activated", "activate", "activation_backward", "norm_backward")
     for name in own:
         assert kernels[name]["spills"] == 0
         loads = {kind for kind in kernels[name]["instructions"] if kind.startswith("LDG")}
         assert loads == {"LDG.128", "LDG.32"}  # images, and the numbers of fields
-    assert kernels["field_statistics"]["spills"] == kernels["moments"]["spills"] == 0
+    assert kernels["add_statistics"]["spills"] == kernels["moments"]["spills"] == 0
     assert kernels["moments"]["instructions"]["LDG.128"] >= 1
     # The adjoint's input is a gradient, which nothing is done to.
     assert {"analyse", "largest", "forward", "weight_gradient", "pack"} <= kernels.keys()

@@ -12,28 +12,21 @@ imported with the first launch: Triton need not be installed.
 from __future__ import annotations
 
 import math
-import os
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Problem, Prologue, memory_format
-from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task, give_up
+from econv.engines.devices import DTYPES, on_device, unavailable
+from econv.engines.problem import Problem, memory_format
+from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task
 from econv.engines.spectral.tiling import CHANGES, Like, Tiles, convolution_tiling, rounded_up
 from econv.engines.spectral.torch import tables
 from econv.engines.spectral.triton.scheme import scheme
 from econv.plan import SpectralPlan
 
-__all__ = ["DEVICES", "Hopper", "Triton", "activated", "activates", "on_device", "unavailable"]
-
-DEVICES = {"cuda"}
-"""The kinds of device that the kernels run on."""
-
-_OLDEST = (8, 0)  # capability of the GPUs whose tensor cores the kernels know
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+__all__ = ["Hopper", "Triton"]
 
 
 class Triton(Spectral):
@@ -46,13 +39,14 @@ class Triton(Spectral):
 
     def why_not(self, problem: Problem) -> str | None:
         """It runs layers between group features, on recent GPUs."""
-        return unavailable(problem.device) or self._not_covered(problem) or super().why_not(problem)
+        missing = unavailable(problem.device) or _too_old()
+        return missing or self._not_covered(problem) or super().why_not(problem)
 
     def _not_covered(self, problem: Problem) -> str | None:
         conv = problem.convolution
         if (conv.parts[0].kind, conv.target) != ("regular", "regular"):
             return f"it maps group features to group features; this maps {conv}"
-        if problem.dtype not in _DTYPES:
+        if problem.dtype not in DTYPES:
             return f"it runs in bfloat16, float16 and float32; the output is {problem.dtype}"
         if problem.context in ("watched", "transformed"):
             return "a tracer or a transformation must see operations of torch"
@@ -162,75 +156,13 @@ class Hopper(Triton):
         return None
 
 
-class _Activated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, affine: Tensor) -> Tensor:
-        ctx.save_for_backward(x, affine)
-        with on_device(x):
-            found: Tensor = _launches().activated(x, affine)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        x, affine = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            with on_device(x):
-                return _launches().activation_backward(gradients[0], x, affine)
-        out, wanted = Prologue(affine).apply(x), ctx.needs_input_grad
-        inputs = [t for t, need in zip((x, affine), wanted, strict=True) if need]
-        found = iter(torch.autograd.grad(out, inputs, gradients[0], create_graph=True))
-        return tuple(next(found) if need else None for need in wanted)
-
-
-_ABLE: dict[torch.device, bool] = {}
-"""The devices on which a kernel was tried: it needs a C compiler, for one thing."""
-
-
-def activates(x: Tensor) -> bool:
-    """Whether one kernel writes what a prologue makes of ``x``, for engines that do not fuse."""
-    device = x.device
-    if x.dtype not in _DTYPES or unavailable(device) is not None:
-        return False
-    if device not in _ABLE:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # nothing can be compiled now
-        try:
-            with on_device(x):
-                _launches().activated(x.new_zeros(1, 1, 1, 8), x.new_zeros(3, 1).float())
-            _ABLE[device] = True
-        except Exception as error:
-            _ABLE[device] = False
-            give_up("norm and ReLU in one kernel", "", device, error)
-    return _ABLE[device]
-
-
-def activated(x: Tensor, prologue: Prologue) -> Tensor:
-    """What a prologue makes of ``x``, by that kernel, and the gradients by another."""
-    found: Tensor = _Activated.apply(x, prologue.affine)
-    return found
-
-
-def unavailable(device: torch.device) -> str | None:
-    """Why no kernel in Triton runs on a device, or None."""
-    if device.type not in DEVICES:
-        return f"it runs on NVIDIA GPUs; the input is on {device.type}"
-    if os.environ.get("ECONV_TRITON") == "0":
-        return "forbidden by ECONV_TRITON=0"
-    return _not_installed(device)
-
-
 @cache
-def _not_installed(device: torch.device) -> str | None:
-    if torch.version.hip is not None:
-        return "it runs on NVIDIA GPUs"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
+def _too_old() -> str | None:
+    """What an older Triton misses."""
     try:
         _launches()
-    except ImportError as error:  # of an older Triton
+    except ImportError as error:
         return str(error)
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
-        return "the GPU is older than Ampere"
     return None
 
 
@@ -251,10 +183,6 @@ def _launches() -> Any:
     from econv.engines.spectral.triton import launches
 
     return launches
-
-
-on_device = torch.cuda.device_of
-"""Kernels are launched on the current device: it has to be that of the tensors."""
 
 
 def _weight_map(task: Task, x: Tensor) -> Tensor:

@@ -147,22 +147,6 @@ def largest(
 
 
 @triton.jit
-def activate(
-    x, affine, out, rows, fields, programs, image_stride,
-    INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,
-    FIRST: tl.constexpr
-):  # fmt: skip
-    """max(0, (x − centre)·scale + shift)."""
-    base, first, field = begun(programs, image_stride, BF, BLOCKS, FIRST)
-    centre, scale, shift = numbers_of(affine, field, fields)
-    for block in tl.static_range(BLOCKS):
-        where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
-        value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32)
-        value = rectified((value - centre) * scale + shift)
-        tl.store(out + base + where, value.to(out.dtype.element_ty), mask=known)
-
-
-@triton.jit
 def store_sums(one, other, sums, fields, BF: tl.constexpr, FIRST: tl.constexpr):
     """Store both sums of a program's fields."""
     field = tl.program_id(1) * BF + tl.arange(0, BF)
@@ -176,7 +160,7 @@ def store_sums(one, other, sums, fields, BF: tl.constexpr, FIRST: tl.constexpr):
 def activation_backward(
     g, x, affine, out, sums, rows, fields, programs, image_stride,
     INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,
-    FIRST: tl.constexpr
+    FIRST: tl.constexpr, WRITE: tl.constexpr
 ):  # fmt: skip
     """From the gradient to what was activated to that to x, with sums for those to the numbers.
 
@@ -192,36 +176,11 @@ def activation_backward(
         value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32) - centre
         passed = tl.load(g + base + where, mask=known, other=0.0).to(tl.float32)
         passed = tl.where(value * scale + shift <= 0.0, 0.0, passed)
-        tl.store(out + base + where, (passed * scale).to(out.dtype.element_ty), mask=known)
+        if WRITE:
+            tl.store(out + base + where, (passed * scale).to(out.dtype.element_ty), mask=known)
         total += passed
         product += passed * value
     store_sums(total, product, sums, fields, BF, FIRST)
-
-
-@triton.jit
-def moments(
-    x, sums, out, rows, fields, programs, image_stride,
-    INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,
-    FIRST: tl.constexpr
-):  # fmt: skip
-    """``sums[program, 2, field]`` of x − c and of its square; ``out`` begins with the c of fields.
-
-    This is a number of the field, from the middle of the first image: in sums of squares of x
-    itself the mean would swallow the digits of small deviations.
-    """
-    base, first, field = begun(programs, image_stride, BF, BLOCKS, FIRST)
-    middle = (rows // 2 * fields + field) * INNER + INNER // 2
-    centre = tl.load(x + middle, mask=field < fields, other=0.0).to(tl.float32)
-    total = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
-    square = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
-    for block in tl.static_range(BLOCKS):
-        where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
-        value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32)
-        value = tl.where(known, value - centre, 0.0)
-        total += value
-        square += value * value
-    store_sums(total, square, sums, fields, BF, FIRST)
-    tl.store(out + field, centre, mask=field < fields)
 
 
 @triton.jit
@@ -249,71 +208,6 @@ def to_affine(sums, affine, out, programs, fields, BF: tl.constexpr, BLOCK: tl.c
     tl.store(out + field, -scale * total, mask=there)
     tl.store(out + fields + field, product, mask=there)
     tl.store(out + 2 * fields + field, total, mask=there)
-
-
-@triton.jit
-def field_statistics(
-    sums, weight, bias, running_mean, running_variance, share, out, programs, fields, count,
-    momentum, unbiased, eps,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RUNNING: tl.constexpr, SHARE: tl.constexpr,
-    BF: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """A norm's numbers from the sums of `moments`.
-
-    ``out``: centre, scale and shift of each field, and its inverse deviation. The running
-    statistics move towards these by ``momentum``, or by a share that lies in memory.
-    """
-    total, square = added_up(sums, programs, fields, BF, BLOCK)
-    field = tl.program_id(0) * BF + tl.arange(0, BF)
-    there = field < fields
-    distance = total / count
-    mean = tl.load(out + field, mask=there, other=0.0) + distance
-    variance = rectified(square / count - distance * distance)
-    inverse = 1.0 / tl.sqrt(variance + eps)
-    scale = inverse
-    if WEIGHT:
-        scale *= tl.load(weight + field, mask=there, other=0.0).to(tl.float32)
-    shift = tl.zeros([BF], tl.float32)
-    if BIAS:
-        shift = tl.load(bias + field, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + field, mean, mask=there)
-    tl.store(out + fields + field, scale, mask=there)
-    tl.store(out + 2 * fields + field, shift, mask=there)
-    tl.store(out + 3 * fields + field, inverse, mask=there)
-    if RUNNING:
-        part = momentum
-        if SHARE:
-            part = tl.load(share).to(tl.float32)
-        old = tl.load(running_mean + field, mask=there, other=0.0).to(tl.float32)
-        new = (old + part * (mean - old)).to(running_mean.dtype.element_ty)
-        tl.store(running_mean + field, new, mask=there)
-        old = tl.load(running_variance + field, mask=there, other=0.0).to(tl.float32)
-        new = (old + part * (variance * unbiased - old)).to(running_variance.dtype.element_ty)
-        tl.store(running_variance + field, new, mask=there)
-
-
-@triton.jit
-def statistics_backward(
-    g, x, affine, gradients, out, rows, fields, programs, image_stride, count,
-    INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,
-    FIRST: tl.constexpr
-):  # fmt: skip
-    """g, and what comes through the statistics that `field_statistics` made the numbers of.
-
-    The scale is variance^(−1/2) times a weight, and the variance the mean of (x − mean)².
-    """
-    base, first, field = begun(programs, image_stride, BF, BLOCKS, FIRST)
-    centre, scale, _ = numbers_of(affine, field, fields)
-    to_centre, to_scale, _ = numbers_of(gradients, field, fields)
-    inverse = tl.load(affine + 3 * fields + field, mask=field < fields, other=0.0)
-    factor = -inverse * inverse * scale * to_scale / count
-    to_centre = to_centre / count
-    for block in tl.static_range(BLOCKS):
-        where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
-        value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32) - centre
-        total = tl.load(g + base + where, mask=known, other=0.0).to(tl.float32)
-        total += value * factor + to_centre
-        tl.store(out + base + where, total.to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit

@@ -75,7 +75,7 @@ def _constants(layout: Scheme, device: torch.device, warp_specialised: bool) -> 
         return [torch.tensor(array, device=device) for array in arrays]
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that some kernel fills: every element, or nobody reads it."""
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -227,10 +227,10 @@ class ConvolutionRun:
         jobs: list[Job] = []
         factors = []
         for launch, constants, copies in self.arrange:
-            arranged = _empty(self.arranged, self.internal, device)
+            arranged = empty(self.arranged, self.internal, device)
             jobs.append((launch, (weights, *constants, w_largest, arranged)))
             factors.append(copies(arranged) if copies else [arranged])
-        own = _empty((self.own,), self.internal, device)
+        own = empty((self.own,), self.internal, device)
         flat = y.as_strided((y.numel(),), (1,)).view(self.internal)
         for group in self.groups:
             scales = x_largest[OVERALL + group.first :]
@@ -336,10 +336,10 @@ class WeightGradientRun:
         device = x.device
         if not self.groups:
             return torch.zeros(self.shape, dtype=torch.float32, device=device)
-        memory = _empty((self.spectrum,), self.internal, device)
-        packed = _empty(self.packed, self.internal, device)
-        result = _empty(self.shape, torch.float32, device)
-        partials = [_empty(self.partial, torch.float32, device) for _ in self.reduce]
+        memory = empty((self.spectrum,), self.internal, device)
+        packed = empty(self.packed, self.internal, device)
+        result = empty(self.shape, torch.float32, device)
+        partials = [empty(self.partial, torch.float32, device) for _ in self.reduce]
         factors = [copies(packed) if copies else [packed, *self.more] for copies in self.copies]
         # Images add up: they are scaled alike, by the largest number of all.
         largest = (x_largest, g_largest)
@@ -368,7 +368,7 @@ def _producers(chosen: Tiles) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1024)
-def _by_rows(
+def by_rows(
     kernel: Any, x: Like, fields: int, *numbers: int, whole: bool = True, **constants: Any
 ) -> Launch | None:
     """A kernel that goes through images field by field; without fields, number by number.
@@ -403,7 +403,7 @@ def _by_rows(
 
 
 @lru_cache(maxsize=1024)
-def _adding(
+def adding_up(
     kernel: Any, sums: torch.Size, numbers: tuple[float, ...] = (), dtypes: Any = (), **options: Any
 ) -> Launch:
     """A kernel that adds up the sums of programs. ``dtypes`` of others tell launches apart."""
@@ -412,9 +412,9 @@ def _adding(
     return Launch(kernel, (units(fields, FIELDS),), (programs, fields, *numbers), **options)
 
 
-def _sums(launch: Launch, fields: int, device: torch.device) -> Tensor:
+def sums_of(launch: Launch, fields: int, device: torch.device) -> Tensor:
     """Memory for two sums of each field, from every program of a launch."""
-    return _empty((math.prod(launch.grid[::2]), 2, fields), torch.float32, device)
+    return empty((math.prod(launch.grid[::2]), 2, fields), torch.float32, device)
 
 
 def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
@@ -426,7 +426,7 @@ def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
         return
     fields = 0 if affine is None else affine.shape[1]
     constants = {"OVERALL": OVERALL, "ACTIVATED": fields > 0}
-    launch = _by_rows(kernels.largest, Like.of(x), fields, whole=False, **constants)
+    launch = by_rows(kernels.largest, Like.of(x), fields, whole=False, **constants)
     if launch is not None:
         launch(x, x if affine is None else affine.contiguous(), found.view(torch.int32))
         return
@@ -437,76 +437,24 @@ def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
     found[:OVERALL] = each.amax()
 
 
-def activated(x: Tensor, affine: Tensor) -> Tensor:
-    """max(0, (x − centre)·scale + shift) of each field."""
-    launch = _by_rows(kernels.activate, Like.of(x), affine.shape[1])
-    if launch is None:
-        return Prologue(affine).apply(x)
-    out = _like(x)
-    launch(x, affine.contiguous(), out)
-    return out
+def like(x: Tensor) -> Tensor:
+    return empty((x.numel(),), x.dtype, x.device).as_strided(x.shape, x.stride())
 
 
-def _like(x: Tensor) -> Tensor:
-    return _empty((x.numel(),), x.dtype, x.device).as_strided(x.shape, x.stride())
+def activation_backward(
+    g: Tensor, x: Tensor, affine: Tensor, write: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The gradients to ``x`` and ``affine`` from that to max(0, (x − centre)·scale + shift).
 
-
-def activation_backward(g: Tensor, x: Tensor, affine: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients to ``x`` and ``affine`` from that to max(0, (x − centre)·scale + shift)."""
+    Unless it is to be written, something stands for the former.
+    """
     fields = affine.shape[1]
-    launch = _by_rows(kernels.activation_backward, Like.of(x), fields)
+    launch = by_rows(kernels.activation_backward, Like.of(x), fields, WRITE=write)
     if launch is None:
         return through(affine, x, g.to(x.dtype))
     g, affine = g.contiguous(memory_format=memory_format(x)), affine.contiguous()
-    to_x, found = _like(x), _empty((3, fields), torch.float32, x.device)
-    sums = _sums(launch, fields, x.device)
-    adding = _adding(kernels.to_affine, sums.shape)
-    launch_all([(launch, (g, x, affine, to_x, sums)), (adding, (sums, affine, found))])
+    to_x, found = like(x) if write else x, empty((3, fields), torch.float32, x.device)
+    sums = sums_of(launch, fields, x.device)
+    last = adding_up(kernels.to_affine, sums.shape)
+    launch_all([(launch, (g, x, affine, to_x, sums)), (last, (sums, affine, found))])
     return to_x, found
-
-
-def statistics_backward(x: Tensor, g: Tensor, numbers: Tensor, to_affine: Tensor) -> Tensor:
-    """The gradient to ``x``: its own part g, and what comes through `field_statistics`."""
-    fields = numbers.shape[1]
-    launch = _by_rows(kernels.statistics_backward, Like.of(x), fields, x.numel() // fields)
-    assert launch is not None
-    with torch.cuda.device_of(x):
-        out, g = _like(x), g.contiguous(memory_format=memory_format(x))
-        launch(g, x, numbers, to_affine.contiguous(), out)
-    return out
-
-
-def field_statistics(
-    x: Tensor,
-    fields: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running: tuple[Tensor, Tensor, float | Tensor] | None,
-    eps: float,
-) -> Tensor:
-    """Centre, scale and shift of each field of ``x``, and as a fourth row inverse deviations.
-
-    ``x`` lies in one of torch's two layouts. ``running`` are mean, variance and the share of this
-    batch in them (a number, or in memory): they are brought up to date. Without gradients.
-    """
-    mean, variance, share = (None, None, 0.0) if running is None else running
-    number, in_memory = (0.0, share) if isinstance(share, Tensor) else (share, None)
-    others = (weight, bias, mean, variance, in_memory)
-    dtypes = [None if tensor is None else tensor.dtype for tensor in others]
-    there = {"WEIGHT": dtypes[0], "BIAS": dtypes[1], "RUNNING": dtypes[2], "SHARE": dtypes[4]}
-    constants = {name: dtype is not None for name, dtype in there.items()}
-    count = x.numel() // fields
-    numbers = (float(count), number, count / (count - 1), eps)
-    moments = _by_rows(kernels.moments, Like.of(x), fields)
-    assert moments is not None
-    with torch.cuda.device_of(x):
-        sums, found = _sums(moments, fields, x.device), _empty((4, fields), torch.float32, x.device)
-        adding = _adding(
-            kernels.field_statistics, sums.shape, numbers, (x.dtype, *dtypes), **constants
-        )
-        given = (sums if tensor is None else tensor for tensor in others)  # any stands for none
-        launch_all([(moments, (x, sums, found)), (adding, (sums, *given, found))])
-    for kept in (mean, variance):
-        if kept is not None and not kept.is_inference():
-            torch.autograd.graph.increment_version(kept)  # what a kernel writes, autograd misses
-    return found
