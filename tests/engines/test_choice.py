@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -375,7 +376,7 @@ def test_real_engines_are_measured_wherever_the_first_call_is(measuring, monkeyp
         torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     (times,) = seen
     assert times.keys() == {"dense", "spectral/native"}
-    assert all(0 < seconds < 1 for pair in times.values() for seconds in pair)
+    assert all(0 < min(three[:2]) and 0 <= three[2] and max(three) < 1 for three in times.values())
     layer(x.requires_grad_()).sum().backward()
     assert x.grad.isfinite().all()
 
@@ -459,7 +460,7 @@ def test_threads_measure_a_problem_once(measuring, monkeypatch):
 
 def measured_as(monkeypatch, **times):
     """Times of calls and of the device, in place of measured ones."""
-    found = {name.replace("_", "/"): Times(*pair) for name, pair in times.items()}
+    found = {name.replace("_", "/"): Times(*three) for name, three in times.items()}
     monkeypatch.setattr(choice, "_measure", lambda *given: dict(found))
 
 
@@ -476,13 +477,11 @@ def test_in_graphs_the_devices_time_counts(measuring, monkeypatch):
         assert choice.choose(problem).name == name
 
 
-@pytest.mark.parametrize(("device", "name"), [(3.95, "dense"), (3.8, "spectral/native")])
-def test_in_traced_graphs_launches_count(measuring, monkeypatch, device, name):
+@pytest.mark.parametrize(("host", "name"), [(2.2, "dense"), (1.8, "spectral/native")])
+def test_in_traced_graphs_pythons_time_counts(measuring, monkeypatch, host, name):
     """But where the compiler makes CUDA graphs of them."""
     installed(monkeypatch)
-    milliseconds = {"dense": (4.0, 4.0), "spectral_native": (3.9, device)}
-    measured_as(monkeypatch, **{n: (c / 1e3, d / 1e3) for n, (c, d) in milliseconds.items()})
-    monkeypatch.setitem(choice._LAUNCHES, "cpu", choice._LAUNCHES["cuda"])
+    measured_as(monkeypatch, dense=(4.0, 4.0, 9.0), spectral_native=(3.9, 3.0, host))
     layer, x = GroupConv2d(2, 2, "p4"), torch.randn(2, 8, 8, 8)
     eager = Problem.of(layer.convolution, x, layer.weight)
     traced = eager._replace(context="traced")
@@ -645,11 +644,12 @@ def test_a_file_tells_what_was_measured_on_which_device(measuring, monkeypatch):
     called(layer, x)
     found = the_file(measuring)
     assert torch.__version__.partition("+")[0] in found.name
-    model = processor_name().split()
-    assert all(word.strip("()@") in found.name for word in model)
+    model = re.findall(r"[\w.]+", processor_name())
+    assert model
+    assert all(word in found.name for word in model)
     assert str(measuring.parent.name) not in found.name  # whatever folder it lies in
     ((text, times),) = json.loads(found.read_text()).items()
-    assert times == {"dense": [1.0, 1.0], "spectral/native": [2.0, 2.0]}
+    assert times == {"dense": [1.0, 1.0, 0.0], "spectral/native": [2.0, 2.0, 0.0]}
     assert text.startswith(layer.convolution.name)
     assert f"{torch.get_num_threads()} threads" in text
     assert measuring.stat().st_mode & 0o077 == 0
@@ -689,9 +689,9 @@ DAMAGED = {
     "a list": lambda good: b"[1, 2, 3]",
     "a number": lambda good: b"17",
     "nothing": lambda good: b"null",
-    "numbers for times": lambda good: good.replace(b"[9.0, 9.0]", b"3"),
-    "one time": lambda good: good.replace(b"[9.0, 9.0]", b"[9.0]"),
-    "three times": lambda good: good.replace(b"[9.0, 9.0]", b"[9.0, 9.0, 9.0]"),
+    "numbers for times": lambda good: good.replace(b"[9.0, 9.0, 0.0]", b"3"),
+    "one time": lambda good: good.replace(b"[9.0, 9.0, 0.0]", b"[9.0]"),
+    "four times": lambda good: good.replace(b"[9.0, 9.0, 0.0]", b"[9.0, 9.0, 9.0, 9.0]"),
     "words for times": lambda good: good.replace(b"9.0", b'"soon"'),
     "no times": lambda good: good.replace(b"9.0", b"null"),
     "no numbers": lambda good: good.replace(b"9.0", b"NaN"),
@@ -719,8 +719,8 @@ def test_a_damaged_file_is_as_good_as_none(measuring, monkeypatch, damage):
     assert called(layer, x) == fake.name
     assert dense.calls > before
     assert json.loads(path.read_text())[next(iter(json.loads(good)))] == {
-        "dense": [9.0, 9.0],
-        "spectral/native": [1.0, 1.0],
+        "dense": [9.0, 9.0, 0.0],
+        "spectral/native": [1.0, 1.0, 0.0],
     }
 
 
@@ -893,6 +893,7 @@ def test_a_choice_is_logged_once(measuring, monkeypatch, caplog):
 
 TRAINED = """
 import os
+import re
 from pathlib import Path
 rank = int(os.environ["RANK"])
 torch.distributed.init_process_group(

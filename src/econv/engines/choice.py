@@ -1,9 +1,9 @@
 """Which engine runs a problem: the one that was asked for, or the one that was faster here.
 
 At a problem's first call ``"auto"`` times the engines that can run it, as cuDNN's benchmark mode
-does, and remembers. Two times are kept of each: that of a call from Python, and that of the
-device alone, which counts in CUDA graphs. In compiled graphs launches count as well. A short `rule`
-decides where nothing may be measured.
+does, and remembers. Three times are kept of each: that of a call from Python, that of the device
+alone, which counts in CUDA graphs, and that of Python alone, of which a part counts in compiled
+graphs, too. A short `rule` decides where nothing may be measured.
 """
 
 from __future__ import annotations
@@ -43,19 +43,23 @@ _T = TypeVar("_T")
 _TINY = {"cpu": 20_000_000, "cuda": 2_000_000_000}
 """Multiplications of the dense engine below which measuring takes longer than it can save."""
 
-_LAUNCHES = {"cuda": 1.2e-4}
-"""Seconds that Python takes in a compiled graph for the launches of a spectral engine, as an
-estimate: some thirty of them, of four microseconds."""
+_SHARE_OF_HOST = 0.5
+"""How much of Python's time for the launches of a spectral engine counts in a compiled graph: a
+network waits for it, or for the device."""
 
 
 _MOST_SIZES = 16  # of one convolution that are measured; later ones run as the largest did
 
 
 class Times(NamedTuple):
-    """Seconds that a problem took: from Python, until the result is there, and on the device."""
+    """Seconds that a problem took."""
 
     call: float
+    """From Python, until the result is there."""
     device: float
+    """Of the device alone."""
+    host: float = 0.0
+    """Of Python alone, which launches what a GPU then does."""
 
 
 _KINDS = ("call", "device", "traced")
@@ -202,9 +206,12 @@ def _settled(
         new = False
     times = measured(problem, may_run=new and not _capturing(problem.device))
     usable = {n: pair for n, pair in times.items() if n in able and math.isfinite(pair.call)}
-    more = _LAUNCHES.get(problem.device.type, 0.0)
     counts = {
-        name: {"call": t.call, "device": t.device, "traced": t.device + more * (name != "dense")}
+        name: {
+            "call": t.call,
+            "device": t.device,
+            "traced": t.device + _SHARE_OF_HOST * t.host * (name != "dense"),
+        }
         for name, t in usable.items()
     }
     best = {one: min(counts, key=lambda n: counts[n][one], default="") for one in keys}
@@ -296,8 +303,8 @@ def _read(path: Path) -> dict[str, dict[str, Times]]:
     found: dict[str, dict[str, Times]] = {}
     try:
         for text, times in json.loads(path.read_text(encoding="utf-8")).items():
-            each = {name: Times(*map(float, pair)) for name, pair in times.items()}
-            if all(0 < seconds < math.inf for pair in each.values() for seconds in pair):
+            each = {name: Times(*map(float, three)) for name, three in times.items()}
+            if all(0 < min(t[:2]) and max(t) < math.inf and t.host >= 0 for t in each.values()):
                 found[text] = each
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
@@ -386,11 +393,13 @@ def _time(run: Callable[[], None], device: torch.device) -> Times:
     # The queue waits, for twice as long as Python may fill it: the device's work alone is timed.
     torch.cuda._sleep(10**8 + int(4e9 * min(several * min(calls), 2 * _SECONDS)))
     start.record()
+    begin = time.perf_counter()
     for _ in range(several):
         run()
+    host = (time.perf_counter() - begin) / several
     end.record()
     torch.cuda.synchronize(device)
-    return Times(min(calls), start.elapsed_time(end) / several / 1e3)
+    return Times(min(calls), start.elapsed_time(end) / several / 1e3, host)
 
 
 # Remembering
