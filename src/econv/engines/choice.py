@@ -304,7 +304,7 @@ def _read(path: Path) -> dict[str, dict[str, Times]]:
     try:
         for text, times in json.loads(path.read_text(encoding="utf-8")).items():
             each = {name: Times(*map(float, three)) for name, three in times.items()}
-            if all(0 < min(t[:2]) and max(t) < math.inf and t.host >= 0 for t in each.values()):
+            if all(min(t[:2]) > 0 and max(t) < math.inf and t.host >= 0 for t in each.values()):
                 found[text] = each
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}

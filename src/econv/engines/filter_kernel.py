@@ -50,25 +50,29 @@ def expand_filters(
 def filters_backward(
     g, synthesis, back, out, channels, out_step, frame_step, channel_step, pixel_step,
     COORDINATES: tl.constexpr, BS: tl.constexpr, PIXELS: tl.constexpr, ORDER: tl.constexpr,
-    BC: tl.constexpr
+    BF: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
     """The adjoint of `expand_filters`: every weight has its own channel in each frame."""
     o = tl.program_id(0).to(tl.int64)
     own = tl.program_id(1) * BC + tl.arange(0, BC)
     s = tl.arange(0, BS)
     known = own < channels
-    total = tl.zeros([BS, BC], tl.float32)
-    for frame in tl.range(0, ORDER):
-        channel = tl.load(back + own * ORDER + frame, mask=known, other=0) - frame * channels
-        source = g + o * out_step + frame * frame_step + channel * channel_step
+    total = tl.zeros([BS, BF, BC], tl.float32)
+    for first in tl.static_range(0, ORDER, BF):
+        frame = first + tl.arange(0, BF)
+        there = (frame < ORDER)[:, None] & known[None, :]
+        channel = tl.load(back + own[None, :] * ORDER + frame[:, None], mask=there, other=0)
+        channel -= frame[:, None] * channels
+        source = g + o * out_step + frame[:, None] * frame_step + channel * channel_step
+        kept = (s < COORDINATES)[:, None] & (frame < ORDER)[None, :]
+        stencil = synthesis + (s[:, None] * ORDER + frame[None, :]) * PIXELS
         for pixel in tl.range(0, PIXELS):
-            number = tl.load(source + pixel * pixel_step, mask=known, other=0.0).to(tl.float32)
-            stencil = synthesis + (s * ORDER + frame) * PIXELS + pixel
-            stencil = tl.load(stencil, mask=s < COORDINATES, other=0.0).to(tl.float32)
-            total += stencil[:, None] * number[None, :]
+            number = tl.load(source + pixel * pixel_step, mask=there, other=0.0).to(tl.float32)
+            factor = tl.load(stencil + pixel, mask=kept, other=0.0).to(tl.float32)
+            total += factor[:, :, None] * number[None, :, :]
     into = out + (o * channels + own[None, :]) * COORDINATES + s[:, None]
     there = (s < COORDINATES)[:, None] & known[None, :]
-    tl.store(into, total.to(out.dtype.element_ty), mask=there)
+    tl.store(into, tl.sum(total, axis=1).to(out.dtype.element_ty), mask=there)
 
 
 def expand(weight: Tensor, synthesis: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,11 +99,12 @@ def gradient(g: Tensor, synthesis: Tensor, back: Tensor, dtype: torch.dtype) -> 
     out = torch.empty(shape, dtype=dtype, device=g.device)
     if out.numel():
         options = {"COORDINATES": coordinates, "PIXELS": pixels, "ORDER": order, "num_warps": 4}
-        programs = (out_fields, triton.cdiv(channels, _CHANNELS))
+        programs = (out_fields, triton.cdiv(channels, 32))
         with on_device(g):
             filters_backward[programs](
                 g, synthesis, back, out, channels, *g.stride(),
-                BS=triton.next_power_of_2(coordinates), BC=_CHANNELS, **options
+                BS=triton.next_power_of_2(coordinates), BF=min(8, triton.next_power_of_2(order)),
+                BC=32, **options
             )  # fmt: skip
     return out
 

@@ -15,7 +15,7 @@ from econv.engines import Part, Prologue, Weight, dense
 from econv.groups import Group, GroupLike
 from econv.layers.checks import check_groups, check_maps, positive
 from econv.layers.constants import WithConstants
-from econv.layers.sampling import Enlarge2d, Upsample2d, recentre, window_count
+from econv.layers.sampling import Enlarge2d, Upsample2d, picked, recentre, window_count
 from econv.operators import OperatorsLike
 from econv.stencils import StencilsLike, stencil_set
 
@@ -316,13 +316,7 @@ class PDOConv2d(WithConstants):
         if self.centred:
             x = recentre(x, self.points(x.shape[2]), self.points(x.shape[3]), step=step)
         elif step > 1:
-            layout = engines.memory_format(x)
-            if (
-                layout is torch.channels_last
-            ):  # and so is the gradient, which torch fills with zeros
-                last = x.permute(0, 2, 3, 1)[:, ::step, ::step]
-                return last.contiguous().permute(0, 3, 1, 2)
-            x = x[:, :, ::step, ::step].contiguous()
+            x = picked(x, step)
         return x
 
     @property

@@ -45,7 +45,7 @@ def activate(
     FIRST: tl.constexpr
 ):  # fmt: skip
     """max(0, (x − centre)·scale + shift)."""
-    base, first, field = begun(programs, image_stride, BF, BLOCKS, FIRST)
+    _, base, first, field = begun(programs, image_stride, fields, BF, BLOCKS, FIRST)
     centre, scale, shift = numbers_of(affine, field, fields)
     for block in tl.static_range(BLOCKS):
         where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
@@ -65,7 +65,7 @@ def moments(
     This is a number of the field, from the middle of the first image: in sums of squares of x
     itself the mean would swallow the digits of small deviations.
     """
-    base, first, field = begun(programs, image_stride, BF, BLOCKS, FIRST)
+    program, base, first, field = begun(programs, image_stride, fields, BF, BLOCKS, FIRST)
     middle = (rows // 2 * fields + field) * INNER + INNER // 2
     centre = tl.load(x + middle, mask=field < fields, other=0.0).to(tl.float32)
     total = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
@@ -76,7 +76,7 @@ def moments(
         value = tl.where(known, value - centre, 0.0)
         total += value
         square += value * value
-    store_sums(total, square, sums, fields, BF, FIRST)
+    store_sums(total, square, sums, program, fields, BF, FIRST)
     tl.store(out + field, centre, mask=field < fields)
 
 
@@ -133,7 +133,7 @@ def norm_backward(
     that of another reader of x is added. ``gradients`` are those to centre, scale and shift: the
     scale is variance^(−1/2) times a weight, and the variance the mean of (x − mean)².
     """
-    base, first, field = begun(programs, image_stride, BF, BLOCKS, FIRST)
+    _, base, first, field = begun(programs, image_stride, fields, BF, BLOCKS, FIRST)
     centre, scale, shift = numbers_of(affine, field, fields)
     to_centre, to_scale, _ = numbers_of(gradients, field, fields)
     inverse = tl.load(affine + 3 * fields + field, mask=field < fields, other=0.0)
@@ -207,7 +207,7 @@ def field_statistics(
     constants = {name: dtype is not None for name, dtype in there.items()}
     count = x.numel() // fields
     numbers = (float(count), number, count / (count - 1), eps)
-    launch = by_rows(moments, Like.of(x), fields)
+    launch = by_rows(moments, Like.of(x), fields, adds_up=True)
     assert launch is not None
     with on_device(x):
         sums = sums_of(launch, fields, x.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from econv.engines import memory_format
-from econv.engines.problem import replicate
+from econv.engines.problem import replicate, transformed, watched
 from econv.layers.checks import check_rank, positive
 from econv.layers.constants import WithConstants
 from econv.layers.shift import mean_of_four
@@ -23,6 +24,7 @@ __all__ = [
     "NearestResize2d",
     "Recentre2d",
     "Upsample2d",
+    "picked",
     "recentre",
     "window_count",
 ]
@@ -184,6 +186,35 @@ def window_count(size: int, extent: int, stride: int, padding: int) -> int:
     112
     """
     return (size + padding - extent) // stride + 1
+
+
+def picked(x: Tensor, step: int) -> Tensor:
+    """Every ``step``-th pixel along both axes, in the layout of ``x``, as the gradient is.
+
+    >>> picked(torch.arange(9.0).view(1, 1, 3, 3), 2).flatten().tolist()
+    [0.0, 2.0, 6.0, 8.0]
+    """
+    followed = torch.compiler.is_compiling() or watched(x) or transformed()
+    found: Tensor = x[:, :, ::step, ::step] if followed else _Picked.apply(x, step)
+    return found.contiguous(memory_format=memory_format(x))
+
+
+class _Picked(torch.autograd.Function):
+    """The gradient of two slices would be filled with zeros twice, in another layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: int) -> Tensor:
+        ctx.like, ctx.step = (x.shape, memory_format(x)), step
+        return x[:, :, ::step, ::step].contiguous(memory_format=memory_format(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        shape, layout = ctx.like
+        found = torch.empty(
+            shape, dtype=gradient.dtype, device=gradient.device, memory_format=layout
+        )
+        found.zero_()[:, :, :: ctx.step, :: ctx.step] = gradient
+        return found, None
 
 
 def recentre(x: Tensor, height: int, width: int, fill: float = 0.0, step: int = 1) -> Tensor:

@@ -83,15 +83,19 @@ OVERALL = 4
 
 
 @triton.jit
-def begun(programs, image_stride, BF: tl.constexpr, BLOCKS: tl.constexpr, FIRST: tl.constexpr):
-    """Where a program's image begins, its first block, and its fields.
+def begun(
+    programs, image_stride, fields, BF: tl.constexpr, BLOCKS: tl.constexpr, FIRST: tl.constexpr
+):  # fmt: skip
+    """A program's number among those of its fields, where its image begins, its block and fields.
 
-    Threads reduce along fields, which lie side by side.
+    Programs that run at the same time read fields that lie side by side, and so do threads.
     """
-    base = (tl.program_id(0) // programs).to(tl.int64) * image_stride
-    field = tl.program_id(1) * BF + tl.arange(0, BF)
+    chunks = tl.cdiv(fields, BF)
+    program = tl.program_id(0) // chunks
+    field = tl.program_id(0) % chunks * BF + tl.arange(0, BF)
     field = field[:, None, None] if FIRST else field[None, :, None]
-    return base, tl.program_id(0) % programs * BLOCKS, field
+    base = (program // programs).to(tl.int64) * image_stride
+    return program, base, program % programs * BLOCKS, field
 
 
 @triton.jit
@@ -115,7 +119,7 @@ def tile_of(
     """
     row = block * BR + tl.arange(0, BR)
     row = row[None, :, None] if FIRST else row[:, None, None]
-    inner = (tl.program_id(2) * BI + tl.arange(0, BI))[None, None, :]
+    inner = (tl.program_id(1) * BI + tl.arange(0, BI))[None, None, :]
     known = (row < rows) & (field < fields) & (inner < INNER)
     return (row * fields + field) * INNER + inner, known
 
@@ -131,7 +135,7 @@ def largest(
     Of max(0, (x − centre)·scale + shift) where they are activated. Magnitudes are ordered as their
     bits are, and NaN comes after infinity.
     """
-    base, first, field = begun(programs, image_stride, BF, BLOCKS, FIRST)
+    program, base, first, field = begun(programs, image_stride, fields, BF, BLOCKS, FIRST)
     found = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.int32)
     if ACTIVATED:
         centre, scale, shift = numbers_of(affine, field, fields)
@@ -143,14 +147,14 @@ def largest(
         found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     most = tl.max(tl.reshape(found, [BR * BF * BI]), axis=0)
     tl.atomic_max(out, most)
-    tl.atomic_max(out + OVERALL + tl.program_id(0) // programs, most)
+    tl.atomic_max(out + OVERALL + program // programs, most)
 
 
 @triton.jit
-def store_sums(one, other, sums, fields, BF: tl.constexpr, FIRST: tl.constexpr):
+def store_sums(one, other, sums, program, fields, BF: tl.constexpr, FIRST: tl.constexpr):
     """Store both sums of a program's fields."""
-    field = tl.program_id(1) * BF + tl.arange(0, BF)
-    into = sums + (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)) * 2 * fields + field
+    field = tl.program_id(0) % tl.cdiv(fields, BF) * BF + tl.arange(0, BF)
+    into = sums + (program * tl.num_programs(1) + tl.program_id(1)) * 2 * fields + field
     ROWS: tl.constexpr = 1 if FIRST else 0
     tl.store(into, tl.sum(tl.sum(one, axis=2), axis=ROWS), mask=field < fields)
     tl.store(into + fields, tl.sum(tl.sum(other, axis=2), axis=ROWS), mask=field < fields)
@@ -167,7 +171,7 @@ def activation_backward(
     ``sums[program, 2, field]`` are those of the gradient where it passes, and of it times
     x − centre.
     """
-    base, first, field = begun(programs, image_stride, BF, BLOCKS, FIRST)
+    program, base, first, field = begun(programs, image_stride, fields, BF, BLOCKS, FIRST)
     centre, scale, shift = numbers_of(affine, field, fields)
     total = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
     product = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
@@ -180,7 +184,7 @@ def activation_backward(
             tl.store(out + base + where, (passed * scale).to(out.dtype.element_ty), mask=known)
         total += passed
         product += passed * value
-    store_sums(total, product, sums, fields, BF, FIRST)
+    store_sums(total, product, sums, program, fields, BF, FIRST)
 
 
 @triton.jit

@@ -367,9 +367,20 @@ def _producers(chosen: Tiles) -> dict[str, Any]:
     return {"PRODUCERS": chosen.producers, "REGISTERS": 128, "num_warps": 4}
 
 
+_BLOCK, _BLOCKS, _SIDE_BY_SIDE = 4096, {False: 2, True: 8}, 8
+"""Numbers that a program of a pass over images handles at a time; how often, if it writes a map or
+adds up; and how many fields, where channels lie last. Found by measuring on an H200."""
+
+
 @lru_cache(maxsize=1024)
 def by_rows(
-    kernel: Any, x: Like, fields: int, *numbers: int, whole: bool = True, **constants: Any
+    kernel: Any,
+    x: Like,
+    fields: int,
+    *numbers: int,
+    whole: bool = True,
+    adds_up: bool = False,
+    **constants: Any,
 ) -> Launch | None:
     """A kernel that goes through images field by field; without fields, number by number.
 
@@ -389,16 +400,15 @@ def by_rows(
         if not fields:
             rows, fields = each, 1
         inner = each // (fields * rows)
-        block = 2048  # numbers at a time
-        inners = min(block, power_of_two(inner))
-        several = 1 if rows == 1 else min(FIELDS, power_of_two(fields))
-        at_once = min(max(1, block // (inners * several)), power_of_two(rows))
-        blocks = min(4, units(rows, at_once))
+        inners = min(_BLOCK, power_of_two(inner))
+        several = 1 if rows == 1 else min(_SIDE_BY_SIDE, power_of_two(fields))
+        at_once = min(max(1, _BLOCK // (inners * several)), power_of_two(rows))
+        blocks = min(_BLOCKS[adds_up], units(rows, at_once))
         programs = units(rows, at_once * blocks)
-        grid = (images * programs, units(fields, several), units(inner, inners))
+        grid = (images * programs * units(fields, several), units(inner, inners))
         sizes = {"INNER": inner, "BR": at_once, "BF": several, "BI": inners, "BLOCKS": blocks}
         numbers = (rows, fields, programs, x.strides[0], *numbers)
-        return Launch(kernel, grid, numbers, **sizes, FIRST=FIRST, **constants, num_warps=4)
+        return Launch(kernel, grid, numbers, **sizes, FIRST=FIRST, **constants, num_warps=8)
     return None
 
 
@@ -414,7 +424,8 @@ def adding_up(
 
 def sums_of(launch: Launch, fields: int, device: torch.device) -> Tensor:
     """Memory for two sums of each field, from every program of a launch."""
-    return empty((math.prod(launch.grid[::2]), 2, fields), torch.float32, device)
+    programs = math.prod(launch.grid) // units(fields, launch.options["BF"])
+    return empty((programs, 2, fields), torch.float32, device)
 
 
 def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
@@ -426,7 +437,7 @@ def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
         return
     fields = 0 if affine is None else affine.shape[1]
     constants = {"OVERALL": OVERALL, "ACTIVATED": fields > 0}
-    launch = by_rows(kernels.largest, Like.of(x), fields, whole=False, **constants)
+    launch = by_rows(kernels.largest, Like.of(x), fields, whole=False, adds_up=True, **constants)
     if launch is not None:
         launch(x, x if affine is None else affine.contiguous(), found.view(torch.int32))
         return
@@ -449,7 +460,9 @@ def activation_backward(
     Unless it is to be written, something stands for the former.
     """
     fields = affine.shape[1]
-    launch = by_rows(kernels.activation_backward, Like.of(x), fields, WRITE=write)
+    launch = by_rows(
+        kernels.activation_backward, Like.of(x), fields, adds_up=not write, WRITE=write
+    )
     if launch is None:
         return through(affine, x, g.to(x.dtype))
     g, affine = g.contiguous(memory_format=memory_format(x)), affine.contiguous()
