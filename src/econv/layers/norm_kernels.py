@@ -207,7 +207,7 @@ def field_statistics(
     constants = {name: dtype is not None for name, dtype in there.items()}
     count = x.numel() // fields
     numbers = (float(count), number, count / (count - 1), eps)
-    launch = by_rows(moments, Like.of(x), fields, adds_up=True)
+    launch = by_rows(moments, Like.of(x), fields, blocks=4)
     assert launch is not None
     with on_device(x):
         sums = sums_of(launch, fields, x.device)

@@ -367,9 +367,9 @@ def _producers(chosen: Tiles) -> dict[str, Any]:
     return {"PRODUCERS": chosen.producers, "REGISTERS": 128, "num_warps": 4}
 
 
-_BLOCK, _BLOCKS, _SIDE_BY_SIDE = 4096, {False: 2, True: 8}, 8
-"""Numbers that a program of a pass over images handles at a time; how often, if it writes a map or
-adds up; and how many fields, where channels lie last. Found by measuring on an H200."""
+_BLOCK, _BLOCKS, _SIDE_BY_SIDE = 4096, 2, 8
+"""Numbers that a program of a pass over images handles at a time; how often; and how many fields,
+where channels lie last. Found by measuring on an H200."""
 
 
 @lru_cache(maxsize=1024)
@@ -379,7 +379,7 @@ def by_rows(
     fields: int,
     *numbers: int,
     whole: bool = True,
-    adds_up: bool = False,
+    blocks: int = _BLOCKS,
     **constants: Any,
 ) -> Launch | None:
     """A kernel that goes through images field by field; without fields, number by number.
@@ -403,7 +403,7 @@ def by_rows(
         inners = min(_BLOCK, power_of_two(inner))
         several = 1 if rows == 1 else min(_SIDE_BY_SIDE, power_of_two(fields))
         at_once = min(max(1, _BLOCK // (inners * several)), power_of_two(rows))
-        blocks = min(_BLOCKS[adds_up], units(rows, at_once))
+        blocks = min(blocks, units(rows, at_once))
         programs = units(rows, at_once * blocks)
         grid = (images * programs * units(fields, several), units(inner, inners))
         sizes = {"INNER": inner, "BR": at_once, "BF": several, "BI": inners, "BLOCKS": blocks}
@@ -437,7 +437,7 @@ def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
         return
     fields = 0 if affine is None else affine.shape[1]
     constants = {"OVERALL": OVERALL, "ACTIVATED": fields > 0}
-    launch = by_rows(kernels.largest, Like.of(x), fields, whole=False, adds_up=True, **constants)
+    launch = by_rows(kernels.largest, Like.of(x), fields, whole=False, **constants)
     if launch is not None:
         launch(x, x if affine is None else affine.contiguous(), found.view(torch.int32))
         return
