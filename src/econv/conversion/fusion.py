@@ -2,8 +2,9 @@
 
 The graphs of a converted network and of its parts have a node for each. `flattened` is all of them
 as one, and `fused` writes another, in which every such chain is a call of
-`econv.layers.norm_relu_conv`. All compute the same, with the same modules, which are looked up when
-they run: one that was replaced, or has hooks, counts in all of them.
+`econv.layers.norm_relu_conv`, or of `norm_relu` where something else reads the ReLU. All compute
+the same, with the same modules, which are looked up when they run: one that was replaced, or has
+hooks, counts in all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.modules import module as hooks
 
-from econv.layers import GroupBatchNorm2d, GroupConv2d, norm_relu_conv
+from econv.layers import GroupBatchNorm2d, GroupConv2d, norm_relu, norm_relu_conv
 from econv.layers.checks import expect
 from econv.layers.fused import may_fuse
 from econv.tracing import keep_whole
@@ -40,26 +41,27 @@ _RELUS: dict[Any, bool] = {
 
 
 class Chain(NamedTuple):
-    """Three nodes, of which each is read by the next and by nothing else."""
+    """Nodes of which each is read by the next and by nothing else."""
 
     norm: fx.Node
     relu: fx.Node
-    conv: fx.Node
+    conv: fx.Node | None
+    """Nothing if something else reads the ReLU."""
 
 
 def chains(graph: fx.Graph, root: nn.Module) -> list[Chain]:
-    """Where a `GroupConv2d`, and nothing else, reads the ReLU of a `GroupBatchNorm2d`.
+    """Where a ReLU, and nothing else, reads a `GroupBatchNorm2d`, and if so a `GroupConv2d` that.
 
     What the norm reads may have other readers. ``root`` has the modules that the graph names.
     """
     found = []
-    for conv in graph.nodes:
-        relu = _only_read_by(conv)
-        norm = None if relu is None else _only_read_by(relu)
-        if relu is None or norm is None or not _calls(conv, root, GroupConv2d):
+    for relu in graph.nodes:
+        norm = None if _in_place(relu, root) is None else _only_read_by(relu)
+        if norm is None or not _calls(norm, root, GroupBatchNorm2d):
             continue
-        if _in_place(relu, root) is not None and _calls(norm, root, GroupBatchNorm2d):
-            found.append(Chain(norm, relu, conv))
+        (reader, *others) = [*relu.users] or [None]
+        alone = reader is not None and not others and _calls(reader, root, GroupConv2d)
+        found.append(Chain(norm, relu, reader if alone else None))
     return found
 
 
@@ -71,16 +73,16 @@ def fused(graph: fx.Graph, root: nn.Module) -> fx.Graph | None:
     found = copy.deepcopy(graph)
     together = chains(found, root)
     for norm, relu, conv in together:
-        run: Callable[..., Tensor] = norm_relu_conv
+        run: Callable[..., Tensor] = norm_relu_conv if conv else norm_relu
+        own = [norm, *([conv] if conv else [])]
         with found.inserting_before(norm):
-            modules = [found.get_attr(str(node.target)) for node in (norm, conv)]
-            given = [*modules, norm.args[0]]
+            given = [*(found.get_attr(str(node.target)) for node in own), norm.args[0]]
             if relu.op == "call_module":
                 given.append(found.get_attr(str(relu.target)))
             elif _in_place(relu, root):
-                run = _norm_relu_in_place_conv
-            conv.replace_all_uses_with(found.call_function(run, tuple(given)))
-        for node in (conv, relu, norm):
+                run = _norm_relu_in_place_conv if conv else _norm_relu_in_place
+            (conv or relu).replace_all_uses_with(found.call_function(run, tuple(given)))
+        for node in (*own[1:], relu, norm):
             found.erase_node(node)
     return found if together else None
 
@@ -219,8 +221,13 @@ def _generated(root: Any) -> Callable[..., Any] | None:
     return None if found is None else type(fx.GraphModule(root, found)).forward
 
 
+def _norm_relu_in_place(norm: nn.Module, x: Tensor) -> Tensor:
+    return norm_relu(norm, x, torch.relu_)
+
+
 def _norm_relu_in_place_conv(norm: nn.Module, conv: nn.Module, x: Tensor) -> Tensor:
-    return norm_relu_conv(norm, conv, x, torch.relu_)
+    found: Tensor = norm_relu_conv(norm, conv, x, torch.relu_)
+    return found
 
 
 def _only_read_by(node: fx.Node) -> fx.Node | None:
