@@ -47,6 +47,7 @@ from econv.layers import (
     Recentre2d,
     recentre,
 )
+from econv.layers.sampling import picked
 from econv.stencils import Gaussian
 from econv.testing import assert_equivariant, equivariance_error, transform
 
@@ -1112,3 +1113,21 @@ def test_the_representation_tells_stencils_apart(stencils, text):
 def test_a_stencil_set_brings_its_own_accuracy():
     with pytest.raises(ValueError, match=r"accuracy=2.*got 4"):
         GroupConv2d(1, 1, "p8", stencils=Central(), accuracy=4)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("channels", "step"), [(8, 2), (3, 2), (6, 3)])
+def test_pixels_that_a_stride_picks(channels, step, dtype, layout):
+    """As slices give them, with gradients in the same layout; some fit words of eight bytes."""
+    x = torch.randn(2, channels, 7, 8, dtype=dtype).contiguous(memory_format=layout)
+    x.requires_grad_()
+    found, wanted = picked(x, step), x[:, :, ::step, ::step]
+    assert torch.equal(found, wanted)
+    assert found.is_contiguous(memory_format=layout)
+    probe = torch.randn_like(wanted)
+    ours, theirs = (torch.autograd.grad(y, x, probe)[0] for y in (found, wanted))
+    assert torch.equal(ours, theirs)
+    assert ours.is_contiguous(memory_format=layout)
+    if dtype == torch.float64:
+        assert torch.autograd.gradgradcheck(lambda image: picked(image, step), (x,))
