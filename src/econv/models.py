@@ -19,12 +19,14 @@ from econv.layers import (
     CentredMaxPool2d,
     ConvOptions,
     Downsample2d,
+    GroupActivation2d,
     GroupBatchNorm2d,
     GroupConv2d,
     GroupPool2d,
     LiftConv2d,
     norm_relu_conv,
 )
+from econv.layers.activations import activation_module
 from econv.parameters import no_weight_decay
 from econv.pretrained import Pretrained
 
@@ -143,6 +145,13 @@ class ResNet(_Classifier):
         options: keywords of every PDO-eConv, such as ``{"stencils": "central"}``.
         stem: fields of the first layer; those of the first stage by default.
         drop_rate: probability of dropping a feature before the classifier, 0 by default.
+        activation: name of the functions between layers, ``"relu"`` by default, as
+            :class:`~econv.GroupActivation2d` reads it.
+        antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
+            network equivariant at angles that the pixel grid has not; images are then
+            halved by :class:`~econv.Downsample2d` with 8 taps. 0 (default) for none.
+        oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
+            only.
 
     >>> network = ResNet("p8", depth=8, fields=(4, 8, 16), pool="max")
     >>> network(torch.randn(2, 3, 32, 32)).shape
@@ -161,6 +170,9 @@ class ResNet(_Classifier):
         options: ConvOptions | None = None,
         stem: int | None = None,
         drop_rate: float = 0.0,
+        activation: str = "relu",
+        antialias: float = 0.0,
+        oversample: int = 1,
     ) -> None:
         super().__init__()
         if not isinstance(depth, int) or depth < 8 or (depth - 2) % 6:
@@ -171,7 +183,7 @@ class ResNet(_Classifier):
         _expect_whole("in_channels", in_channels)
         _expect_whole("stem", 1 if stem is None else stem)
         _expect_truth(exact=exact)
-        kit = _Kit(group, pool, options)
+        kit = _Kit(group, pool, options, activation, antialias, oversample, halves=exact)
         self.group = kit.group
         self.config = {
             "group": kit.group,
@@ -184,6 +196,9 @@ class ResNet(_Classifier):
             "options": options,
             "stem": stem,
             "drop_rate": _share("drop_rate", drop_rate),
+            "activation": activation,
+            "antialias": kit.antialias,
+            "oversample": oversample,
         }
         width = fields[0] if stem is None else stem
         self.lift = kit.lift(in_channels, width)
@@ -191,10 +206,11 @@ class ResNet(_Classifier):
         for stage, stage_fields in enumerate(fields):
             for block in range((depth - 2) // 6):
                 halve = stage > 0 and block == 0
-                blocks.append(_Block(width, stage_fields, kit, halve, exact))
+                blocks.append(_Block(width, stage_fields, kit, halve))
                 width = stage_fields
         self.blocks = nn.Sequential(*blocks)
         self.norm = kit.norm(width)
+        self.activation = kit.activation()
         self.pool = kit.pool()
         self.num_features = width * kit.orientations
         self.head_drop = nn.Dropout(drop_rate)
@@ -208,7 +224,8 @@ class ResNet(_Classifier):
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = self._through(self.blocks, len(self.blocks), self.lift(x))
-        return torch.relu(self.norm(x))
+        features: Tensor = self.activation(self.norm(x))
+        return features
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         return _scores(self, x, pre_logits)
@@ -219,7 +236,7 @@ class ResNet(_Classifier):
         for number, block in enumerate(self.blocks, start=1):
             x = block(x)
             if number % count == 0:
-                yield torch.relu(self.norm(x)) if number == len(self.blocks) else x
+                yield self.activation(self.norm(x)) if number == len(self.blocks) else x
 
     def feature_info(self) -> list[dict[str, Any]]:
         """Of each of these maps its fields, its reduction and the module that it comes from."""
@@ -270,6 +287,14 @@ class ImageNetResNet(_Classifier):
             with quarter turns on every size.
         options: keywords of every PDO-eConv but the 1×1 ones.
         drop_rate: probability of dropping a feature before the classifier, 0 by default.
+        activation: name of the functions between layers, ``"relu"`` by default, as
+            :class:`~econv.GroupActivation2d` reads it.
+        antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
+            network equivariant at angles that the pixel grid has not; images are then
+            halved by :class:`~econv.Downsample2d` with 8 taps, at the start of a stage, in place of
+            strides and the pooling. 0 (default) for none.
+        oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
+            only.
 
     >>> network = ImageNetResNet("p4", depth=18, fields=(2, 2, 4, 4), num_classes=5, pool="max")
     >>> network(torch.randn(1, 3, 129, 129)).shape
@@ -292,11 +317,14 @@ class ImageNetResNet(_Classifier):
         exact: bool = False,
         options: ConvOptions | None = None,
         drop_rate: float = 0.0,
+        activation: str = "relu",
+        antialias: float = 0.0,
+        oversample: int = 1,
     ) -> None:
         super().__init__()
         if depth not in _IMAGENET:
             raise ValueError(f"expected a depth of {sorted(_IMAGENET)}; got {depth!r}")
-        kit = _Kit(group, pool, options, centred=exact)
+        kit = _Kit(group, pool, options, activation, antialias, oversample, centred=exact)
         if fields is None:
             share = 1.0 if kit.group is None else kit.group.order**-0.5
             fields = [max(1, round(channels * share)) for channels in (64, 128, 256, 512)]
@@ -316,13 +344,20 @@ class ImageNetResNet(_Classifier):
             "exact": exact,
             "options": options,
             "drop_rate": _share("drop_rate", drop_rate),
+            "activation": activation,
+            "antialias": kit.antialias,
+            "oversample": oversample,
         }
         blocks, bottleneck = _IMAGENET[depth]
         self.expansion = 4 if bottleneck else 1
-        self.conv1 = kit.lift(in_channels, fields[0], size=7, stride=2)
+        stem = kit.lift(in_channels, fields[0], size=7, stride=1 if kit.antialias else 2)
+        self.conv1 = stem
+        self.halve = kit.halving() if kit.antialias else nn.Identity()
         self.bn1 = kit.norm(fields[0])
+        self.activation = kit.activation()
         centred = exact and kit.group is not None
-        self.maxpool = CentredMaxPool2d(3, 2, 1) if centred else nn.MaxPool2d(3, 2, 1)
+        pooling = CentredMaxPool2d(3, 2, 1) if centred else nn.MaxPool2d(3, 2, 1)
+        self.maxpool = kit.halving() if kit.antialias else pooling
         width = fields[0]
         for number, (count, inner) in enumerate(zip(blocks, fields, strict=True), start=1):
             stage: list[nn.Module] = []
@@ -343,11 +378,15 @@ class ImageNetResNet(_Classifier):
         """Pixels along each side of the images that the network is made for."""
         return 224
 
+    def _stem(self, x: Tensor) -> Tensor:
+        found: Tensor = self.activation(self.bn1(self.halve(self.conv1(x))))
+        return found
+
     def _stages(self) -> list[nn.Sequential]:
         return [self.layer1, self.layer2, self.layer3, self.layer4]
 
     def forward_features(self, x: Tensor) -> Tensor:
-        x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
+        x = self.maxpool(self._stem(x))
         for stage in self._stages():
             x = self._through(stage, len(stage), x)
         return x
@@ -357,7 +396,7 @@ class ImageNetResNet(_Classifier):
 
     def feature_maps(self, x: Tensor) -> Iterator[Tensor]:
         """The map of the stem and the last of every stage, as group features."""
-        x = torch.relu(self.bn1(self.conv1(x)))
+        x = self._stem(x)
         yield x
         x = self.maxpool(x)
         for stage in self._stages():
@@ -389,16 +428,20 @@ class _Basic(nn.Module):
 
     def __init__(self, in_fields: int, fields: int, kit: _Kit, stride: int) -> None:
         super().__init__()
+        self.halve, stride = kit.apart(stride)
         self.conv1 = kit.conv(in_fields, fields, stride)
         self.bn1 = kit.norm(fields)
+        self.activation = kit.activation()
         self.conv2 = kit.conv(fields, fields)
         self.bn2 = kit.norm(fields)
         self.downsample = _shortcut(in_fields, fields, kit, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.halve(x)
         shortcut = x if self.downsample is None else self.downsample(x)
-        out = norm_relu_conv(self.bn1, self.conv2, self.conv1(x))
-        return torch.relu(self.bn2(out) + shortcut)
+        out = norm_relu_conv(self.bn1, self.conv2, self.conv1(x), self.activation)
+        found: Tensor = self.activation(self.bn2(out) + shortcut)
+        return found
 
 
 class _Bottleneck(nn.Module):
@@ -406,8 +449,10 @@ class _Bottleneck(nn.Module):
 
     def __init__(self, in_fields: int, fields: int, kit: _Kit, stride: int) -> None:
         super().__init__()
+        self.halve, stride = kit.apart(stride)
         self.conv1 = kit.pointwise(in_fields, fields, 1)
         self.bn1 = kit.norm(fields)
+        self.activation = kit.activation()
         self.conv2 = kit.conv(fields, fields, stride)
         self.bn2 = kit.norm(fields)
         self.conv3 = kit.pointwise(fields, 4 * fields, 1)
@@ -415,10 +460,12 @@ class _Bottleneck(nn.Module):
         self.downsample = _shortcut(in_fields, 4 * fields, kit, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.halve(x)
         shortcut = x if self.downsample is None else self.downsample(x)
-        out = norm_relu_conv(self.bn1, self.conv2, self.conv1(x))
-        out = norm_relu_conv(self.bn2, self.conv3, out)
-        return torch.relu(self.bn3(out) + shortcut)
+        out = norm_relu_conv(self.bn1, self.conv2, self.conv1(x), self.activation)
+        out = norm_relu_conv(self.bn2, self.conv3, out, self.activation)
+        found: Tensor = self.activation(self.bn3(out) + shortcut)
+        return found
 
 
 def _shortcut(in_fields: int, out_fields: int, kit: _Kit, stride: int) -> nn.Module | None:
@@ -484,6 +531,13 @@ class ConvNet(_Classifier):
             reads it (``"max"``, ``"mean+max"``, …), or ``None``.
         dropout: probability of dropping a number after each layer but those that a pooling follows.
         options: keywords of every PDO-eConv.
+        activation: name of the functions between layers, ``"relu"`` by default, as
+            :class:`~econv.GroupActivation2d` reads it.
+        antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
+            network equivariant at angles that the pixel grid has not; poolings then are
+            :class:`~econv.Downsample2d` with 8 taps. 0 (default) for none.
+        oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
+            only.
 
     >>> network = ConvNet("p8", fields=(7,) * 6)
     >>> sum(p.numel() for p in network.parameters())
@@ -503,6 +557,9 @@ class ConvNet(_Classifier):
         pool: str | None = None,
         dropout: float = 0.2,
         options: ConvOptions | None = None,
+        activation: str = "relu",
+        antialias: float = 0.0,
+        oversample: int = 1,
     ) -> None:
         super().__init__()
         if readout not in ("map", "mean"):
@@ -513,7 +570,7 @@ class ConvNet(_Classifier):
         _expect_whole("image_size", image_size)
         _expect_truth(shrink=shrink)
         _share("dropout", dropout)
-        kit = _Kit(group, pool, options)
+        kit = _Kit(group, pool, options, activation, antialias, oversample)
         self.group = kit.group
         self.config = {
             "group": kit.group,
@@ -527,16 +584,20 @@ class ConvNet(_Classifier):
             "pool": pool,
             "dropout": dropout,
             "options": options,
+            "activation": activation,
+            "antialias": kit.antialias,
+            "oversample": oversample,
         }
         layers: list[nn.Module] = []
         width, size = in_channels, image_size
         for number, layer_fields in enumerate(fields, start=1):
             make = kit.conv if layers else kit.lift
-            layers += [make(width, layer_fields, shrink=shrink), kit.norm(layer_fields), nn.ReLU()]
+            layers += [make(width, layer_fields, shrink=shrink), kit.norm(layer_fields)]
+            layers.append(kit.activation())
             width, size = layer_fields, size - 2 * shrink
             if number in pooled_after:
-                layers.append(nn.MaxPool2d(2))
-                size //= 2
+                layers.append(kit.halving() if kit.antialias else nn.MaxPool2d(2))
+                size = (size + bool(kit.antialias)) // 2
             elif dropout:
                 layers.append(nn.Dropout(dropout))
         if size < 1:
@@ -759,10 +820,17 @@ class _Kit:
         group: GroupLike | None,
         pool: str | None,
         options: ConvOptions | None,
+        activation: str,
+        antialias: float,
+        oversample: int,
         centred: bool = False,
+        halves: bool = False,
     ) -> None:
         self.group = None if group is None else Group(group)
         self.centred = centred
+        function = GroupActivation2d(activation, oversample, antialias)
+        self.name, self.oversample, self.antialias = activation, oversample, function.width
+        self.halves = halves or self.antialias > 0
         self.reduce = pool
         self.options: ConvOptions = options or {}
         if {"device", "dtype"} & set(self.options):
@@ -774,6 +842,20 @@ class _Kit:
                 "expected neither pool nor options without a group: an ordinary network has no "
                 f"orientations; got pool={pool!r}, options={options!r}"
             )
+
+    def activation(self) -> nn.Module:
+        if not self.antialias:
+            return activation_module(self.name)
+        return GroupActivation2d(self.name, self.oversample, self.antialias)
+
+    def halving(self) -> Downsample2d:
+        return Downsample2d(antialias=8 if self.antialias else 4)
+
+    def apart(self, stride: int) -> tuple[nn.Module, int]:
+        """What halves at the start of a block, and the stride that is left to its convolutions."""
+        if stride == 1 or not self.antialias:
+            return nn.Identity(), stride
+        return self.halving(), 1
 
     @property
     def orientations(self) -> int:
@@ -834,12 +916,11 @@ class _Kit:
 class _Block(nn.Module):
     """Norm, ReLU, convolution, twice; a 1×1 convolution where the shape changes."""
 
-    def __init__(
-        self, in_fields: int, out_fields: int, kit: _Kit, halve: bool, exact: bool
-    ) -> None:
+    def __init__(self, in_fields: int, out_fields: int, kit: _Kit, halve: bool) -> None:
         super().__init__()
-        stride = 2 if halve and not exact else 1
-        self.halve = Downsample2d() if halve and exact else nn.Identity()
+        stride = 2 if halve and not kit.halves else 1
+        self.halve = kit.halving() if halve and kit.halves else nn.Identity()
+        self.activation = kit.activation()
         self.norm1 = kit.norm(in_fields)
         self.conv1 = kit.conv(in_fields, out_fields, stride)
         self.norm2 = kit.norm(out_fields)
@@ -849,11 +930,11 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shortcut is None:
-            shortcut, out = x, self.halve(norm_relu_conv(self.norm1, self.conv1, x))
+            shortcut, out = x, norm_relu_conv(self.norm1, self.conv1, x, self.activation)
         else:  # two layers read the same map
-            normed = torch.relu(self.norm1(x))
+            normed = self.activation(self.norm1(x))
             shortcut, out = self.shortcut(self.halve(normed)), self.halve(self.conv1(normed))
-        return norm_relu_conv(self.norm2, self.conv2, out) + shortcut
+        return norm_relu_conv(self.norm2, self.conv2, out, self.activation) + shortcut
 
 
 def _expect_whole(name: str, given: Any) -> None:
