@@ -698,7 +698,7 @@ def create_model(
       32×32 (:class:`ResNet`). ``resnet26_p8`` means the same, where no other has that depth.
     - ``paper_resnet26_p8``, ``paper_resnet44_p4m``, …: the same as in the paper's tables, with
       strides and a classifier that reads all orientations.
-    - ``convnet6_p8``, ``convnet7_p8``: the paper's for MNIST-rot (:class:`ConvNet`).
+    - ``convnet6_p8``, ``convnet7_p8``, …: the paper's for MNIST-rot (:class:`ConvNet`).
 
     Any depth and any group has a name; without a group, as in ``resnet18``, it is the ordinary
     network. All but the paper's pool orientations (``pool="max"``) and halve exactly, so that their
@@ -729,15 +729,20 @@ def _named(name: str, options: dict[str, Any]) -> Network:
     if name in MODELS:
         kind, found = MODELS[name]
         return kind(**{**found, **options})
-    pattern = r"(?:(paper|cifar)_)?(resnet([0-9]+)|convnet6)(?:_(p[1-9][0-9]*m?))?"
+    pattern = r"(?:(paper|cifar)_)?(resnet([0-9]+)|convnet[67])(?:_(p[1-9][0-9]*m?))?"
     match = re.fullmatch(pattern, str(name))
     if match is None or (match[1] and not match[3]):
         raise ValueError(
             f"unknown model {name!r}: expected one of {sorted(MODELS)}, or a name such as "
-            "'resnet34_p4m', 'cifar_resnet20_p12' or 'convnet6_p6m'"
+            "'resnet34_p4m', 'cifar_resnet20_p12' or 'convnet7_p6m'"
         )
     group = Group(match[4]) if match[4] else None
     share = 1.0 if group is None else group.order**-0.5
+    if match[2] == "convnet7":
+        widths = (45, 45, 90, 90, 90, 181, 181)
+        row = MODELS["convnet7_p8"][1]
+        given = {"group": group, "fields": [max(1, round(n * share)) for n in widths]}
+        return ConvNet(**{**row, **given, "pool": "max" if group else None, **options})
     if not match[3]:
         return ConvNet(**{"group": group, "fields": (max(1, round(20 * share)),) * 6, **options})
     depth = int(match[3])
