@@ -538,6 +538,8 @@ class ConvNet(_Classifier):
             :class:`~econv.Downsample2d` with 8 taps. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.
+        margin: pixels that the image is continued by on every side, as it is at its border; 0 by
+            default. What the layers make of the border then stays away from what is in the image.
 
     >>> network = ConvNet("p8", fields=(7,) * 6)
     >>> sum(p.numel() for p in network.parameters())
@@ -560,6 +562,7 @@ class ConvNet(_Classifier):
         activation: str = "relu",
         antialias: float = 0.0,
         oversample: int = 1,
+        margin: int = 0,
     ) -> None:
         super().__init__()
         if readout not in ("map", "mean"):
@@ -570,6 +573,8 @@ class ConvNet(_Classifier):
         _expect_whole("image_size", image_size)
         _expect_truth(shrink=shrink)
         _share("dropout", dropout)
+        if isinstance(margin, bool) or not isinstance(margin, int) or margin < 0:
+            raise ValueError(f"expected margin as a number of pixels, 0 or more; got {margin!r}")
         kit = _Kit(group, pool, options, activation, antialias, oversample)
         self.group = kit.group
         self.config = {
@@ -587,9 +592,11 @@ class ConvNet(_Classifier):
             "activation": activation,
             "antialias": kit.antialias,
             "oversample": oversample,
+            "margin": margin,
         }
+        self.margin = nn.ReplicationPad2d(margin) if margin else nn.Identity()
         layers: list[nn.Module] = []
-        width, size = in_channels, image_size
+        width, size = in_channels, image_size + 2 * margin
         for number, layer_fields in enumerate(fields, start=1):
             make = kit.conv if layers else kit.lift
             layers += [make(width, layer_fields, shrink=shrink), kit.norm(layer_fields)]
@@ -610,7 +617,7 @@ class ConvNet(_Classifier):
         self.reset_classifier(num_classes)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        return self._through(self.layers, len(self.config["fields"]), x)
+        return self._through(self.layers, len(self.config["fields"]), self.margin(x))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         x = self.pool(x)
@@ -740,9 +747,9 @@ def _named(name: str, options: dict[str, Any]) -> Network:
     share = 1.0 if group is None else group.order**-0.5
     if match[2] == "convnet7":
         widths = (45, 45, 90, 90, 90, 181, 181)
-        row = MODELS["convnet7_p8"][1]
         given = {"group": group, "fields": [max(1, round(n * share)) for n in widths]}
-        return ConvNet(**{**row, **given, "pool": "max" if group else None, **options})
+        given["pool"] = "max" if group else None
+        return ConvNet(**{**MODELS["convnet7_p8"][1], **given, **options})
     if not match[3]:
         return ConvNet(**{"group": group, "fields": (max(1, round(20 * share)),) * 6, **options})
     depth = int(match[3])

@@ -397,7 +397,8 @@ def _upright_rows() -> list[Recipe]:
         "retrain_on_all": False,
         "test_angles": 24,
     }
-    smooth: Items = (("activation", "silu"), ("antialias", 0.7), ("pool", "max"), ("dropout", 0.1))
+    shared: Items = (("margin", 4), ("dropout", 0.1))
+    smooth: Items = (*shared, ("activation", "silu"), ("antialias", 0.7), ("pool", "mean"))
     digits = [
         ("p8", "PDO-eConv, p8", "convnet7_p8", (10, 10, 20, 20, 20, 30, 30)),
         ("p16", "PDO-eConv, p16", "convnet7_p16", (7, 7, 14, 14, 14, 22, 22)),
@@ -406,7 +407,7 @@ def _upright_rows() -> list[Recipe]:
     ]
     found = []
     for name, row, model, widths in digits:
-        options: Items = (("fields", widths), *(smooth if name != "cnn" else (("dropout", 0.1),)))
+        options: Items = (("fields", widths), *(smooth if name != "cnn" else shared))
         row = f"{row}, MNIST"
         found.append(
             Recipe(f"mnist_upright_{name}", row=row, model=model, model_options=options, **mnist)
@@ -425,7 +426,12 @@ def _upright_rows() -> list[Recipe]:
             "p8",
             "PDO-eConv, p8, ResNet-20",
             "cifar_resnet20_p8",
-            (("fields", (8, 16, 32)), ("activation", "silu"), ("antialias", 0.7)),
+            (
+                ("fields", (8, 16, 32)),
+                ("pool", "mean"),
+                ("activation", "silu"),
+                ("antialias", 0.7),
+            ),
         ),
         ("cnn", "ResNet-20", "cifar_resnet20", (("fields", (23, 46, 92)),)),
     ]
