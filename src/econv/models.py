@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
+from econv.basis import INITIALISATIONS
 from econv.groups import Group, GroupLike
 from econv.layers import (
     CentredMaxPool2d,
@@ -747,8 +748,8 @@ def _named(name: str, options: dict[str, Any]) -> Network:
     share = 1.0 if group is None else group.order**-0.5
     if match[2] == "convnet7":
         widths = (45, 45, 90, 90, 90, 181, 181)
-        given = {"group": group, "fields": [max(1, round(n * share)) for n in widths]}
-        given["pool"] = "max" if group else None
+        fields = tuple(max(1, round(channels * share)) for channels in widths)
+        given = {"group": group, "fields": fields, "pool": "max" if group else None}
         return ConvNet(**{**MODELS["convnet7_p8"][1], **given, **options})
     if not match[3]:
         return ConvNet(**{"group": group, "fields": (max(1, round(20 * share)),) * 6, **options})
@@ -844,7 +845,9 @@ class _Kit:
         self.name, self.oversample, self.antialias = activation, oversample, function.width
         self.halves = halves or self.antialias > 0
         self.reduce = pool
-        self.options: ConvOptions = options or {}
+        self.options: ConvOptions = {**(options or {})}
+        if group is not None and activation in INITIALISATIONS:
+            self.options.setdefault("init", activation)
         if {"device", "dtype"} & set(self.options):
             raise ValueError(
                 "expected options of convolutions; move the network with .to() instead"
