@@ -21,6 +21,7 @@ from econv.layers import (
     Enlarge2d,
     FieldConv2d,
     FieldParameter,
+    GroupActivation2d,
     GroupBatchNorm2d,
     GroupConv2d,
     GroupDropout2d,
@@ -39,6 +40,7 @@ from econv.layers import (
     Upsample2d,
     VectorConv2d,
     convert_sync_batchnorm,
+    group_activation,
     restrict,
 )
 from econv.models import create_model
@@ -61,6 +63,7 @@ __all__ = [
     "FieldParameter",
     "FilterBasis",
     "Group",
+    "GroupActivation2d",
     "GroupBatchNorm2d",
     "GroupConv2d",
     "GroupDropout2d",
@@ -91,6 +94,7 @@ __all__ = [
     "export",
     "filter_basis",
     "from_pretrained",
+    "group_activation",
     "models",
     "operator_set",
     "parameter_groups",

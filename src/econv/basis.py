@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -33,9 +34,9 @@ COORDINATES = ("pixels", "orthonormal")
 """What the numbers of a weight are coordinates of; see :class:`FilterBasis`. Their places in this
 tuple are what states of layers hold."""
 
-INITIALISATIONS = ("relu", "paper")
-"""``"paper"``: He on the canonical filter (section 4.4). ``"relu"``: the same times one scalar that
-makes the gain of a convolution followed by ReLU 1."""
+INITIALISATIONS = ("relu", "silu", "gelu", "softplus", "paper")
+"""``"paper"``: He on the canonical filter (section 4.4). The others: the same times one scalar that
+makes the gain of a convolution followed by that function 1."""
 
 _TORUS = 24  # pixels along each side of the periodic image that gains are computed on
 _WIDTH = 32  # its fields: in a finite network gains fluctuate, and their typical value is lower
@@ -161,7 +162,17 @@ class FilterBasis:
             raise ValueError(
                 f"unknown initialisation {initialisation!r}: expected one of {INITIALISATIONS}"
             )
-        return 1.0 if initialisation == "paper" else 1.0 / math.sqrt(self._he_gains.relu)
+        if initialisation == "paper":
+            return 1.0
+        if initialisation == "relu":
+            return 1.0 / math.sqrt(self._he_gains.relu)
+        if initialisation not in self._scales:
+            self._scales[initialisation] = self._smooth_scale(_SMOOTH[initialisation])
+        return self._scales[initialisation]
+
+    @cached_property
+    def _scales(self) -> dict[str, float]:
+        return {}
 
     def standard_deviation(self, fan_in: int, initialisation: str = "relu") -> float:
         """The standard deviation of a weight; ``fan_in`` counts the maps that one output reads."""
@@ -192,13 +203,9 @@ class FilterBasis:
         constant (Hanin & Nica 2020) and less the faster their correlation falls with distance;
         its logarithm averages lower by half of that.
         """
-        axes = tuple(range(-self.operators.dimension, 0))
-        torus = (max(_TORUS, 2 * self.size),) * self.operators.dimension
-        spectra = np.abs(np.fft.fftn(self.synthesis, torus, axes=axes)) ** 2
-        power = spectra.sum(axis=1) * (2.0 / len(self.operators))  # [order, *torus]
-        corner = (...,) + (0,) * self.operators.dimension
+        power, axes, corner = self._he_power
         constant, noise = float(power[corner].mean()), float(power.mean())
-        covariance = np.zeros(torus)
+        covariance = np.zeros(power.shape[1:])
         covariance[corner] = 1.0
         logarithm = 0.0
         for _ in range(_DEPTH):
@@ -209,6 +216,47 @@ class FilterBasis:
             covariance = after / after[corner]
             logarithm -= 2.5 / _WIDTH * float((covariance**2).mean())
         return Gains(constant, noise, math.exp(logarithm / _DEPTH))
+
+    @cached_property
+    def _he_power(self) -> tuple[FloatArray, tuple[int, ...], tuple[Any, ...]]:
+        """The mean squared symbol of each orientation, its axes, and where its constant is."""
+        axes = tuple(range(-self.operators.dimension, 0))
+        torus = (max(_TORUS, 2 * self.size),) * self.operators.dimension
+        spectra = np.abs(np.fft.fftn(self.synthesis, torus, axes=axes)) ** 2
+        power = spectra.sum(axis=1) * (2.0 / len(self.operators))  # [order, *torus]
+        return power, axes, (...,) + (0,) * self.operators.dimension
+
+    def _smooth_scale(self, function: Callable[[FloatArray], FloatArray]) -> float:
+        """The scale of a function that, unlike ReLU, bends: what a layer does hangs on its scale.
+
+        Every layer of the same recursion is scaled so that the second moment after it is 1; what is
+        given is the geometric mean of these scales. The covariance after the function is a power
+        series in the correlation before it, whose coefficients are the function's own in Hermite
+        polynomials. The width counts as for ReLU, by the function's fourth moment.
+        """
+        power, axes, corner = self._he_power
+        covariance = np.zeros(power.shape[1:])
+        covariance[corner] = 1.0
+        logarithm = 0.0
+        for _ in range(_DEPTH):
+            spectrum = np.fft.fftn(covariance, axes=axes).real
+            before = np.fft.ifftn(power * spectrum, axes=axes).real
+            variance = before[corner]
+            low, high = -12.0, 12.0  # of the logarithm of the squared scale
+            for _ in range(50):
+                middle = (low + high) / 2
+                moments = _hermite(function, math.exp(middle) * variance)[1]
+                low, high = (low, middle) if moments.mean() > 1 else (middle, high)
+            series, _, fourth = _hermite(function, math.exp(low) * variance)
+            shape = variance.shape + (1,) * (before.ndim - 1)
+            correlation = np.clip(before / variance.reshape(shape), -1.0, 1.0)
+            after = np.zeros_like(before)
+            for coefficients in reversed(series):  # Horner's scheme
+                after = after * correlation + coefficients.reshape(shape)
+            covariance = after.mean(axis=0)
+            spread = (float(fourth.mean()) - 1) / (2 * _WIDTH)
+            logarithm += low + spread * float((covariance**2).mean())
+        return math.exp(logarithm / _DEPTH / 2)
 
     @cached_property
     def digest(self) -> str:
@@ -323,6 +371,51 @@ def _orthonormal(filters: FloatArray, orders: np.ndarray) -> FloatArray:
             block = left @ right
         found[here] = block
     return found
+
+
+def _silu(x: FloatArray) -> FloatArray:
+    return x / (1 + np.exp(-x))
+
+
+def _gelu(x: FloatArray) -> FloatArray:
+    return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+
+
+def _softplus(x: FloatArray) -> FloatArray:
+    return np.logaddexp(x, 0.0)
+
+
+_SMOOTH: dict[str, Callable[[FloatArray], FloatArray]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "softplus": _softplus,
+}
+_TERMS = 24  # of the series in Hermite polynomials
+
+
+@lru_cache
+def _quadrature() -> tuple[FloatArray, FloatArray]:
+    """Nodes of Gauss and Hermite, and there each polynomial times the weight, orthonormal."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(80)
+    polynomials = [np.ones_like(nodes), nodes]
+    for k in range(1, _TERMS - 1):
+        polynomials.append(
+            (nodes * polynomials[k] - math.sqrt(k) * polynomials[k - 1]) / math.sqrt(k + 1)
+        )
+    return nodes, np.stack(polynomials) * weights / weights.sum()
+
+
+def _hermite(
+    function: Callable[[FloatArray], FloatArray], variance: FloatArray
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """For Gaussians of these variances: the series of the covariance of the function's values in
+    the correlation, ``[terms, *variance]``; their second moment; their fourth.
+    """
+    nodes, polynomials = _quadrature()
+    values = function(np.sqrt(variance)[..., None] * nodes)
+    second, fourth = (values**2) @ polynomials[0], (values**4) @ polynomials[0]
+    series = np.moveaxis(values @ polynomials.T, -1, 0) ** 2
+    return series, second, fourth
 
 
 def _relu_covariance(covariance: FloatArray, variance: FloatArray) -> FloatArray:

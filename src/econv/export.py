@@ -28,6 +28,7 @@ from econv.layers import (
     Enlarge2d,
     FieldConv2d,
     FieldParameter,
+    GroupActivation2d,
     GroupAttentionPool2d,
     GroupBatchNorm2d,
     GroupDropout2d,
@@ -47,11 +48,12 @@ from econv.layers import (
     SyncBatchNorm,
     Upsample2d,
 )
+from econv.layers.activations import limited
 from econv.layers.attention import weigh
 from econv.layers.checks import expect
 from econv.layers.fields import curl
 from econv.layers.orientations import pool_orientations
-from econv.layers.sampling import halve, nearest_pixels, points_about_centre
+from econv.layers.sampling import halve, nearest_pixels, points_about_centre, smoothed
 from econv.layers.window import jets
 from econv.tracing import followed
 
@@ -294,7 +296,15 @@ def _(layer: Downsample2d) -> nn.Module:
 
 @plain_form.register
 def _(layer: Upsample2d) -> nn.Module:
-    return nn.Upsample(scale_factor=2.0, mode="bilinear")
+    linear = nn.Upsample(scale_factor=2.0, mode="bilinear")
+    if layer.antialias == 4:
+        return linear
+    return nn.Sequential(linear, _graph(_Smooth(layer), "Smooth"))
+
+
+@plain_form.register
+def _(layer: GroupActivation2d) -> nn.Module:
+    return _graph(_Activate(layer), "Activate")
 
 
 @plain_form.register
@@ -499,20 +509,50 @@ class _Halve(_Fixed):
 
     def __init__(self, layer: Downsample2d) -> None:
         super().__init__(taps=layer.taps)
-        self.reduce = layer.reduce
+        self.reduce, self.count = layer.reduce, layer.antialias
 
     def forward(self, x: Tensor) -> Tensor:
-        return halve(x, self.taps, self.reduce)
+        return halve(x, self.taps, self.reduce, self.count)
 
 
-class _Enlarge(nn.Module):
+class _Smooth(_Fixed):
+    taps: Tensor
+
+    def __init__(self, layer: Upsample2d) -> None:
+        super().__init__(taps=layer.taps)
+        self.count = layer.antialias - 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return smoothed(x, self.taps, self.count)
+
+
+class _Activate(_Fixed):
+    def __init__(self, layer: GroupActivation2d) -> None:
+        super().__init__(**dict(layer.named_buffers(recurse=False)))
+        self.names = list(self._buffers)
+        self.function = layer.function
+        self.settings = (layer.oversample, layer.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lines = {name: getattr(self, name) for name in self.names}
+        return limited(x, self.function, *self.settings, lines)
+
+
+class _Enlarge(_Fixed):
     """`Upsample2d` to a given size, whose parity enters by arithmetic."""
+
+    taps: Tensor
+
+    def __init__(self, layer: Upsample2d) -> None:
+        super().__init__(**dict(layer.named_buffers()))
+        self.count = layer.antialias - 3
 
     def forward(self, x: Tensor, size: Any) -> Tensor:
         # One number or two? torch's own function knows.
         wanted = functional.interpolate(x[:, :1], size=size).shape
         x = self._along(x, wanted[2], (wanted[2], x.shape[3]))
-        return self._along(x, wanted[3], (x.shape[2], wanted[3]))
+        x = self._along(x, wanted[3], (x.shape[2], wanted[3]))
+        return x if self.count == 1 else smoothed(x, self.taps, self.count)
 
     def _along(self, x: Tensor, length: int, size: tuple[int, int]) -> Tensor:
         on_pixels, between = (
@@ -640,7 +680,7 @@ def _with_forms(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
                 node.args, node.kwargs = tuple(a for a in given.args if a is not None), {}
             if isinstance(layer, Upsample2d) and len(node.args) > 1:
                 node.target += "_to_size"
-                layer = _graph(_Enlarge(), "Enlarge")
+                layer = _graph(_Enlarge(layer), "Enlarge")
             elif _is_layer(layer):
                 form: Callable[[Any], nn.Module] = plain_form
                 whole = isinstance(layer, GroupWindowConv2d)

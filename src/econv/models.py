@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
+from econv.basis import INITIALISATIONS
 from econv.groups import Group, GroupLike
 from econv.layers import (
     CentredMaxPool2d,
     ConvOptions,
     Downsample2d,
+    GroupActivation2d,
     GroupBatchNorm2d,
     GroupConv2d,
     GroupPool2d,
@@ -26,6 +28,7 @@ from econv.layers import (
     norm_relu,
     norm_relu_conv,
 )
+from econv.layers.activations import activation_module
 from econv.parameters import no_weight_decay
 from econv.pretrained import Pretrained
 
@@ -144,6 +147,13 @@ class ResNet(_Classifier):
         options: keywords of every PDO-eConv, such as ``{"stencils": "central"}``.
         stem: fields of the first layer; those of the first stage by default.
         drop_rate: probability of dropping a feature before the classifier, 0 by default.
+        activation: name of the functions between layers, ``"relu"`` by default, as
+            :class:`~econv.GroupActivation2d` reads it.
+        antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
+            network equivariant at angles that the pixel grid has not; images are then
+            halved by :class:`~econv.Downsample2d` with 8 taps. 0 (default) for none.
+        oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
+            only.
 
     >>> network = ResNet("p8", depth=8, fields=(4, 8, 16), pool="max")
     >>> network(torch.randn(2, 3, 32, 32)).shape
@@ -162,6 +172,9 @@ class ResNet(_Classifier):
         options: ConvOptions | None = None,
         stem: int | None = None,
         drop_rate: float = 0.0,
+        activation: str = "relu",
+        antialias: float = 0.0,
+        oversample: int = 1,
     ) -> None:
         super().__init__()
         if not isinstance(depth, int) or depth < 8 or (depth - 2) % 6:
@@ -172,7 +185,7 @@ class ResNet(_Classifier):
         _expect_whole("in_channels", in_channels)
         _expect_whole("stem", 1 if stem is None else stem)
         _expect_truth(exact=exact)
-        kit = _Kit(group, pool, options)
+        kit = _Kit(group, pool, options, activation, antialias, oversample, halves=exact)
         self.group = kit.group
         self.config = {
             "group": kit.group,
@@ -185,6 +198,9 @@ class ResNet(_Classifier):
             "options": options,
             "stem": stem,
             "drop_rate": _share("drop_rate", drop_rate),
+            "activation": activation,
+            "antialias": kit.antialias,
+            "oversample": oversample,
         }
         width = fields[0] if stem is None else stem
         self.lift = kit.lift(in_channels, width)
@@ -192,10 +208,11 @@ class ResNet(_Classifier):
         for stage, stage_fields in enumerate(fields):
             for block in range((depth - 2) // 6):
                 halve = stage > 0 and block == 0
-                blocks.append(_Block(width, stage_fields, kit, halve, exact))
+                blocks.append(_Block(width, stage_fields, kit, halve))
                 width = stage_fields
         self.blocks = nn.Sequential(*blocks)
         self.norm = kit.norm(width)
+        self.activation = kit.activation()
         self.pool = kit.pool()
         self.num_features = width * kit.orientations
         self.head_drop = nn.Dropout(drop_rate)
@@ -209,7 +226,7 @@ class ResNet(_Classifier):
 
     def forward_features(self, x: Tensor) -> Tensor:
         x = self._through(self.blocks, len(self.blocks), self.lift(x))
-        return norm_relu(self.norm, x)
+        return norm_relu(self.norm, x, self.activation)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         return _scores(self, x, pre_logits)
@@ -220,7 +237,8 @@ class ResNet(_Classifier):
         for number, block in enumerate(self.blocks, start=1):
             x = block(x)
             if number % count == 0:
-                yield norm_relu(self.norm, x) if number == len(self.blocks) else x
+                last = number == len(self.blocks)
+                yield norm_relu(self.norm, x, self.activation) if last else x
 
     def feature_info(self) -> list[dict[str, Any]]:
         """Of each of these maps its fields, its reduction and the module that it comes from."""
@@ -271,6 +289,14 @@ class ImageNetResNet(_Classifier):
             with quarter turns on every size.
         options: keywords of every PDO-eConv but the 1×1 ones.
         drop_rate: probability of dropping a feature before the classifier, 0 by default.
+        activation: name of the functions between layers, ``"relu"`` by default, as
+            :class:`~econv.GroupActivation2d` reads it.
+        antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
+            network equivariant at angles that the pixel grid has not; images are then
+            halved by :class:`~econv.Downsample2d` with 8 taps, at the start of a stage, in place of
+            strides and the pooling. 0 (default) for none.
+        oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
+            only.
 
     >>> network = ImageNetResNet("p4", depth=18, fields=(2, 2, 4, 4), num_classes=5, pool="max")
     >>> network(torch.randn(1, 3, 129, 129)).shape
@@ -293,11 +319,14 @@ class ImageNetResNet(_Classifier):
         exact: bool = False,
         options: ConvOptions | None = None,
         drop_rate: float = 0.0,
+        activation: str = "relu",
+        antialias: float = 0.0,
+        oversample: int = 1,
     ) -> None:
         super().__init__()
         if depth not in _IMAGENET:
             raise ValueError(f"expected a depth of {sorted(_IMAGENET)}; got {depth!r}")
-        kit = _Kit(group, pool, options, centred=exact)
+        kit = _Kit(group, pool, options, activation, antialias, oversample, centred=exact)
         if fields is None:
             share = 1.0 if kit.group is None else kit.group.order**-0.5
             fields = [max(1, round(channels * share)) for channels in (64, 128, 256, 512)]
@@ -317,13 +346,20 @@ class ImageNetResNet(_Classifier):
             "exact": exact,
             "options": options,
             "drop_rate": _share("drop_rate", drop_rate),
+            "activation": activation,
+            "antialias": kit.antialias,
+            "oversample": oversample,
         }
         blocks, bottleneck = _IMAGENET[depth]
         self.expansion = 4 if bottleneck else 1
-        self.conv1 = kit.lift(in_channels, fields[0], size=7, stride=2)
+        stem = kit.lift(in_channels, fields[0], size=7, stride=1 if kit.antialias else 2)
+        self.conv1 = stem
+        self.halve = kit.halving() if kit.antialias else nn.Identity()
         self.bn1 = kit.norm(fields[0])
+        self.activation = kit.activation()
         centred = exact and kit.group is not None
-        self.maxpool = CentredMaxPool2d(3, 2, 1) if centred else nn.MaxPool2d(3, 2, 1)
+        pooling = CentredMaxPool2d(3, 2, 1) if centred else nn.MaxPool2d(3, 2, 1)
+        self.maxpool = kit.halving() if kit.antialias else pooling
         width = fields[0]
         for number, (count, inner) in enumerate(zip(blocks, fields, strict=True), start=1):
             stage: list[nn.Module] = []
@@ -344,11 +380,14 @@ class ImageNetResNet(_Classifier):
         """Pixels along each side of the images that the network is made for."""
         return 224
 
+    def _stem(self, x: Tensor) -> Tensor:
+        return norm_relu(self.bn1, self.halve(self.conv1(x)), self.activation)
+
     def _stages(self) -> list[nn.Sequential]:
         return [self.layer1, self.layer2, self.layer3, self.layer4]
 
     def forward_features(self, x: Tensor) -> Tensor:
-        x = self.maxpool(norm_relu(self.bn1, self.conv1(x)))
+        x = self.maxpool(self._stem(x))
         for stage in self._stages():
             x = self._through(stage, len(stage), x)
         return x
@@ -358,7 +397,7 @@ class ImageNetResNet(_Classifier):
 
     def feature_maps(self, x: Tensor) -> Iterator[Tensor]:
         """The map of the stem and the last of every stage, as group features."""
-        x = norm_relu(self.bn1, self.conv1(x))
+        x = self._stem(x)
         yield x
         x = self.maxpool(x)
         for stage in self._stages():
@@ -390,16 +429,20 @@ class _Basic(nn.Module):
 
     def __init__(self, in_fields: int, fields: int, kit: _Kit, stride: int) -> None:
         super().__init__()
+        self.halve, stride = kit.apart(stride)
         self.conv1 = kit.conv(in_fields, fields, stride)
         self.bn1 = kit.norm(fields)
+        self.activation = kit.activation()
         self.conv2 = kit.conv(fields, fields)
         self.bn2 = kit.norm(fields)
         self.downsample = _shortcut(in_fields, fields, kit, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.halve(x)
         shortcut = x if self.downsample is None else self.downsample(x)
-        out = norm_relu_conv(self.bn1, self.conv2, self.conv1(x))
-        return torch.relu(self.bn2(out) + shortcut)
+        out = norm_relu_conv(self.bn1, self.conv2, self.conv1(x), self.activation)
+        found: Tensor = self.activation(self.bn2(out) + shortcut)
+        return found
 
 
 class _Bottleneck(nn.Module):
@@ -407,8 +450,10 @@ class _Bottleneck(nn.Module):
 
     def __init__(self, in_fields: int, fields: int, kit: _Kit, stride: int) -> None:
         super().__init__()
+        self.halve, stride = kit.apart(stride)
         self.conv1 = kit.pointwise(in_fields, fields, 1)
         self.bn1 = kit.norm(fields)
+        self.activation = kit.activation()
         self.conv2 = kit.conv(fields, fields, stride)
         self.bn2 = kit.norm(fields)
         self.conv3 = kit.pointwise(fields, 4 * fields, 1)
@@ -416,10 +461,12 @@ class _Bottleneck(nn.Module):
         self.downsample = _shortcut(in_fields, 4 * fields, kit, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.halve(x)
         shortcut = x if self.downsample is None else self.downsample(x)
-        out = norm_relu_conv(self.bn1, self.conv2, self.conv1(x))
-        out = norm_relu_conv(self.bn2, self.conv3, out)
-        return torch.relu(self.bn3(out) + shortcut)
+        out = norm_relu_conv(self.bn1, self.conv2, self.conv1(x), self.activation)
+        out = norm_relu_conv(self.bn2, self.conv3, out, self.activation)
+        found: Tensor = self.activation(self.bn3(out) + shortcut)
+        return found
 
 
 def _shortcut(in_fields: int, out_fields: int, kit: _Kit, stride: int) -> nn.Module | None:
@@ -485,6 +532,15 @@ class ConvNet(_Classifier):
             reads it (``"max"``, ``"mean+max"``, …), or ``None``.
         dropout: probability of dropping a number after each layer but those that a pooling follows.
         options: keywords of every PDO-eConv.
+        activation: name of the functions between layers, ``"relu"`` by default, as
+            :class:`~econv.GroupActivation2d` reads it.
+        antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
+            network equivariant at angles that the pixel grid has not; poolings then are
+            :class:`~econv.Downsample2d` with 8 taps. 0 (default) for none.
+        oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
+            only.
+        margin: pixels that the image is continued by on every side, as it is at its border; 0 by
+            default. What the layers make of the border then stays away from what is in the image.
 
     >>> network = ConvNet("p8", fields=(7,) * 6)
     >>> sum(p.numel() for p in network.parameters())
@@ -504,6 +560,10 @@ class ConvNet(_Classifier):
         pool: str | None = None,
         dropout: float = 0.2,
         options: ConvOptions | None = None,
+        activation: str = "relu",
+        antialias: float = 0.0,
+        oversample: int = 1,
+        margin: int = 0,
     ) -> None:
         super().__init__()
         if readout not in ("map", "mean"):
@@ -514,7 +574,9 @@ class ConvNet(_Classifier):
         _expect_whole("image_size", image_size)
         _expect_truth(shrink=shrink)
         _share("dropout", dropout)
-        kit = _Kit(group, pool, options)
+        if isinstance(margin, bool) or not isinstance(margin, int) or margin < 0:
+            raise ValueError(f"expected margin as a number of pixels, 0 or more; got {margin!r}")
+        kit = _Kit(group, pool, options, activation, antialias, oversample)
         self.group = kit.group
         self.config = {
             "group": kit.group,
@@ -528,16 +590,22 @@ class ConvNet(_Classifier):
             "pool": pool,
             "dropout": dropout,
             "options": options,
+            "activation": activation,
+            "antialias": kit.antialias,
+            "oversample": oversample,
+            "margin": margin,
         }
+        self.margin = nn.ReplicationPad2d(margin) if margin else nn.Identity()
         layers: list[nn.Module] = []
-        width, size = in_channels, image_size
+        width, size = in_channels, image_size + 2 * margin
         for number, layer_fields in enumerate(fields, start=1):
             make = kit.conv if layers else kit.lift
-            layers += [make(width, layer_fields, shrink=shrink), kit.norm(layer_fields), nn.ReLU()]
+            layers += [make(width, layer_fields, shrink=shrink), kit.norm(layer_fields)]
+            layers.append(kit.activation())
             width, size = layer_fields, size - 2 * shrink
             if number in pooled_after:
-                layers.append(nn.MaxPool2d(2))
-                size //= 2
+                layers.append(kit.halving() if kit.antialias else nn.MaxPool2d(2))
+                size = (size + bool(kit.antialias)) // 2
             elif dropout:
                 layers.append(nn.Dropout(dropout))
         if size < 1:
@@ -550,7 +618,7 @@ class ConvNet(_Classifier):
         self.reset_classifier(num_classes)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        return self._through(self.layers, len(self.config["fields"]), x)
+        return self._through(self.layers, len(self.config["fields"]), self.margin(x))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         x = self.pool(x)
@@ -638,7 +706,7 @@ def create_model(
       32×32 (:class:`ResNet`). ``resnet26_p8`` means the same, where no other has that depth.
     - ``paper_resnet26_p8``, ``paper_resnet44_p4m``, …: the same as in the paper's tables, with
       strides and a classifier that reads all orientations.
-    - ``convnet6_p8``, ``convnet7_p8``: the paper's for MNIST-rot (:class:`ConvNet`).
+    - ``convnet6_p8``, ``convnet7_p8``, …: the paper's for MNIST-rot (:class:`ConvNet`).
 
     Any depth and any group has a name; without a group, as in ``resnet18``, it is the ordinary
     network. All but the paper's pool orientations (``pool="max"``) and halve exactly, so that their
@@ -669,15 +737,20 @@ def _named(name: str, options: dict[str, Any]) -> Network:
     if name in MODELS:
         kind, found = MODELS[name]
         return kind(**{**found, **options})
-    pattern = r"(?:(paper|cifar)_)?(resnet([0-9]+)|convnet6)(?:_(p[1-9][0-9]*m?))?"
+    pattern = r"(?:(paper|cifar)_)?(resnet([0-9]+)|convnet[67])(?:_(p[1-9][0-9]*m?))?"
     match = re.fullmatch(pattern, str(name))
     if match is None or (match[1] and not match[3]):
         raise ValueError(
             f"unknown model {name!r}: expected one of {sorted(MODELS)}, or a name such as "
-            "'resnet34_p4m', 'cifar_resnet20_p12' or 'convnet6_p6m'"
+            "'resnet34_p4m', 'cifar_resnet20_p12' or 'convnet7_p6m'"
         )
     group = Group(match[4]) if match[4] else None
     share = 1.0 if group is None else group.order**-0.5
+    if match[2] == "convnet7":
+        widths = (45, 45, 90, 90, 90, 181, 181)
+        fields = tuple(max(1, round(channels * share)) for channels in widths)
+        given = {"group": group, "fields": fields, "pool": "max" if group else None}
+        return ConvNet(**{**MODELS["convnet7_p8"][1], **given, **options})
     if not match[3]:
         return ConvNet(**{"group": group, "fields": (max(1, round(20 * share)),) * 6, **options})
     depth = int(match[3])
@@ -760,12 +833,21 @@ class _Kit:
         group: GroupLike | None,
         pool: str | None,
         options: ConvOptions | None,
+        activation: str,
+        antialias: float,
+        oversample: int,
         centred: bool = False,
+        halves: bool = False,
     ) -> None:
         self.group = None if group is None else Group(group)
         self.centred = centred
+        function = GroupActivation2d(activation, oversample, antialias)
+        self.name, self.oversample, self.antialias = activation, oversample, function.width
+        self.halves = halves or self.antialias > 0
         self.reduce = pool
-        self.options: ConvOptions = options or {}
+        self.options: ConvOptions = {**(options or {})}
+        if group is not None and activation in INITIALISATIONS:
+            self.options.setdefault("init", activation)
         if {"device", "dtype"} & set(self.options):
             raise ValueError(
                 "expected options of convolutions; move the network with .to() instead"
@@ -775,6 +857,20 @@ class _Kit:
                 "expected neither pool nor options without a group: an ordinary network has no "
                 f"orientations; got pool={pool!r}, options={options!r}"
             )
+
+    def activation(self) -> nn.Module:
+        if not self.antialias:
+            return activation_module(self.name)
+        return GroupActivation2d(self.name, self.oversample, self.antialias)
+
+    def halving(self) -> Downsample2d:
+        return Downsample2d(antialias=8 if self.antialias else 4)
+
+    def apart(self, stride: int) -> tuple[nn.Module, int]:
+        """What halves at the start of a block, and the stride that is left to its convolutions."""
+        if stride == 1 or not self.antialias:
+            return nn.Identity(), stride
+        return self.halving(), 1
 
     @property
     def orientations(self) -> int:
@@ -835,12 +931,11 @@ class _Kit:
 class _Block(nn.Module):
     """Norm, ReLU, convolution, twice; a 1×1 convolution where the shape changes."""
 
-    def __init__(
-        self, in_fields: int, out_fields: int, kit: _Kit, halve: bool, exact: bool
-    ) -> None:
+    def __init__(self, in_fields: int, out_fields: int, kit: _Kit, halve: bool) -> None:
         super().__init__()
-        stride = 2 if halve and not exact else 1
-        self.halve = Downsample2d() if halve and exact else nn.Identity()
+        stride = 2 if halve and not kit.halves else 1
+        self.halve = kit.halving() if halve and kit.halves else nn.Identity()
+        self.activation = kit.activation()
         self.norm1 = kit.norm(in_fields)
         self.conv1 = kit.conv(in_fields, out_fields, stride)
         self.norm2 = kit.norm(out_fields)
@@ -850,12 +945,12 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shortcut is None:
-            out, shortcut = norm_relu_conv(self.norm1, self.conv1, x, shortcut=True)
+            out, shortcut = norm_relu_conv(self.norm1, self.conv1, x, self.activation, True)
             out = self.halve(out)
         else:  # two layers read the same map
-            normed = norm_relu(self.norm1, x)
+            normed = norm_relu(self.norm1, x, self.activation)
             shortcut, out = self.shortcut(self.halve(normed)), self.halve(self.conv1(normed))
-        return norm_relu_conv(self.norm2, self.conv2, out) + shortcut
+        return norm_relu_conv(self.norm2, self.conv2, out, self.activation) + shortcut
 
 
 def _expect_whole(name: str, given: Any) -> None:

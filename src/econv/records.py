@@ -103,6 +103,9 @@ class Record:
     None if not known, or if ``torch.compile`` ran them."""
     choices: dict[str, str] | None = None
     """What ``"auto"`` had measured to be faster, by problem; None if not known."""
+    angle_errors: list[float] | None = None
+    """Of test images turned by equal steps of the full turn, from 0; ``test_error`` is their mean.
+    None for test images as they are."""
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -131,7 +134,18 @@ class Record:
                 raise RecordError(f"expected versions as texts; got {key}: {value!r}")
         for entry in self.epochs:
             check_epoch(entry)
+        if self.angle_errors is not None:
+            self._check_angles(self.angle_errors)
         self._check_selection()
+
+    def _check_angles(self, errors: list[float]) -> None:
+        """Errors at so many angles as the settings have, whose mean is the test error."""
+        asked = self.settings.get("test_angles")
+        if len(errors) != asked or not all(_is(e, "float") and 0 <= e <= 100 for e in errors):
+            raise RecordError(f"expected angle_errors of {asked} angles, in percent; got {errors}")
+        mean = sum(errors) / len(errors)
+        if not math.isclose(mean, self.test_error, abs_tol=1e-9):
+            raise RecordError(f"expected test_error as the mean {mean}; got {self.test_error}")
 
     def _check_selection(self) -> None:
         """The selected epoch is one of those that were evaluated, and as good as is said."""

@@ -1,6 +1,7 @@
 """Layers: what each computes, by hand; dtypes, memory formats, devices; dynamic sizes in export."""
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -20,6 +21,7 @@ from econv import (
     FieldConv2d,
     FieldParameter,
     Group,
+    GroupActivation2d,
     GroupBatchNorm2d,
     GroupConv2d,
     GroupDropout2d,
@@ -105,7 +107,11 @@ LAYERS = {
     "CentredAvgPool2d ceil": lambda: CentredAvgPool2d(3, 3, 1, True, count_include_pad=False),
     "Downsample2d": lambda: Downsample2d(),
     "Downsample2d max": lambda: Downsample2d("max"),
+    "Downsample2d 8": lambda: Downsample2d(antialias=8),
     "Upsample2d": lambda: Upsample2d(),
+    "Upsample2d 6": lambda: Upsample2d(antialias=6),
+    "GroupActivation2d": lambda: GroupActivation2d(),
+    "GroupActivation2d 2": lambda: GroupActivation2d("gelu", 2),
     "Enlarge2d": lambda: Enlarge2d(3, excess=-1),
     "Restrict2d": lambda: Restrict2d("p4", "p2"),
 }
@@ -707,11 +713,54 @@ def test_sampling_commutes_with_quarter_turns_and_flips_on_every_size(height, wi
     def upsample(x, turned=False):
         return Upsample2d()(x, size=size[::-1] if turned else size)
 
-    for sample in (Downsample2d(), Downsample2d("max")):
+    wide = Downsample2d(antialias=6), Downsample2d("max", 8), Upsample2d(8)
+    for sample in (Downsample2d(), Downsample2d("max"), *wide):
         assert distance(sample(x.rot90(1, (2, 3))), sample(x).rot90(1, (2, 3))) <= 1e-14
         assert distance(sample(x.flip(2)), sample(x).flip(2)) <= 1e-14
     assert distance(upsample(x.rot90(1, (2, 3)), True), upsample(x).rot90(1, (2, 3))) <= 1e-14
     assert distance(upsample(x.flip(3)), upsample(x).flip(3)) <= 1e-14
+
+
+@pytest.mark.parametrize("taps", [4, 6, 8, 12])
+@pytest.mark.parametrize("size", [48, 49])
+def test_what_passes_a_low_pass_is_what_is_documented(taps, size):
+    """The answer to waves of f per pixel is cos(πf)^(taps − 1), one tap less on odd sizes."""
+    place = torch.arange(size, dtype=torch.float64) - (size - 1) / 2
+    kept = slice(8, 16)
+    for f in (0.0, 1 / 16, 1 / 8, 3 / 8, 1 / 2):
+        wave = torch.cos(2 * math.pi * f * place)[None, None, :, None].expand(1, 1, -1, size)
+        # Along the other axis the image is constant, which passes as it is.
+        expected = math.cos(math.pi * f) ** (taps - 1 - size % 2)
+        halved = Downsample2d(antialias=taps)(wave)[0, 0, kept, 12]
+        where = torch.arange(-(-size // 2), dtype=torch.float64) * 2
+        where = where + (0.0 if size % 2 else 0.5) - (size - 1) / 2
+        answer = expected * torch.cos(2 * math.pi * f * where)[kept]
+        assert distance(halved, answer) < 1e-12
+    passing, folded = (math.cos(math.pi * f) ** (taps - 1) for f in (1 / 8, 3 / 8))
+    told = {4: (0.79, 0.056), 6: (0.68, 0.0082), 8: (0.57, 0.0012)}
+    for wanted, found in zip(told.get(taps, ()), (passing, folded), strict=False):
+        assert found == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("taps", [6, 8])
+def test_doubling_leaves_little_of_what_the_grid_repeats(taps):
+    place = torch.arange(40, dtype=torch.float64) - 19.5
+    for f in (1 / 16, 1 / 8, 1 / 4):
+        wave = torch.cos(2 * math.pi * f * place)[None, None, :, None].expand(1, 1, -1, 8)
+        fine = torch.arange(80, dtype=torch.float64) / 2 - 19.75
+        out = Upsample2d(taps)(wave)[0, 0, 20:60, 8]
+        own, repeated = math.cos(math.pi * f / 2), math.sin(math.pi * f / 2)
+        passed = own ** (taps - 1) * torch.cos(2 * math.pi * f * fine)[20:60]
+        left = distance(out, passed)
+        assert left <= repeated ** (taps - 1) + 1e-12
+        assert left < distance(Upsample2d()(wave)[0, 0, 20:60, 8], passed)
+
+
+def test_bad_numbers_of_taps_are_told():
+    for taps in (3, 5, 2, 18, 4.0, True, "8"):
+        for kind in (lambda n: Downsample2d(antialias=n), Upsample2d):
+            with pytest.raises(ValueError, match="even number of taps from 4 to 16"):
+                kind(taps)
 
 
 def test_torch_pooling_commutes_on_even_sizes_only():

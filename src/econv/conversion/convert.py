@@ -24,7 +24,7 @@ from econv.conversion.operations import convert_node, is_image, is_leaf, pair_wi
 from econv.conversion.outputs import check_outputs
 from econv.conversion.plan import ATTENTION, Emission, Plan, multiply_adds, parameters, positions_of
 from econv.conversion.refusals import explained
-from econv.conversion.report import Accuracy, Cost, Line, Report
+from econv.conversion.report import Accuracy, Cost, Line, Report, Turn, Unsmoothed
 from econv.conversion.structure import Written, divide
 from econv.conversion.trace import Call, ConversionError, name_of, trace, value_of
 from econv.conversion.widths import Sizes, match_widths
@@ -52,6 +52,7 @@ def convert(
     labels: Tensor | None = None,
     pool: str | None = None,
     options: ConvOptions | None = None,
+    smooth: bool = False,
     measure: bool = True,
 ) -> ConvertedNetwork:
     """Make a convolutional network equivariant.
@@ -96,8 +97,13 @@ def convert(
             the first is taken. ``"attention"`` (default with ``images``) weighs orientations by a
             learned map of their features, :class:`~econv.layers.GroupAttentionPool2d`.
         options: keywords of every PDO-eConv: ``stencils``, ``accuracy``, ``init``, ``engine``.
-        measure: whether to run both networks to report their error under a rotation, and the
-            converted one in float64 if that error is above rounding.
+        smooth: keep the network equivariant at angles that the pixel grid has not:
+            activations become :class:`~econv.GroupActivation2d` (those with a kink SiLU, but with
+            ``pretrained``), poolings that halve :class:`~econv.Downsample2d` of eight taps, and
+            images are blurred before strides. The report says what each of the source's would
+            cost.
+        measure: whether to run both networks to report their errors under rotations, and the
+            converted one in float64 if that under a symmetry of the pixels is above rounding.
 
     Returns:
         The converted network, in the source's mode, dtype and device; its ``report`` says what
@@ -145,7 +151,7 @@ def convert(
     if is_leaf(model):  # one layer: what is traced must contain it
         model = nn.Sequential(model).train(model.training)
     try:
-        plan = _plan(model, inputs, found, pool, options or {}, strict, pretrained)
+        plan = _plan(model, inputs, found, pool, options or {}, strict, pretrained, smooth)
     except ConversionError as error:
         raise explained(error, model) from error.__cause__
     sizes = _choose(plan, match, model)
@@ -171,6 +177,8 @@ def convert(
         costs=costs,
         batch=len(examples[0]),
         accuracy=accuracy,
+        turns=_turns(model, network, inputs, found, kind) if measure else (),
+        unsmoothed=_unsmoothed(plan, network, inputs, kind) if measure else (),
         **errors,
         left=tuple(plan.left),
         notes=tuple(_notes(plan, model, pretrained)),
@@ -210,11 +218,12 @@ def _plan(
     options: ConvOptions,
     strict: bool,
     pretrained: bool,
+    smooth: bool,
 ) -> Plan:
     if pool != ATTENTION:
         read_statistics(pool, group.order, "pool")  # what is unknown fails before it is traced
     found = trace(model, inputs, is_leaf)
-    plan = Plan(found, group, pool, options, strict, pretrained)
+    plan = Plan(found, group, pool, options, strict, pretrained, smooth)
     ends = find_ends(found.graph, found.modules)
     plan.heads, plan.inner = ends.heads, ends.inner
     pair_with_training(plan)
@@ -294,6 +303,7 @@ def _build(
     given: Given | None,
 ) -> tuple[ConvertedNetwork, tuple[Line, ...], tuple[Accuracy, ...]]:
     modules = plan.build(sizes, where)
+    plan.made = modules
     errors: dict[str, float | None] = {}
     if pretrained:
         kept = Kept(plan, sizes)
@@ -478,6 +488,49 @@ def _errors(
         "source_error": _error(model, inputs, group, kind, element),
         "error": _error(network, inputs, group, kind, element),
     }
+
+
+def _turns(
+    model: nn.Module, network: nn.Module, inputs: tuple[Any, ...], group: Group, kind: _Output
+) -> tuple[Turn, ...]:
+    """The errors at 45° and 22.5°, where anything turns and nothing else would have to."""
+    if group.rotations == 1 or not _alone(inputs):
+        return ()
+    return tuple(
+        Turn(
+            22.5 * element,
+            _error(model, inputs, _SIXTEEN, kind, element),
+            _error(network, inputs, _SIXTEEN, kind, element),
+        )
+        for element in (2, 1)
+    )
+
+
+def _unsmoothed(
+    plan: Plan, network: nn.Module, inputs: tuple[Any, ...], kind: _Output
+) -> tuple[Unsmoothed, ...]:
+    """The error at 45° with each activation or pooling in turn as in the source."""
+    if not plan.smoothed or not _alone(inputs):
+        return ()
+    places = {id(module): name for name, module in network.named_modules()}
+    found = []
+    for name, plain in plan.smoothed.items():
+        here = places.get(id(plan.made[name]), "")
+        if here:
+            kept = network.get_submodule(here)
+            network.set_submodule(here, plain().train(kept.training))
+            error = _error(network, inputs, _SIXTEEN, kind, 2)
+            network.set_submodule(here, kept)
+            found.append(Unsmoothed(here, type(plain()).__name__, error))
+    return tuple(sorted(found, key=lambda one: -one.error))
+
+
+_SIXTEEN = Group("p16")  # whose rotations are multiples of 22.5°
+
+
+def _alone(inputs: tuple[Any, ...]) -> bool:
+    """Whether the image is the only argument, and has room for what turns."""
+    return len(inputs) == 1 and inputs[0].ndim == 4 and min(inputs[0].shape[2:]) > 8
 
 
 def _turn(inputs: tuple[Any, ...], group: Group) -> int:

@@ -180,6 +180,12 @@ class Plan:
     strict: bool
     fitted: bool = False
     """Whether layers take over the source's filters, and need operators that reach them."""
+    smooth: bool = False
+    """Whether activations, poolings and strides are those that keep frequencies the grid holds."""
+    smoothed: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)
+    """Of the modules that do so, what would be in their place otherwise."""
+    made: dict[str, nn.Module] = field(default_factory=dict)
+    """The modules of the converted network, by the names of their parts."""
     values: dict[fx.Node, Value] = field(default_factory=dict)
     parts: dict[str, PlannedModule] = field(default_factory=dict)
     steps: list[tuple[fx.Node, Step]] = field(default_factory=list)

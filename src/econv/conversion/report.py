@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Accuracy", "Cost", "Line", "Report"]
+__all__ = ["Accuracy", "Cost", "Line", "Report", "Turn", "Unsmoothed"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,25 @@ class Accuracy:
     """By how much the images are turned, such as ``"90°"``."""
     source: float
     converted: float
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The relative change of the output under a rotation that the pixel grid has not."""
+
+    degrees: float
+    source: float
+    converted: float
+
+
+@dataclass(frozen=True)
+class Unsmoothed:
+    """What one activation or pooling would cost, if it alone were as in the source."""
+
+    name: str
+    was: str
+    error: float
+    """The error at 45° of a network with all others smooth."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +89,10 @@ class Report:
     """Of this network first, then of what other matches would have made."""
     batch: int = 1
     """Images in the example."""
+    turns: tuple[Turn, ...] = ()
+    """The errors at 45° and 22.5°."""
+    unsmoothed: tuple[Unsmoothed, ...] = ()
+    """With ``smooth``: what was smoothed, and what it would cost not to be; the dearest first."""
     accuracy: tuple[Accuracy, ...] = ()
     """On the labelled images that were given, as they are and turned."""
 
@@ -120,6 +143,15 @@ class Report:
                 "(relative change of the output)"
             )
         lines += [
+            f"error at {f'{turn.degrees:g}°':<9}  {turn.source:.2e} → {turn.converted:.2e}"
+            for turn in self.turns
+        ]
+        lines += [
+            f"as in the source, {found.name} ({found.was}) alone would make of the error at 45° "
+            f"{found.error:.2e}"
+            for found in self.unsmoothed[:_DEAREST]
+        ]
+        lines += [
             f"accuracy at {found.turn:<6}  {found.source:.1%} → {found.converted:.1%} "
             "(of the images given)"
             for found in self.accuracy
@@ -161,6 +193,7 @@ class Report:
         ]
 
 
+_DEAREST = 3  # of what was smoothed, as many are named
 _AFFORDABLE = ("flops", "width")
 
 

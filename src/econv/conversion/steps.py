@@ -12,7 +12,7 @@ from econv.conversion.plan import Emission, Plan, PlannedModule, Step, Value, de
 from econv.conversion.trace import ConversionError, owner
 from econv.layers import Recentre2d
 
-__all__ = ["about_centre", "as_map", "in_its_place", "map_step", "module_step"]
+__all__ = ["about_centre", "as_map", "in_its_place", "map_step", "module_step", "smooth_step"]
 
 
 def in_its_place(plan: Plan, node: fx.Node, make: Callable[[], nn.Module]) -> str:
@@ -33,16 +33,37 @@ def module_step(plan: Plan, node: fx.Node, value: Value, make: Callable[[], nn.M
     return plan.emit(node, value, lambda e: e.module(name, e[read]))
 
 
-def map_step(plan: Plan, node: fx.Node, make: Callable[[], nn.Module]) -> Value:
-    """A module in place of an operation on one map; the report names a function."""
+def map_step(
+    plan: Plan,
+    node: fx.Node,
+    make: Callable[[], nn.Module],
+    named: Callable[[str], object] = str,
+) -> Value:
+    """A module in place of an operation on one map; the report names a function.
+
+    ``named`` is told the name of the module.
+    """
     read, value = plan.first(node)
     check_map(value)
     if node.op == "call_module":
+        named(str(node.target))
         return module_step(plan, node, value, make)
     name = plan.new_name(f"{owner(node)}.{node.name}" if owner(node) else node.name)
     part = PlannedModule(name, lambda sizes, where: make())
     plan.add_part(part, describe(make()), source=str(node.target).split(" at ")[0])
+    named(name)
     return plan.emit(node, value, lambda e: e.module(name, e[read]))
+
+
+def smooth_step(
+    plan: Plan, node: fx.Node, make: Callable[[], nn.Module], plain: Callable[[], nn.Module]
+) -> Value:
+    """A module that keeps the frequencies the grid holds, where otherwise ``plain`` would be."""
+
+    def named(name: str) -> None:
+        plan.smoothed[name] = plain
+
+    return map_step(plan, node, make, named)
 
 
 def as_map(

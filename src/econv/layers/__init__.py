@@ -13,6 +13,7 @@ This room knows parameters, shapes and what to say about bad input. What the num
 business of `basis`, how a convolution is run that of `engines`.
 """
 
+from econv.layers.activations import GroupActivation2d, group_activation
 from econv.layers.attention import GroupAttentionPool2d
 from econv.layers.convolution import (
     ConvOptions,
@@ -67,6 +68,7 @@ __all__ = [
     "Enlarge2d",
     "FieldConv2d",
     "FieldParameter",
+    "GroupActivation2d",
     "GroupAttentionPool2d",
     "GroupBatchNorm2d",
     "GroupConv2d",
@@ -90,6 +92,7 @@ __all__ = [
     "Upsample2d",
     "VectorConv2d",
     "convert_sync_batchnorm",
+    "group_activation",
     "norm_relu",
     "norm_relu_conv",
     "recentre",

@@ -1,10 +1,25 @@
-"""Functions of single numbers: the same in every channel, so that equivariance survives them."""
+"""Functions of single numbers: the same in every channel, so that equivariance survives them.
+
+A function of single numbers makes frequencies that the pixel grid cannot hold, and that no stencil
+can turn: kinks most of all. :class:`GroupActivation2d` takes away what the grid holds badly.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+import inspect
+import math
+from collections.abc import Callable
 
-__all__ = ["ACTIVATIONS"]
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from econv.engines import memory_format
+from econv.layers.checks import check_rank
+from econv.layers.constants import WithConstants
+
+__all__ = ["ACTIVATIONS", "GroupActivation2d", "activation_module", "group_activation"]
 
 ACTIVATIONS: tuple[type[nn.Module], ...] = (
     nn.CELU,
@@ -29,3 +44,200 @@ ACTIVATIONS: tuple[type[nn.Module], ...] = (
     nn.Tanhshrink,
 )
 """Modules of torch that act on every number alone and learn nothing."""
+
+_NAMES: dict[str, type[nn.Module]] = {kind.__name__.lower(): kind for kind in ACTIVATIONS}
+
+_HALVES = {1: ((0, 0),), 2: ((0, 0), (1, 1)), 4: ((0, 0), (1, 1), (0, 1), (1, 0))}
+"""The grids that points lie on, by how many points there are for each pixel: half a pixel down,
+half a pixel to the right."""
+
+Function = Callable[[Tensor], Tensor]
+
+
+class GroupActivation2d(WithConstants):
+    """A function of single numbers whose result the pixel grid can hold, and so can turn.
+
+    The map is blurred by a Gaussian of ``width`` pixels after the function. With ``oversample``
+    above 1 half of that blur (in variance) comes before it, and the function acts on a finer grid,
+    on which the blurred map is known just as well; what it makes is blurred again on the way back.
+    A Gaussian is the same in all directions, so that this turns as the map does.
+
+    After six layers of p8 the error at 45° is a small fraction of the plain function's:
+    :doc:`the guide </fields>` has the table. Quarter turns and flips are exact on every size. At
+    borders a mean is one of the pixels that there are: constant maps stay constant.
+
+    Args:
+        activation: the name of a module in `torch.nn` that acts on every number alone, such as
+            ``"silu"`` (default), or a callable that does.
+        oversample: points for each pixel: 1 (default), 2 for a second grid half a pixel down and
+            to the right, or 4 for a grid twice as fine along both axes. Smooth functions gain
+            nothing from 4, functions with a kink, as ``"relu"``, do.
+        width: standard deviation of the blur in pixels, 0.7 by default; 0 for none, where
+            ``oversample`` is 1.
+
+    >>> silu = GroupActivation2d("silu")
+    >>> silu(torch.randn(2, 6 * 8, 16, 16)).shape
+    torch.Size([2, 48, 16, 16])
+    >>> softplus = GroupActivation2d("softplus", oversample=2)
+    >>> bool((softplus(torch.zeros(1, 8, 5, 5)) - math.log(2)).abs().max() < 1e-6)
+    True
+    """
+
+    input_kind = "regular"
+    output_kind = "regular"
+
+    def __init__(
+        self,
+        activation: str | Function = "silu",
+        oversample: int = 1,
+        width: float = 0.7,
+    ) -> None:
+        super().__init__()
+        self.function = activation_module(activation)
+        self.oversample = _read_oversample(oversample)
+        self.width = _read_width(width, self.oversample)
+        self._refresh_constants()
+
+    def _constants(self) -> dict[str, np.ndarray]:
+        return _line_weights(self.oversample, self.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the function to ``[batch, channels, height, width]``."""
+        check_rank(x)
+        lines = dict(self.named_buffers(recurse=False))
+        out = limited(x, self.function, self.oversample, self.width, lines)
+        return out.contiguous(memory_format=memory_format(x))
+
+    def extra_repr(self) -> str:
+        return f"oversample={self.oversample}, width={self.width:g}"
+
+
+def group_activation(
+    x: Tensor, activation: str | Function = "silu", oversample: int = 1, width: float = 0.7
+) -> Tensor:
+    """What :class:`GroupActivation2d` computes.
+
+    >>> group_activation(torch.randn(1, 8, 9, 9), torch.sin, oversample=2).shape
+    torch.Size([1, 8, 9, 9])
+    """
+    check_rank(x)
+    function = activation_module(activation)
+    oversample = _read_oversample(oversample)
+    width = _read_width(width, oversample)
+    weights = _line_weights(oversample, width)
+    lines = {name: torch.from_numpy(w).to(x.device, x.dtype) for name, w in weights.items()}
+    out = limited(x, function, oversample, width, lines)
+    return out.contiguous(memory_format=memory_format(x))
+
+
+def activation_module(activation: str | Function) -> nn.Module:
+    """The module of that name, or one that calls the function.
+
+    >>> activation_module("relu")
+    ReLU()
+    """
+    if isinstance(activation, str):
+        found = _NAMES.get(activation.lower())
+        if found is None:
+            raise ValueError(
+                f"unknown activation {activation!r}: expected one of {', '.join(sorted(_NAMES))}, "
+                "or a function of a tensor"
+            )
+        return found()
+    if isinstance(activation, nn.Module):
+        return activation
+    if inspect.isclass(activation) or not callable(activation):
+        raise ValueError(
+            "expected activation as a name of torch.nn, such as 'silu', or as a function of a "
+            f"tensor; got {activation!r}"
+        )
+    return _Function(activation)
+
+
+class _Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+    def extra_repr(self) -> str:
+        return getattr(self.function, "__name__", repr(self.function))
+
+
+def _read_oversample(given: object) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or given not in _HALVES:
+        raise ValueError(f"expected oversample as 1, 2 or 4 points for each pixel; got {given!r}")
+    return given
+
+
+def _read_width(given: object, oversample: int) -> float:
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not number or not 0 <= given <= 4 or (given == 0 and oversample > 1):  # type: ignore[operator]
+        least = "0" if oversample == 1 else "above 0"
+        raise ValueError(f"expected width from {least} to 4 pixels; got {given!r}")
+    return float(given)  # type: ignore[arg-type]
+
+
+def _counts(oversample: int, width: float) -> dict[str, int]:
+    """Taps of the Gaussian along an axis: ``even`` ones on pixels, ``odd`` ones between them."""
+    if width == 0:
+        return {}
+    reach = 2.5 * _each(oversample, width)
+    on_pixels = {"even": 2 * math.ceil(reach) + 1}
+    return on_pixels if oversample == 1 else {**on_pixels, "odd": 2 * math.ceil(reach + 0.5)}
+
+
+def _each(oversample: int, width: float) -> float:
+    """The width of one blur, of which there are two where the grid is finer."""
+    return width if oversample == 1 else width / math.sqrt(2)
+
+
+def _line_weights(oversample: int, width: float) -> dict[str, np.ndarray]:
+    found = {}
+    for name, count in _counts(oversample, width).items():
+        places = np.arange(count) - (count - 1) / 2
+        weights = np.exp(-((places / _each(oversample, width)) ** 2) / 2)
+        found[name] = weights / weights.sum()
+    return found
+
+
+def limited(
+    x: Tensor, function: Function, oversample: int, width: float, lines: dict[str, Tensor]
+) -> Tensor:
+    """What :class:`GroupActivation2d` computes, in operations that any tracer can follow."""
+    if width == 0:
+        return function(x)
+    counts = _counts(oversample, width)
+    if oversample == 1:
+        return _blurred(function(x), lines, counts, (0, 0), 0)
+    parts = []
+    for halves in _HALVES[oversample]:
+        points = function(_blurred(x, lines, counts, halves, 0))
+        parts.append(_blurred(points, lines, counts, halves, 1))
+    return sum(parts[1:], parts[0]) / oversample
+
+
+def _blurred(
+    x: Tensor,
+    lines: dict[str, Tensor],
+    counts: dict[str, int],
+    halves: tuple[int, int],
+    back: int,
+) -> Tensor:
+    """Weighted means of pixels, of those that there are; along an axis that is a ``half`` between
+    them, where n of them have n + 1, and with ``back`` from there to n.
+    """
+    names = ["odd" if half else "even" for half in halves]
+    rows, columns = (lines[name] for name in names)
+    kernel = (rows[:, None] * columns).to(x.dtype)[None, None]
+    shape = [counts[name] for name in names]
+    padding = [n // 2 - half * back for n, half in zip(shape, halves, strict=True)]
+    channels = x.shape[1]
+    every = kernel.expand(channels, 1, *shape)
+    sums = functional.conv2d(x, every, None, 1, padding, 1, channels)
+    inside = functional.conv2d(x.new_ones(1, 1, x.shape[2], x.shape[3]), kernel, None, 1, padding)
+    return sums / inside.to(sums.dtype)

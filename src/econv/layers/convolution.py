@@ -453,8 +453,8 @@ class LiftConv2d(PDOConv2d):
             (:func:`~econv.layers.recentre` says how). A pair ``(extent, padding)`` does so with as
             many windows as an ordinary convolution of that extent, and that padding of both sides
             together, would have: an even 2×2 convolution has none of its own here.
-        init: ``"relu"`` (default) keeps the second moment through ReLU layers, ``"paper"`` is
-            section 4.4.
+        init: ``"relu"`` (default), ``"silu"``, ``"gelu"`` or ``"softplus"`` keeps the second moment
+            through layers with that function, ``"paper"`` is section 4.4.
         engine: ``"auto"`` (default), ``"dense"`` or ``"spectral"``; see :func:`econv.engine`.
         device: as in `Conv2d`.
         dtype: as in `Conv2d`.

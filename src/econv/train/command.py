@@ -126,8 +126,11 @@ def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> No
     if int(os.environ.get("RANK", "0")) == 0:
         labels = ["re-created"] * record.recreated + ["unverified"] * bool(record.unverified)
         label = f" ({', '.join(labels)})" if labels else ""
+        angles = record.angle_errors or []
+        spread = f" (from {min(angles):.2f} to {max(angles):.2f} % by angle)" if angles else ""
         print(
-            f"{record.recipe} seed {seed}: test error {record.test_error:.2f} %, validation error "
+            f"{record.recipe} seed {seed}: test error {record.test_error:.2f} %{spread}, "
+            f"validation error "
             f"{record.validation_error:.2f} % on {record.dataset}{label}, {record.parameters:,} "
             f"parameters, {record.seconds:.1f} s + {record.setup_seconds:.1f} s to set up"
             + (f"; {TRAINED_BEFORE}" if before else "")

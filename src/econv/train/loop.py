@@ -216,8 +216,11 @@ class Loop:
         retrained = self.phases[-1] == "retrain"
         if not retrained:
             trainer.evaluated.load_state_dict(self.best)
-        classes, _ = trainer.predict(split)
-        error = 100 * int((classes != split.y).sum()) / len(split.y)
+        angles = self.recipe.test_angles
+        turned = [trainer.predict(split, 360 * turn / angles) for turn in range(1, angles)]
+        predicted = [found for found, _ in (trainer.predict(split), *turned)]
+        errors = [100 * int((found != split.y).sum()) / len(split.y) for found in predicted]
+        classes = torch.cat(predicted)
         self.checkpoints.save_weights(trainer.evaluated.state_dict())
         told["seconds"] += time.perf_counter() - started
         record = Record(
@@ -227,7 +230,7 @@ class Loop:
             recreated=self.data.recreated,
             parameters=sum(p.numel() for p in trainer.model.parameters()),
             validation_error=best["validation_error"],
-            test_error=error,
+            test_error=sum(errors) / len(errors),
             seconds=told["seconds"],
             setup_seconds=told["setup_seconds"],
             device=_device_name(self.execution.device),
@@ -250,6 +253,7 @@ class Loop:
             shared=self.shared,
             convolutions=trainer.convolutions or None,
             choices=engines.kept(),
+            angle_errors=errors if angles else None,
         )
         self.say.finished(record)
         return record

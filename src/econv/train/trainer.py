@@ -18,6 +18,7 @@ from econv.engines import noted
 from econv.layers import convert_sync_batchnorm
 from econv.models import ConvNet, ResNet, create_model
 from econv.recipes import Recipe
+from econv.testing import rotate
 from econv.train.capture import captured, tried
 from econv.train.execution import Execution
 from econv.train.optimise import Optimizer, Vector
@@ -61,6 +62,17 @@ def augmentation_of(recipe: Recipe) -> Augmentation:
     return Augmentation(**options)
 
 
+def inscribed_disc(height: int, width: int) -> Tensor:
+    """1 inside the largest disc of an image, 0 outside, with an edge two pixels wide.
+
+    >>> inscribed_disc(9, 9)[4].tolist()
+    [0.25, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.25]
+    """
+    rows, columns = (torch.arange(n) - (n - 1) / 2 for n in (height, width))
+    distance = (rows[:, None] ** 2 + columns**2).sqrt()
+    return ((min(height, width) / 2 - distance) / 2).clamp(0, 1)
+
+
 class Trainer:
     """The network, its moving average, the optimiser and the data, all on the device."""
 
@@ -93,6 +105,9 @@ class Trainer:
             torch.tensor(values, device=device, dtype=dtype).view(1, -1, 1, 1)
             for values in (data.mean, data.std)
         )
+        self.disc: Tensor | None = None
+        if recipe.disc:
+            self.disc = inscribed_disc(*train.x.shape[2:]).to(device, dtype)
         self.augmentation = augmentation_of(recipe)
         self.drawn = self.augmentation.draw(seed, 0, self.order)
 
@@ -185,12 +200,16 @@ class Trainer:
                 found |= {f"{owner}.{name}": t for name, t in module.state_dict().items()}
         return found | {f"optimizer.{name}": t for name, t in self.optimizer.state.items()}
 
-    def images(self, x: Tensor, drawn: Tensor | None = None) -> Tensor:
-        """Pictures of bytes as the network reads them, augmented as drawn."""
+    def images(self, x: Tensor, drawn: Tensor | None = None, degrees: float = 0.0) -> Tensor:
+        """Pictures of bytes as the network reads them, augmented as drawn, or turned."""
         images = x.to(self.execution.dtype) / 255
+        if degrees:
+            images = rotate(images, degrees)
         if drawn is not None:
             images = self.augmentation.apply(images, drawn)
         images = (images - self.mean) / self.deviation
+        if self.disc is not None:
+            images = images * self.disc
         if self.execution.channels_last:
             # Of one channel torch keeps either layout as it is; only this one says which is meant.
             last = images.permute(0, 2, 3, 1)
@@ -275,16 +294,19 @@ class Trainer:
         self.watching, self.seen = split, (classes, total)
 
     @torch.no_grad()
-    def predict(self, split: Split) -> tuple[Tensor, float]:
-        """The predicted classes of a split and its mean loss, each process doing its part."""
-        if split is self.watching:
+    def predict(self, split: Split, degrees: float = 0.0) -> tuple[Tensor, float]:
+        """The predicted classes of a split and its mean loss, each process doing its part.
+
+        Its images are turned by so many ``degrees``, by quintic splines.
+        """
+        if split is self.watching and not degrees:
             self.watched()
             classes, total = self.seen
             return classes.clone(), float(total) / len(split.y)
         classes = torch.zeros(len(split.y), dtype=torch.int64, device=self.execution.device)
         total = torch.zeros((), dtype=torch.float64, device=self.execution.device)
         with self._evaluating():
-            self._score(split, classes, total)
+            self._score(split, classes, total, degrees)
         self.processes.sum(classes)
         return classes, float(self.processes.sum(total)) / len(split.y)
 
@@ -298,7 +320,7 @@ class Trainer:
             self.evaluated.train(training)
 
     @torch.no_grad()
-    def _score(self, split: Split, classes: Tensor, total: Tensor) -> None:
+    def _score(self, split: Split, classes: Tensor, total: Tensor, degrees: float = 0.0) -> None:
         """Write this process's share of the predicted classes, and its sum of the losses."""
         count = len(split.y)
         part = -(-count // self.processes.world)
@@ -308,7 +330,7 @@ class Trainer:
         for low in range(start, stop, size):
             high = min(low + size, stop)
             with self.execution.autocast():
-                scores = self.evaluated(self.images(split.x[low:high]))
+                scores = self.evaluated(self.images(split.x[low:high], degrees=degrees))
             scores = scores.to(self.execution.dtype)
             classes[low:high] = scores.argmax(1)
             total += functional.cross_entropy(scores, split.y[low:high], reduction="sum")

@@ -31,6 +31,7 @@ from econv.conversion.widths import Sizes, Width, join, runs
 from econv.conversion.windows import Windows
 from econv.layers import (
     ConvOptions,
+    GroupActivation2d,
     GroupConv2d,
     GroupLinear,
     GroupPool2d,
@@ -205,7 +206,16 @@ def _convolve(plan: Plan, node: fx.Node, module: Any, name: str) -> Value:
     plan.add_part(PlannedModule(name, make, module, positions_of(node, module), into, out, fit))
     if note:
         plan.notes.append(f"{name}: its operators fit into a small map{note}")
-    return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
+    return _maybe_head(plan, node, name, Value("fields", IMAGE, out), _blurred(plan, windows, name))
+
+
+def _blurred(plan: Plan, windows: Windows, name: str) -> str | None:
+    """Add what takes frequencies away that a stride would fold onto others."""
+    if not plan.smooth or windows.stride == 1 or plan.group.order == 1:
+        return None
+    # With the blur of the activation before about that of eight binomial taps, for a stride of 2.
+    width = min(4.0, 0.55 * windows.stride)
+    return plan.insert(name, "blur", lambda: GroupActivation2d("identity", 1, width))
 
 
 def _shuffled_by(plan: Plan, node: fx.Node) -> int | None:
@@ -247,14 +257,20 @@ def _sub_pixels(plan: Plan, node: fx.Node, module: Any, name: str, factor: int) 
     return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
 
 
-def _maybe_head(plan: Plan, node: fx.Node, name: str, value: Value) -> Value:
+def _maybe_head(
+    plan: Plan, node: fx.Node, name: str, value: Value, before: str | None = None
+) -> Value:
     """The output of a layer; pooled over orientations where it is what the network returns."""
     read: Any = node.args[0]
+
+    def layer(e: Emission) -> fx.Node:
+        return e.module(name, e[read] if before is None else e.module(before, e[read]))
+
     if node not in plan.heads:
-        return plan.emit(node, value, lambda e: e.module(name, e[read]))
+        return plan.emit(node, value, layer)
     channels = plan.as_channels(node, value, name)
     kind = "image" if value.has_pixels else "invariant"
-    return plan.emit(node, Value(kind, value.axes), lambda e: channels(e, e.module(name, e[read])))
+    return plan.emit(node, Value(kind, value.axes), lambda e: channels(e, layer(e)))
 
 
 def _again(plan: Plan, node: fx.Node, value: Value) -> Value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 from torch import Tensor, fx, nn
@@ -10,9 +11,10 @@ from econv.conversion.arguments import no_rule, why_positional
 from econv.conversion.per_field import field_parameter
 from econv.conversion.plan import IMAGE, VECTOR, Plan, Step, Value
 from econv.conversion.registry import rule
-from econv.conversion.steps import as_map
-from econv.conversion.trace import ConversionError, owner, value_of
+from econv.conversion.steps import as_map, smooth_step
+from econv.conversion.trace import ConversionError, name_of, owner, value_of
 from econv.conversion.widths import join, runs
+from econv.layers import GroupActivation2d
 from econv.layers.activations import ACTIVATIONS
 
 
@@ -35,7 +37,45 @@ def pointwise(plan: Plan, node: fx.Node) -> Value:
     values = plan.values_read(node)
     if len([value for value in values if value.kind != "other"]) != 1:
         raise no_rule(plan, node)
-    return plan.copy(node, values[0])
+    function = _function(plan, node) if plan.smooth and values[0].axes == IMAGE else None
+    if function is None or values[0].kind != "fields" or plan.group.order == 1:
+        return plan.copy(node, values[0])
+    # Fitted layers after it expect the function that the source has.
+    kinked = isinstance(function, _KINKED) and not plan.fitted
+    used = nn.SiLU() if kinked else function
+    return smooth_step(
+        plan, node, lambda: GroupActivation2d(copy.deepcopy(used)), lambda: copy.deepcopy(function)
+    )
+
+
+_KINKED = (nn.Hardswish, nn.LeakyReLU, nn.ReLU, nn.ReLU6)
+
+
+def _function(plan: Plan, node: fx.Node) -> nn.Module | None:
+    """The activation that a node is, as a module; none where it is a mere operation."""
+    if node.op == "call_module":
+        module = plan.module(node)
+        return module if type(module) in _CURVED else None
+    found = _BY_NAME.get(name_of(node))
+    if found is None or len(node.args) > 1 or set(node.kwargs) - {"inplace"}:
+        return None
+    return found()
+
+
+_CURVED = tuple(kind for kind in (*ACTIVATIONS, nn.ReLU6) if kind is not nn.Identity)
+_BY_NAME: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "mish": nn.Mish,
+    "elu": nn.ELU,
+    "selu": nn.SELU,
+    "hardswish": nn.Hardswish,
+    "leaky_relu": nn.LeakyReLU,
+    "softplus": nn.Softplus,
+    "tanh": nn.Tanh,
+}
 
 
 @rule(

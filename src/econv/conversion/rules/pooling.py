@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import fx, nn
 
 from econv.conversion.arguments import known_arguments
 from econv.conversion.plan import Plan, Value
 from econv.conversion.registry import rule
-from econv.conversion.steps import map_step
+from econv.conversion.steps import map_step, smooth_step
 from econv.conversion.trace import ConversionError, value_of
 from econv.conversion.windows import Windows
 from econv.layers import CentredAvgPool2d, CentredMaxPool2d, Downsample2d
@@ -28,7 +30,12 @@ def max_pool(plan: Plan, node: fx.Node) -> Value:
     if plan.group.order == 1:  # nothing turns: its windows stay where they are
         return plan.copy(node, plan.value(node.args[0]))
     numbers = windows.kernel, windows.stride, windows.padding // 2
-    return map_step(plan, node, lambda: CentredMaxPool2d(*numbers, given.ceil_mode))
+
+    def plain() -> nn.Module:
+        return CentredMaxPool2d(*numbers, given.ceil_mode)
+
+    # Fitted layers after it expect maxima.
+    return _pooled(plan, node, windows, plain, "max" if plan.fitted else "mean")
 
 
 @rule(nn.AvgPool2d, "avg_pool2d")
@@ -42,9 +49,22 @@ def avg_pool(plan: Plan, node: fx.Node) -> Value:
     if plan.group.order == 1:
         return plan.copy(node, plan.value(node.args[0]))
     numbers = windows.kernel, windows.stride, windows.padding // 2
-    return map_step(
-        plan, node, lambda: CentredAvgPool2d(*numbers, given.ceil_mode, given.count_include_pad)
-    )
+
+    def plain() -> nn.Module:
+        return CentredAvgPool2d(*numbers, given.ceil_mode, given.count_include_pad)
+
+    return _pooled(plan, node, windows, plain, "mean")
+
+
+def _pooled(
+    plan: Plan, node: fx.Node, windows: Windows, plain: Callable[[], nn.Module], reduce: str
+) -> Value:
+    """What pools; a halving that folds few frequencies where that is asked for."""
+    read, out = value_of(node.args[0]), value_of(node)  # type: ignore[arg-type]
+    halves = tuple(out.shape[2:]) == tuple((n + 1) // 2 for n in read.shape[2:])
+    if not (plan.smooth and windows.stride == 2 and halves):
+        return map_step(plan, node, plain)
+    return smooth_step(plan, node, lambda: Downsample2d(reduce, 8), plain)
 
 
 @rule(classes=("BlurPool2d",))
