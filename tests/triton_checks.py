@@ -28,7 +28,15 @@ from econv.engines.spectral.triton import launch as triton_launch
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton.engine import Hopper, Triton
 from econv.engines.spectral.triton.kernels import INTERPRETED, OVERALL
-from econv.layers import norm_kernels, norm_relu, norm_relu_conv, shift, shift_kernel
+from econv.layers import (
+    blur,
+    blur_kernel,
+    norm_kernels,
+    norm_relu,
+    norm_relu_conv,
+    shift,
+    shift_kernel,
+)
 from econv.plan import spectral_plan
 from test_engines import run_reference
 
@@ -1200,6 +1208,48 @@ def test_means_of_four_without_kernels(monkeypatch):
     assert type(shift.mean_of_four(last).grad_fn).__name__ == "_MeanOfFourBackward"
     monkeypatch.setenv("ECONV_TRITON", "0")
     assert type(shift.mean_of_four(last).grad_fn).__name__ == "AvgPool2DBackward0"
+
+
+WINDOWS = [((5, 5), (2, 2)), ((4, 3), (2, 1)), ((4, 4), (1, 1)), ((1, 2), (0, 0))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("taps", "padding"), WINDOWS)
+def test_means_of_pixels(taps, padding, dtype):
+    """By one kernel, with gradients of every order, as by torch where channels lie first."""
+    x = torch.randn(2, 5, 6, 7, device=DEVICE).to(dtype)
+    lines = [torch.rand(count, device=DEVICE) + 0.1 for count in taps]
+    found = []
+    for layout in (torch.channels_last, torch.contiguous_format):
+        image = x.clone(memory_format=layout).requires_grad_()
+        y = blur.mean_of_pixels(image, *lines, padding)
+        assert (type(y.grad_fn).__name__ == "_MeanBackward") == (layout is torch.channels_last)
+        first = torch.autograd.grad((y**2).sum(), image, create_graph=True)[0]
+        found.append([y, first, torch.autograd.grad((first**2).sum(), image)[0]])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.is_contiguous(memory_format=torch.channels_last)
+        assert error(ours, theirs) <= (FLOAT32 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_means_of_pixels_where_the_kernel_fails(monkeypatch, caplog, when):
+    def fail(*operands):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(devices, "_TRIED", {})
+    x = torch.randn(2, 3, 6, 5, device=DEVICE).to(memory_format=torch.channels_last)
+    line, x = torch.tensor([0.25, 0.5, 0.25], device=DEVICE), x.requires_grad_()
+    if when == "forward":
+        monkeypatch.setattr(blur_kernel, "launch", fail)
+    found = blur.mean_of_pixels(x, line, line, (1, 1))
+    monkeypatch.setattr(blur_kernel, "launch", fail)
+    found = [found, *torch.autograd.grad(found.square().sum(), x)]
+    (record,) = caplog.records
+    assert "RuntimeError: no such instruction" in record.getMessage()
+    y = blur.mean_of_pixels(x, line, line, (1, 1))
+    assert type(y.grad_fn).__name__ != "_MeanBackward"
+    for ours, theirs in zip(found, [y, *torch.autograd.grad(y.square().sum(), x)], strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("step", [1, 2])

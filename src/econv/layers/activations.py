@@ -13,9 +13,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from econv.engines import memory_format
+from econv.layers.blur import mean_of_pixels
 from econv.layers.checks import check_rank
 from econv.layers.constants import WithConstants
 
@@ -232,12 +232,7 @@ def _blurred(
     them, where n of them have n + 1, and with ``back`` from there to n.
     """
     names = ["odd" if half else "even" for half in halves]
-    rows, columns = (lines[name] for name in names)
-    kernel = (rows[:, None] * columns).to(x.dtype)[None, None]
-    shape = [counts[name] for name in names]
-    padding = [n // 2 - half * back for n, half in zip(shape, halves, strict=True)]
-    channels = x.shape[1]
-    every = kernel.expand(channels, 1, *shape)
-    sums = functional.conv2d(x, every, None, 1, padding, 1, channels)
-    inside = functional.conv2d(x.new_ones(1, 1, x.shape[2], x.shape[3]), kernel, None, 1, padding)
-    return sums / inside.to(sums.dtype)
+    down, across = (
+        counts[name] // 2 - half * back for name, half in zip(names, halves, strict=True)
+    )
+    return mean_of_pixels(x, lines[names[0]], lines[names[1]], (down, across))

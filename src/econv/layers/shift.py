@@ -32,7 +32,7 @@ def mean_of_four(x: Tensor, step: int = 1) -> Tensor:
 
 
 def _has_kernel(x: Tensor) -> bool:
-    if x.dtype not in DTYPES or watched(x) or transformed() or not x.numel():
+    if watched(x) or transformed() or x.dtype not in DTYPES or not x.numel():
         return False
     if memory_format(x) is not torch.channels_last:
         return False

@@ -1,0 +1,90 @@
+"""Separable means of pixels, of those that there are, in one pass over memory.
+
+torch's convolutions of single channels take many times as long where channels lie last on a GPU.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from econv.engines.devices import DTYPES, ran, works
+from econv.engines.problem import memory_format, transformed, watched
+
+__all__ = ["mean_of_pixels"]
+
+_KERNEL = "the kernel for means of pixels"
+
+
+def mean_of_pixels(x: Tensor, rows: Tensor, columns: Tensor, padding: tuple[int, int]) -> Tensor:
+    """Means with the weights ``rows`` down and ``columns`` across, as `conv2d` puts windows.
+
+    Where a window reaches out of the image, of the pixels inside.
+
+    >>> half = torch.tensor([0.5, 0.5])
+    >>> mean_of_pixels(torch.arange(4.0).view(1, 1, 2, 2), half, half, (0, 1)).tolist()
+    [[[[1.0, 1.5, 2.0]]]]
+    """
+    if not torch.compiler.is_compiling() and _has_kernel(x):
+        found: Tensor = _Mean.apply(x, rows.detach(), columns.detach(), padding, None)
+        return found
+    return _by_convolution(x, rows, columns, padding)
+
+
+def _by_convolution(x: Tensor, rows: Tensor, columns: Tensor, padding: tuple[int, int]) -> Tensor:
+    kernel, channels = (rows[:, None] * columns).to(x.dtype)[None, None], x.shape[1]
+    every = kernel.expand(channels, 1, *kernel.shape[2:])
+    sums = functional.conv2d(x, every, None, 1, padding, 1, channels)
+    inside = functional.conv2d(x.new_ones(1, 1, x.shape[2], x.shape[3]), kernel, None, 1, padding)
+    return sums / inside.to(sums.dtype)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    if watched(x) or transformed() or x.dtype not in DTYPES or not x.numel():
+        return False
+    return memory_format(x) is torch.channels_last and works(_KERNEL, x.device)
+
+
+class _Mean(torch.autograd.Function):
+    """The means, or with the size of an image what their gradient is to it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        before: tuple[int, int],
+        size: tuple[int, int] | None,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, columns)
+        ctx.before, ctx.adjoint, ctx.size = before, size is not None, x.shape[2:]
+        taps, last = (len(rows), len(columns)), torch.channels_last
+        found = zip(x.shape[2:], before, taps, strict=True)
+        sizes = size or tuple(n + 2 * pad - count + 1 for n, pad, count in found)
+        x = x.contiguous(memory_format=last)
+        y = torch.empty(*x.shape[:2], *sizes, dtype=x.dtype, device=x.device, memory_format=last)
+        fill = partial(_fill, x, y, rows, columns, before, ctx.adjoint)
+        if works(_KERNEL, x.device) and ran(_KERNEL, x.device, fill):
+            return y
+        if not ctx.adjoint:
+            return _by_convolution(x, rows, columns, before)
+        with torch.enable_grad():
+            image = torch.zeros_like(y, requires_grad=True)
+            means = _by_convolution(image, rows, columns, before)
+        return torch.autograd.grad(means, image, x)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        size = None if ctx.adjoint else ctx.size
+        return _Mean.apply(gradient, *ctx.saved_tensors, ctx.before, size), *[None] * 4
+
+
+def _fill(*given: Any) -> None:
+    from econv.layers.blur_kernel import launch
+
+    launch(*given)
