@@ -131,10 +131,12 @@ def main() -> None:
         torch.manual_seed(seed)
         source = source_network(args.width)
         ours = econv.convert(source, args.group, args.match, example_input=example)
+        smooth = econv.convert(source, args.group, args.match, example_input=example, smooth=True)
         again = econv.convert(source, args.group, args.match, example_input=example, measure=False)
         runs = {
             "source": (source, args.epochs),
             f"converted to {args.group}": (ours, args.epochs),
+            f"converted to {args.group}, smooth": (smooth, args.epochs),
             f"converted, drawn anew, {args.short} epoch": (again, args.short),
         }
         for name, (network, epochs) in runs.items():

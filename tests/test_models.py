@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from econv import Downsample2d, GroupConv2d, GroupPool2d, LiftConv2d
+from econv import (
+    Downsample2d,
+    GroupActivation2d,
+    GroupConv2d,
+    GroupPool2d,
+    LiftConv2d,
+    from_pretrained,
+)
 from econv.models import MODELS, ImageNetResNet, ResNet, create_model
 from econv.testing import assert_equivariant, equivariance_error, transform
 
@@ -472,3 +479,64 @@ def test_every_parameter_is_matched_by_a_part_or_is_the_heads(name, coarse):
         if not any(re.search(pattern, key) for pattern in [matcher["stem"], *patterns])
     ]
     assert {key.partition(".")[0] for key in left} == {"classifier"}
+
+
+SMOOTH = {"activation": "silu", "antialias": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "options"),
+    [
+        ("cifar_resnet8_p4", 27, {"fields": (1, 2, 2), "oversample": 2}),
+        ("resnet18_p4", 129, {"fields": (1, 1, 2, 2)}),
+        ("resnet50_p4", 129, {"fields": (1, 1, 1, 1)}),
+        ("convnet6_p4", 28, {"fields": (2,) * 6, "pool": "max", "readout": "mean"}),
+        ("convnet7_p8m", 26, {"fields": (1,) * 7, "margin": 3, "image_size": 26}),
+    ],
+)
+def test_smooth_networks_are_exact_on_the_grid_and_take_the_weights_of_others(name, size, options):
+    torch.manual_seed(0)
+    smooth = create_model(name, **SMOOTH, **options).double()
+    channels = smooth.config["in_channels"]
+    x = torch.randn(2, channels, size, size, dtype=torch.float64)
+    smooth.train()(x)
+    assert_equivariant(smooth.eval(), x, output_kind="invariant", tolerance=1e-9)
+    activations = [m for m in smooth.modules() if isinstance(m, GroupActivation2d)]
+    assert activations
+    assert {m.oversample for m in activations} == {options.get("oversample", 1)}
+    halvings = [m for m in smooth.modules() if isinstance(m, Downsample2d)]
+    assert {m.antialias for m in halvings} == {8}
+    assert not [m for m in smooth.modules() if isinstance(m, nn.ReLU | nn.MaxPool2d)]
+    plain = create_model(name, **{k: v for k, v in options.items() if k != "oversample"}).double()
+    plain.load_state_dict(smooth.state_dict())
+    assert not torch.allclose(plain.eval()(x), smooth(x))
+
+
+def test_smooth_networks_are_saved_with_what_they_are(tmp_path):
+    network = create_model("convnet7_p4", fields=(1,) * 7, margin=2, oversample=2, **SMOOTH)
+    network.save_pretrained(tmp_path)
+    again = from_pretrained(tmp_path)
+    assert again.config == network.config
+    x = torch.randn(1, 1, 28, 28)
+    assert torch.equal(again.eval()(x), network.eval()(x))
+
+
+def test_initial_weights_know_their_activation():
+    plain, smooth = create_model("cifar_resnet8_p4"), create_model("cifar_resnet8_p4", **SMOOTH)
+    assert (plain.lift.init, smooth.lift.init) == ("relu", "silu")
+    assert create_model("cifar_resnet8_p4", activation="tanh").lift.init == "relu"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "swish"}, "unknown activation"),
+        ({"oversample": 2}, "above 0"),
+        ({"antialias": -1.0}, "expected width"),
+        ({"margin": -1}, "expected margin"),
+        ({"margin": True}, "expected margin"),
+    ],
+)
+def test_what_smooth_networks_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        create_model("convnet7_p4", **options)

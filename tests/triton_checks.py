@@ -1222,7 +1222,7 @@ def test_means_of_pixels(taps, padding, dtype):
     found = []
     for layout in (torch.channels_last, torch.contiguous_format):
         image = x.clone(memory_format=layout).requires_grad_()
-        y = blur.mean_of_pixels(image, *lines, padding)
+        y = blur.mean_of_pixels(image, *lines, taps, padding)
         assert (type(y.grad_fn).__name__ == "_MeanBackward") == (layout is torch.channels_last)
         first = torch.autograd.grad((y**2).sum(), image, create_graph=True)[0]
         found.append([y, first, torch.autograd.grad((first**2).sum(), image)[0]])
@@ -1241,12 +1241,12 @@ def test_means_of_pixels_where_the_kernel_fails(monkeypatch, caplog, when):
     line, x = torch.tensor([0.25, 0.5, 0.25], device=DEVICE), x.requires_grad_()
     if when == "forward":
         monkeypatch.setattr(blur_kernel, "launch", fail)
-    found = blur.mean_of_pixels(x, line, line, (1, 1))
+    found = blur.mean_of_pixels(x, line, line, (3, 3), (1, 1))
     monkeypatch.setattr(blur_kernel, "launch", fail)
     found = [found, *torch.autograd.grad(found.square().sum(), x)]
     (record,) = caplog.records
     assert "RuntimeError: no such instruction" in record.getMessage()
-    y = blur.mean_of_pixels(x, line, line, (1, 1))
+    y = blur.mean_of_pixels(x, line, line, (3, 3), (1, 1))
     assert type(y.grad_fn).__name__ != "_MeanBackward"
     for ours, theirs in zip(found, [y, *torch.autograd.grad(y.square().sum(), x)], strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -429,8 +429,8 @@ class _Basic(nn.Module):
 
     def __init__(self, in_fields: int, fields: int, kit: _Kit, stride: int) -> None:
         super().__init__()
-        self.halve, stride = kit.apart(stride)
-        self.conv1 = kit.conv(in_fields, fields, stride)
+        self.halve, left = kit.apart(stride)
+        self.conv1 = kit.conv(in_fields, fields, left)
         self.bn1 = kit.norm(fields)
         self.activation = kit.activation()
         self.conv2 = kit.conv(fields, fields)
@@ -450,11 +450,11 @@ class _Bottleneck(nn.Module):
 
     def __init__(self, in_fields: int, fields: int, kit: _Kit, stride: int) -> None:
         super().__init__()
-        self.halve, stride = kit.apart(stride)
+        self.halve, left = kit.apart(stride)
         self.conv1 = kit.pointwise(in_fields, fields, 1)
         self.bn1 = kit.norm(fields)
         self.activation = kit.activation()
-        self.conv2 = kit.conv(fields, fields, stride)
+        self.conv2 = kit.conv(fields, fields, left)
         self.bn2 = kit.norm(fields)
         self.conv3 = kit.pointwise(fields, 4 * fields, 1)
         self.bn3 = kit.norm(4 * fields)
@@ -472,7 +472,8 @@ class _Bottleneck(nn.Module):
 def _shortcut(in_fields: int, out_fields: int, kit: _Kit, stride: int) -> nn.Module | None:
     if stride == 1 and in_fields == out_fields:
         return None
-    return nn.Sequential(kit.pointwise(in_fields, out_fields, stride), kit.norm(out_fields))
+    left = kit.apart(stride)[1]
+    return nn.Sequential(kit.pointwise(in_fields, out_fields, left), kit.norm(out_fields))
 
 
 def _scores(network: ResNet | ImageNetResNet, x: Tensor, pre_logits: bool) -> Tensor:

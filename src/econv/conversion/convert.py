@@ -92,7 +92,8 @@ def convert(
         labels: classes of the images ``[number]``: the report then has the accuracy on all of them,
             before and after, as they are and turned.
         pool: how orientations are pooled, as :class:`~econv.GroupPool2d` reads it: ``"max"``
-            (default), ``"mean"``, ``"mean+max"``, ``"top3"``, …. Several statistics reach a
+            (default), ``"mean"`` (default with ``smooth``: a maximum over angles jumps from one to
+            the next), ``"mean+max"``, ``"top3"``, …. Several statistics reach a
             classifier or a last 1×1 convolution; where each field must become one channel, only
             the first is taken. ``"attention"`` (default with ``images``) weighs orientations by a
             learned map of their features, :class:`~econv.layers.GroupAttentionPool2d`.
@@ -127,7 +128,8 @@ def convert(
     if match is None:
         match = "fields" if pretrained else "params"
     if pool is None:
-        pool = "max" if given is None or found.order == 1 else ATTENTION
+        learned = given is not None and found.order > 1
+        pool = ATTENTION if learned else "mean" if smooth else "max"
     if pretrained:
         options = {"stencils": "central", **(options or {})}
     if match not in MATCHES:
@@ -496,11 +498,12 @@ def _turns(
     """The errors at 45° and 22.5°, where anything turns and nothing else would have to."""
     if group.rotations == 1 or not _alone(inputs):
         return ()
+    inputs = _in_disc(inputs)
     return tuple(
         Turn(
             22.5 * element,
-            _error(model, inputs, _SIXTEEN, kind, element),
-            _error(network, inputs, _SIXTEEN, kind, element),
+            _error_between(model, inputs, kind, element),
+            _error_between(network, inputs, kind, element),
         )
         for element in (2, 1)
     )
@@ -512,6 +515,7 @@ def _unsmoothed(
     """The error at 45° with each activation or pooling in turn as in the source."""
     if not plan.smoothed or not _alone(inputs):
         return ()
+    inputs = _in_disc(inputs)
     places = {id(module): name for name, module in network.named_modules()}
     found = []
     for name, plain in plan.smoothed.items():
@@ -519,13 +523,41 @@ def _unsmoothed(
         if here:
             kept = network.get_submodule(here)
             network.set_submodule(here, plain().train(kept.training))
-            error = _error(network, inputs, _SIXTEEN, kind, 2)
+            error = _error_between(network, inputs, kind, 2)
             network.set_submodule(here, kept)
             found.append(Unsmoothed(here, type(plain()).__name__, error))
     return tuple(sorted(found, key=lambda one: -one.error))
 
 
 _SIXTEEN = Group("p16")  # whose rotations are multiples of 22.5°
+
+
+def _error_between(
+    measured: nn.Module, inputs: tuple[Any, ...], kind: _Output, element: int
+) -> float:
+    """The change of the output under a turn by so many times 22.5°.
+
+    Scores of several images change by so much of what tells these images apart: what all share
+    would hide it.
+    """
+    error = _error(measured, inputs, _SIXTEEN, kind, element)
+    if kind.turns_as == "scalar" or len(inputs[0]) == 1:
+        return error
+    with torch.no_grad():
+        output = _first(_with_statistics(measured, inputs)(*inputs)).double()
+    apart = float((output - output.mean(0)).norm())
+    return error * float(output.norm()) / apart if apart else error
+
+
+def _in_disc(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The images with nothing in the corners, which would turn out of sight."""
+    (image,) = inputs
+    rows, columns = (torch.linspace(-1, 1, n, device=image.device) for n in image.shape[2:])
+    height, width = image.shape[2:]
+    short = min(height, width)
+    radius = ((rows[:, None] * height / short) ** 2 + (columns * width / short) ** 2).sqrt()
+    window = torch.cos(math.pi / 2 * ((radius - 0.7) / 0.3).clamp(0, 1)) ** 2
+    return (image * window.to(image.dtype),)
 
 
 def _alone(inputs: tuple[Any, ...]) -> bool:

@@ -30,7 +30,10 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Turn:
-    """The relative change of the output under a rotation that the pixel grid has not."""
+    """The change of the output under a rotation that the pixel grid has not.
+
+    It is relative to the output; scores of several images, to what tells these images apart.
+    """
 
     degrees: float
     source: float
@@ -90,7 +93,7 @@ class Report:
     batch: int = 1
     """Images in the example."""
     turns: tuple[Turn, ...] = ()
-    """The errors at 45° and 22.5°."""
+    """The errors at 45° and 22.5°, of the example in its inscribed disc."""
     unsmoothed: tuple[Unsmoothed, ...] = ()
     """With ``smooth``: what was smoothed, and what it would cost not to be; the dearest first."""
     accuracy: tuple[Accuracy, ...] = ()

@@ -62,9 +62,9 @@ class GroupActivation2d(WithConstants):
     on which the blurred map is known just as well; what it makes is blurred again on the way back.
     A Gaussian is the same in all directions, so that this turns as the map does.
 
-    After six layers of p8 the error at 45° is a small fraction of the plain function's:
-    :doc:`the guide </fields>` has the table. Quarter turns and flips are exact on every size. At
-    borders a mean is one of the pixels that there are: constant maps stay constant.
+    After six layers of p8 the error at 45° is a small fraction of the plain function's
+    (``benchmarks/depth.py``; docs/choosing.md has the table). Quarter turns and flips are exact on
+    every size. At borders a mean is one of the pixels that there are: constant maps stay constant.
 
     Args:
         activation: the name of a module in `torch.nn` that acts on every number alone, such as
@@ -235,4 +235,5 @@ def _blurred(
     down, across = (
         counts[name] // 2 - half * back for name, half in zip(names, halves, strict=True)
     )
-    return mean_of_pixels(x, lines[names[0]], lines[names[1]], (down, across))
+    taps = counts[names[0]], counts[names[1]]
+    return mean_of_pixels(x, lines[names[0]], lines[names[1]], taps, (down, across))

@@ -20,24 +20,29 @@ __all__ = ["mean_of_pixels"]
 _KERNEL = "the kernel for means of pixels"
 
 
-def mean_of_pixels(x: Tensor, rows: Tensor, columns: Tensor, padding: tuple[int, int]) -> Tensor:
+def mean_of_pixels(
+    x: Tensor, rows: Tensor, columns: Tensor, taps: tuple[int, int], padding: tuple[int, int]
+) -> Tensor:
     """Means with the weights ``rows`` down and ``columns`` across, as `conv2d` puts windows.
 
-    Where a window reaches out of the image, of the pixels inside.
+    Where a window reaches out of the image, of the pixels inside. ``taps`` is how many weights
+    there are, which tracers cannot tell.
 
     >>> half = torch.tensor([0.5, 0.5])
-    >>> mean_of_pixels(torch.arange(4.0).view(1, 1, 2, 2), half, half, (0, 1)).tolist()
+    >>> mean_of_pixels(torch.arange(4.0).view(1, 1, 2, 2), half, half, (2, 2), (0, 1)).tolist()
     [[[[1.0, 1.5, 2.0]]]]
     """
     if not torch.compiler.is_compiling() and _has_kernel(x):
-        found: Tensor = _Mean.apply(x, rows.detach(), columns.detach(), padding, None)
+        found: Tensor = _Mean.apply(x, rows.detach(), columns.detach(), taps, padding, None)
         return found
-    return _by_convolution(x, rows, columns, padding)
+    return _by_convolution(x, rows, columns, taps, padding)
 
 
-def _by_convolution(x: Tensor, rows: Tensor, columns: Tensor, padding: tuple[int, int]) -> Tensor:
+def _by_convolution(
+    x: Tensor, rows: Tensor, columns: Tensor, taps: tuple[int, int], padding: tuple[int, int]
+) -> Tensor:
     kernel, channels = (rows[:, None] * columns).to(x.dtype)[None, None], x.shape[1]
-    every = kernel.expand(channels, 1, *kernel.shape[2:])
+    every = kernel.expand(channels, 1, *taps)
     sums = functional.conv2d(x, every, None, 1, padding, 1, channels)
     inside = functional.conv2d(x.new_ones(1, 1, x.shape[2], x.shape[3]), kernel, None, 1, padding)
     return sums / inside.to(sums.dtype)
@@ -58,12 +63,13 @@ class _Mean(torch.autograd.Function):
         x: Tensor,
         rows: Tensor,
         columns: Tensor,
+        taps: tuple[int, int],
         before: tuple[int, int],
         size: tuple[int, int] | None,
     ) -> Tensor:
         ctx.save_for_backward(rows, columns)
-        ctx.before, ctx.adjoint, ctx.size = before, size is not None, x.shape[2:]
-        taps, last = (len(rows), len(columns)), torch.channels_last
+        ctx.taps, ctx.before, ctx.adjoint, ctx.size = taps, before, size is not None, x.shape[2:]
+        last = torch.channels_last
         found = zip(x.shape[2:], before, taps, strict=True)
         sizes = size or tuple(n + 2 * pad - count + 1 for n, pad, count in found)
         x = x.contiguous(memory_format=last)
@@ -72,16 +78,16 @@ class _Mean(torch.autograd.Function):
         if works(_KERNEL, x.device) and ran(_KERNEL, x.device, fill):
             return y
         if not ctx.adjoint:
-            return _by_convolution(x, rows, columns, before)
+            return _by_convolution(x, rows, columns, taps, before)
         with torch.enable_grad():
             image = torch.zeros_like(y, requires_grad=True)
-            means = _by_convolution(image, rows, columns, before)
+            means = _by_convolution(image, rows, columns, taps, before)
         return torch.autograd.grad(means, image, x)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         size = None if ctx.adjoint else ctx.size
-        return _Mean.apply(gradient, *ctx.saved_tensors, ctx.before, size), *[None] * 4
+        return _Mean.apply(gradient, *ctx.saved_tensors, ctx.taps, ctx.before, size), *[None] * 5
 
 
 def _fill(*given: Any) -> None:
