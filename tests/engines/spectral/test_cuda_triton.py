@@ -354,8 +354,9 @@ def test_engines_are_measured_on_a_gpu(measuring, monkeypatch):
         layer(x)
     (times,) = seen
     assert times.keys() == {"dense", runs(layer, x)}
-    for call, device in times.values():
+    for call, device, host in times.values():
         assert 0 < device <= 2 * call
+        assert 0 < host < 1
     assert torch.equal(torch.cuda.get_rng_state(), before)
     (kept,) = measuring.iterdir()
     assert torch.cuda.get_device_name().split()[-1] in kept.name

@@ -192,3 +192,13 @@ def test_where_nothing_is_compiled_every_call_goes_through_triton(driver):
     for _ in range(3):
         launch_all(jobs(launch, launch, *memories())[1:])
     assert slow.found == 3
+
+
+def test_what_a_kernel_does_not_take_is_refused_before_it_is_launched():
+    @triton.jit
+    def kernel(x, BLOCK: triton.language.constexpr):
+        pass
+
+    Launch(kernel, (1,), (), BLOCK=8, num_warps=4)
+    with pytest.raises(TypeError, match="takes no blocks"):
+        Launch(kernel, (1,), (), BLOCK=8, blocks=4)

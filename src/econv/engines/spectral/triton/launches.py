@@ -460,9 +460,7 @@ def activation_backward(
     Unless it is to be written, something stands for the former.
     """
     fields = affine.shape[1]
-    launch = by_rows(
-        kernels.activation_backward, Like.of(x), fields, adds_up=not write, WRITE=write
-    )
+    launch = by_rows(kernels.activation_backward, Like.of(x), fields, WRITE=write)
     if launch is None:
         return through(affine, x, g.to(x.dtype))
     g, affine = g.contiguous(memory_format=memory_format(x)), affine.contiguous()
