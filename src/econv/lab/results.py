@@ -206,3 +206,79 @@ class ErrorSources(_Result):
     def exact(self) -> bool:
         """Whether the error is that of rounding, so that there is nothing to explain."""
         return self.error <= 1e-5
+
+
+@dataclass(frozen=True)
+class LieDerivative(_Result):
+    """How far one step of a network is from moving with what it reads, infinitesimally.
+
+    Relative to the map itself, and per unit of the movement: of a rotation a radian, of a
+    translation a pixel of the input, of a change of scale a factor e.
+    """
+
+    name: str
+    type: str
+    kind: str
+    shape: tuple[int, ...]
+    own: float | None
+    """‖df(Gx) − G f(x)‖ / ‖f(x)‖ of this step alone; None where there is nothing to compare."""
+    total: float | None
+    """The same of the whole network up to here."""
+    share: float | None
+    """What this step contributes to the Lie derivative of the output; all of them sum to 1."""
+
+
+@dataclass(frozen=True)
+class LieDerivatives(_Result):
+    """The table of :func:`lie_derivatives`."""
+
+    transformation: str
+    layers: tuple[LieDerivative, ...]
+    output_kind: str
+    output: float | None
+    """The Lie derivative of the whole network, relative to its output."""
+    rest: float | None
+    """The share of functions between the steps; with those of all layers it sums to 1."""
+    method: str
+    """``"forward mode"``, or finite differences and why."""
+
+    def largest(self, count: int = 3) -> tuple[LieDerivative, ...]:
+        """The layers with the largest shares, or without shares with the largest own errors."""
+        known = [entry for entry in self.layers if entry.own is not None]
+        order = sorted(known, key=lambda e: e.own if e.share is None else e.share, reverse=True)  # type: ignore[arg-type,return-value]
+        return tuple(order[:count])
+
+
+@dataclass(frozen=True)
+class Source(_Result):
+    """What one kind of step, or one step, adds to the error of the output."""
+
+    name: str
+    share: float
+    """Of the squared error; all of them sum to 1, and errors that cancel others are negative."""
+    alone: float | None = None
+    """The error that would remain if nothing else erred; None where the share is next to nothing."""
+    layers: tuple[str, ...] = ()
+    """The steps with the largest shares, largest first."""
+
+
+@dataclass(frozen=True)
+class ErrorSplit(_Result):
+    """The table of :func:`split_error`."""
+
+    degrees: float
+    kind: str
+    """How the output turns."""
+    error: float
+    """‖f(πx) − πf(x)‖ / ‖πf(x)‖ of the output."""
+    sources: tuple[Source, ...]
+    """By kind of step, largest share first."""
+    layers: tuple[Source, ...]
+    """By step, in the order in which they run."""
+    unexplained: float
+    """What the shares lack to a sum of 1: the integral over them is taken at a few points."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the error is that of rounding, so that there is nothing to share out."""
+        return self.error <= 1e-5
