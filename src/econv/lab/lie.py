@@ -76,9 +76,7 @@ def lie_derivatives(
     ([True, False, False], 'forward mode')
     """
     if transformation not in TRANSFORMATIONS:
-        raise ValueError(
-            f"expected a transformation of {TRANSFORMATIONS}; got {transformation!r}"
-        )
+        raise ValueError(f"expected a transformation of {TRANSFORMATIONS}; got {transformation!r}")
     check_images(images)
 
     def moving(x: Tensor, field_type: FieldType, spacing: float) -> Tensor:
@@ -97,10 +95,10 @@ def lie_derivatives(
             own, _ = _tangents(model, run, images, start, steps, speeds)
             totals, end = _tangents(model, run, images, start, steps, None)
             method = "forward mode"
-        except StepError as error:
+        except StepError as stopped:
             own, _ = _differences(model, run, images, start, steps, speeds)
             totals, end = _differences(model, run, images, start, steps, None)
-            method = f"finite differences, because forward mode stops at {error}"
+            method = f"finite differences, because forward mode stops at {stopped}"
         lies = _minus(own, speeds)
         whole = _minus(totals, speeds)
         error = end - goal
@@ -253,9 +251,7 @@ def _shares(
 
 
 def _minus(one: list[Tensor | None], other: list[Tensor | None]) -> list[Tensor | None]:
-    return [
-        None if a is None or b is None else a - b for a, b in zip(one, other, strict=True)
-    ]
+    return [None if a is None or b is None else a - b for a, b in zip(one, other, strict=True)]
 
 
 def _relative(lie: Tensor | None, value: Tensor, margin: float) -> float | None:

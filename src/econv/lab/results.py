@@ -257,7 +257,7 @@ class Source(_Result):
     share: float
     """Of the squared error; all of them sum to 1, and errors that cancel others are negative."""
     alone: float | None = None
-    """The error that would remain if nothing else erred; None where the share is next to nothing."""
+    """The error that would remain if nothing else erred; None where the share is tiny."""
     layers: tuple[str, ...] = ()
     """The steps with the largest shares, largest first."""
 
@@ -282,3 +282,109 @@ class ErrorSplit(_Result):
     def exact(self) -> bool:
         """Whether the error is that of rounding, so that there is nothing to share out."""
         return self.error <= 1e-5
+
+
+@dataclass(frozen=True)
+class Suggestion(_Result):
+    """A change that was made in a copy of the network, and what it did to the error."""
+
+    change: str
+    """What to do, such as ``"SiLU in place of these 6 ReLUs"``."""
+    layers: tuple[str, ...]
+    """Where."""
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        return f"{self.change}: {_short(self.before)} → {_short(self.after)}"
+
+
+@dataclass(frozen=True)
+class Advice(_Result):
+    """What :func:`advice` tried and found."""
+
+    degrees: float
+    error: float
+    """Of the output, before any change."""
+    statistics: str
+    """Whether those of norms were ``"estimated"`` anew for every network, or ``"held"``."""
+    suggestions: tuple[Suggestion, ...]
+    """The changes that helped, best first."""
+    together: Suggestion | None
+    """The best of each kind at once, where that is better than the best alone."""
+    tried: tuple[str, ...]
+    """Every change that was made, those that did not help included."""
+
+
+@dataclass(frozen=True)
+class Misfit(_Result):
+    """A layer whose samples lie off the centre of what it reads."""
+
+    name: str
+    reads: int
+    """Pixels along the side of its input."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Sizes(_Result):
+    """What :func:`sizes` found."""
+
+    size: int
+    """The side of the images that were given."""
+    exact: bool | None
+    """Whether sampling commutes with quarter turns at that size; None if the model does not run."""
+    misfits: tuple[Misfit, ...]
+    """At that size, the layers to blame."""
+    fitting: tuple[int, ...]
+    """All sizes among those that were tried where it does."""
+    tried: tuple[int, int]
+    """The smallest and the largest of these on which the model runs."""
+    below: int | None
+    """The nearest smaller size that fits."""
+    above: int | None
+    """The nearest larger size that fits."""
+
+    @property
+    def pattern(self) -> str:
+        """The sizes that fit in words, where they repeat.
+
+        >>> Sizes(32, False, (), (31, 33, 35, 37), (31, 38), 31, 33).pattern
+        'odd sizes'
+        """
+        low, high = self.tried
+        every = set(range(low, high + 1))
+        if set(self.fitting) == every:
+            return "every size"
+        for period in (2, 4, 8, 16, 32):
+            if 2 * period > len(every):
+                break
+            rests = sorted({n % period for n in self.fitting})
+            if {n for n in every if n % period in rests} == set(self.fitting) and rests:
+                if period == 2:
+                    return "odd sizes" if rests == [1] else "even sizes"
+                ends = [f"{period}k" + (f"+{rest}" if rest else "") for rest in rests]
+                return "sizes " + ", ".join(ends)
+        return ", ".join(str(n) for n in self.fitting) or "none of these"
+
+
+def size_verdict(sizes: Sizes) -> str:
+    """A sentence or two on which sizes fit, and which layer is to blame."""
+    low, high = sizes.tried
+    if sizes.exact is None:
+        here = f"The model does not run on {sizes.size}×{sizes.size} pixels."
+    elif sizes.exact:
+        here = f"Sampling fits {sizes.size}×{sizes.size} pixels: quarter turns move no sample."
+    else:
+        blamed = "; ".join(f"{m.name} reads {m.reads} pixels: {m.why}" for m in sizes.misfits)
+        here = f"Sampling does not fit {sizes.size}×{sizes.size} pixels: {blamed}."
+    near = [str(n) for n in (sizes.below, sizes.above) if n is not None]
+    nearest = f" The nearest that fit: {' and '.join(near)}." if near and not sizes.exact else ""
+    return f"{here}{nearest} From {low} to {high} pixels it fits {sizes.pattern}."
+
+
+def _short(error: float) -> str:
+    """As errors are spoken of: .083."""
+    if not 1e-4 <= error < 1:
+        return f"{error:.2g}"
+    return f"{error:.2g}".removeprefix("0")

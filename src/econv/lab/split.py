@@ -31,7 +31,7 @@ from econv.lab.steps import (
 from econv.layers import PDOConv2d
 from econv.testing import _undisturbed
 
-_POINTS = 4  # of the integral
+_POINTS = 3  # of the integral
 _EXACT = 1e-4  # what a step errs by at a quarter turn more than this, it does not turn
 _BLUR = 2  # pixels at the border that the spline of a turned map is disturbed in
 
@@ -57,7 +57,8 @@ def split_error(
 
     - ``"input"``: what turning the image itself loses, which is no fault of the network: from
       turning it there and back (an estimate);
-    - ``"borders"``: near them filters see zeros instead of the scene, and corners turn out of sight;
+    - ``"borders"``: filters see zeros beyond them instead of the scene, and corners turn out of
+      sight, which pooling over all pixels counts as well;
     - ``"stencils"``: convolutions; ``"orientations"``: the same at an angle between those of their
       group, which no stencil can repair;
     - ``"activations"``, ``"norms"``, ``"orientation pooling"``;
@@ -107,7 +108,15 @@ def output_error(
     check_images(images)
     with _undisturbed(model, images.device) as run:
         steps = trace_steps(model, run, images, input_kind=input_kind, output_kind=output_kind)
-        expected = turn(steps.output, steps.output_type, degrees)
+    return error_of(model, images, steps, degrees, margin)
+
+
+def error_of(
+    model: nn.Module, images: Tensor, steps: Steps, degrees: float, margin: float
+) -> float:
+    """The same, of a network whose input and output turn as those of these steps."""
+    with _undisturbed(model, images.device) as run:
+        expected = turn(run(images), steps.output_type, degrees)
         result = run(turn(images, steps.input_type, degrees))
         return _relative(result - expected, expected, _mask(expected, margin))
 
@@ -178,15 +187,15 @@ class _Split:
         shares = self._shares(parts)
         rest = float((self._masked(self.last) * self.error).sum()) / self.size
         names = ["input", *(part for part in _ORDER if any(part in of for of in parts))]
-        sources = []
+        sources: list[Source] = []
         for name in names:
             share = shares[-1].get(name, 0.0) if name == "input" else 0.0
             of_steps = [(shares[i].get(name, 0.0), i) for i in range(len(parts))]
             share += sum(value for value, _ in of_steps)
             largest = sorted((v, i) for v, i in of_steps if v > 0.01)[::-1][:3]
-            layers = tuple(self.steps.steps[i].label for _, i in largest)
+            mostly = tuple(self.steps.steps[i].label for _, i in largest)
             alone = self._alone(parts, name) if abs(share) > 0.001 else None
-            sources.append(Source(name, share, alone, layers))
+            sources.append(Source(name, share, alone, mostly))
         if abs(rest) > 1e-6:
             sources.append(Source("functions after the last layer", rest))
         layers = tuple(
@@ -228,7 +237,7 @@ class _Split:
         return step.source
 
     def _shares(self, parts: list[dict[str, Tensor]]) -> list[dict[str, float]]:
-        """The integral of what each part adds to the output along its error; the input comes last."""
+        """The integral of what each part adds to the output's error; the input comes last."""
         shares: list[dict[str, float]] = [{} for _ in range(len(parts) + 1)]
         nodes, weights = np.polynomial.legendre.leggauss(_POINTS)
         for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
@@ -321,8 +330,8 @@ def _has_quarter_turns(steps: Steps) -> bool:
 
 def _loses_pixels(step: Step) -> bool:
     """Whether a failure at quarter turns may be that of the sampling alone."""
-    ordinary = isinstance(step.module, nn.Conv2d | nn.ConvTranspose2d)
-    filters = ordinary and max(step.module.kernel_size) > 1  # type: ignore[union-attr,type-var]
+    module = step.module
+    filters = isinstance(module, nn.Conv2d | nn.ConvTranspose2d) and max(module.kernel_size) > 1
     return step.source == "sampling" and not filters
 
 

@@ -199,9 +199,7 @@ def _group_of(model: nn.Module) -> Group | None:
     return None
 
 
-def _watched(
-    model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, watch: _Hooks
-) -> Tensor:
+def _watched(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, watch: _Hooks) -> Tensor:
     handles = []
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(watch.enter))
