@@ -643,7 +643,7 @@ class _Why:
         group: Group | None,
         passes: _Passes,
     ) -> None:
-        self.image = lab.windowed(images[:1])
+        self.image, self.made_up = lab.windowed(images[:1]), args.images is None
         whole = Group("p8") if group is None else group
         off_grid = [e for e in range(whole.rotations) if e not in whole.grid_symmetries]
         self.degrees = 360 * off_grid[0] / whole.rotations if off_grid else 45.0
@@ -674,7 +674,10 @@ class _Why:
         self.split = lab.split_error(model, self.image, self.degrees)
 
     def _advice(self, model: nn.Module) -> None:
-        self.advice = lab.advice(model, self.image, self.degrees)
+        # Without images of the user's, large networks are for a first look, which is quick.
+        large = self.made_up and self.image.shape[-1] > _SIZE
+        kinds = lab.KINDS_OF_ADVICE[:3] if large else lab.KINDS_OF_ADVICE
+        self.advice = lab.advice(model, self.image, self.degrees, kinds=kinds)
 
     def _sizes(self, model: nn.Module) -> None:
         self.sizes = lab.sizes(model, self.image)
@@ -729,7 +732,7 @@ def _print_split(split: lab.ErrorSplit) -> None:
     if split.exact:
         print("  Nothing to explain: exact to rounding.")
     for source in split.sources:
-        if source.alone is None and abs(source.share) < 0.001:
+        if source.alone is None and abs(source.share) < 0.005:
             continue
         alone = _figure(source.alone)
         print(
@@ -751,7 +754,10 @@ def _print_advice(advice: lab.Advice) -> None:
     if advice.together is not None:
         print(f"  all of this: {advice.together}")
     if not advice.suggestions:
-        print(f"  Nothing of {len(advice.tried)} changes that were tried.")
+        print("  None of what was tried lowers it by a tenth.")
+    others = [text for text in advice.tried if text not in {s.change for s in advice.suggestions}]
+    if others:
+        print(f"  Tried without such an effect: {'; '.join(others)}.")
 
 
 def _print_table(table: lab.LayerErrors) -> None:

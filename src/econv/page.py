@@ -591,7 +591,7 @@ def _split(split: ErrorSplit) -> str:
         f'<tr><th scope="row">{html.escape(source.name)}</th><td>{100 * source.share:.1f} %</td>'
         f"<td>{_figure(source.alone)}</td><td>{html.escape(', '.join(source.layers))}</td></tr>"
         for source in split.sources
-        if source.alone is not None or abs(source.share) >= 0.001
+        if source.alone is not None or abs(source.share) >= 0.005
     )
     return (
         f"<h3>{title}</h3><p>It is off by {_figure(split.error)}. Shares are of its square; errors "

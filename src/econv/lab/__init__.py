@@ -4,7 +4,7 @@ Functions that return numbers, as frozen results with ``to_dict``. They know mod
 checkers of `testing`; they draw nothing and write no files.
 """
 
-from econv.lab.advise import advice
+from econv.lab.advise import KINDS_OF_ADVICE, advice
 from econv.lab.images import load_images, windowed
 from econv.lab.kinds import element_name, find_group
 from econv.lab.lie import lie_derivatives
@@ -41,6 +41,7 @@ from econv.lab.twins import plain_twin
 from econv.layers.normalisation import calibrate
 
 __all__ = [
+    "KINDS_OF_ADVICE",
     "Advice",
     "AngleCurve",
     "Blame",

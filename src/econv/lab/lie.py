@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
+import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from econv.checking import FieldType
 from econv.lab.measure import MARGIN, _too_small, disc_mask
@@ -70,10 +67,10 @@ def lie_derivatives(
     says so.
 
     >>> from econv.testing import smooth_field
-    >>> network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 1))
-    >>> found = lie_derivatives(network.double(), smooth_field(33))
+    >>> network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 1)).double()
+    >>> found = lie_derivatives(network, smooth_field(33))
     >>> [layer.own > 1e-3 for layer in found.layers], found.method
-    ([True, False, False], 'forward mode')
+    ([True, False], 'forward mode')
     """
     if transformation not in TRANSFORMATIONS:
         raise ValueError(f"expected a transformation of {TRANSFORMATIONS}; got {transformation!r}")
@@ -154,34 +151,22 @@ def _tangents(
             primal, tangent = forward_ad.unpack_dual(output)
             found[place] = torch.zeros_like(primal) if tangent is None else tangent.clone()
             speed = None if speeds is None else speeds[place]
-            return None if speed is None else forward_ad.make_dual(primal.clone(), speed.clone())
+            return None if speed is None else _dual(primal, speed)
 
-        with _PlainNorms():
-            output = replay(model, run, forward_ad.make_dual(x.clone(), start), steps, visit)
+        output = replay(model, run, _dual(x, start), steps, visit)
         primal, tangent = forward_ad.unpack_dual(output)
         return found, torch.zeros_like(primal) if tangent is None else tangent.clone()
 
 
-class _PlainNorms(TorchFunctionMode):
-    """Batch norm with fixed statistics as a product and a sum.
+def _dual(x: Tensor, tangent: Tensor) -> Tensor:
+    """A copy of ``x`` that moves.
 
-    The forward mode of torch's own is a decomposition, for which it imports its compiler: seconds.
+    Not by `forward_ad.make_dual`, which first imports torch's compiler, seconds, for what the
+    derivatives of a few losses need. What has no forward mode without it has finite differences.
     """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not functional.batch_norm:
-            return func(*args, **(kwargs or {}))
-        given = inspect.signature(functional.batch_norm).bind(*args, **(kwargs or {}))
-        given.apply_defaults()
-        x, mean, variance, weight, bias, training, _, eps = given.args
-        if training or mean is None or variance is None:
-            return func(*args, **(kwargs or {}))
-        scale = (variance + eps).rsqrt() * (1.0 if weight is None else weight)
-        shift = (0.0 if bias is None else bias) - mean * scale
-        shape = (1, -1, *[1] * (x.ndim - 2))
-        return x * scale.reshape(shape) + shift.reshape(shape)
+    level = forward_ad._current_level
+    result: Tensor = torch._VF._make_dual(x.clone(), tangent.clone(), level=level)
+    return result
 
 
 def _differences(
@@ -226,7 +211,7 @@ def _shares(
     """What each step adds to the output's Lie derivative, along that and over its square."""
     along = error.double() if mask is None else error.double() * mask
     size = float(along.square().sum())
-    if size == 0.0:
+    if not (size > 0 and math.isfinite(size)):
         return None
     shares: list[float | None] = [None] * len(steps.steps)
 

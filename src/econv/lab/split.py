@@ -31,6 +31,7 @@ from econv.lab.steps import (
 from econv.layers import PDOConv2d
 from econv.testing import _undisturbed
 
+EXACT = 1e-5  # what is less is rounding
 _POINTS = 3  # of the integral
 _EXACT = 1e-4  # what a step errs by at a quarter turn more than this, it does not turn
 _BLUR = 2  # pixels at the border that the spline of a turned map is disturbed in
@@ -118,7 +119,7 @@ def error_of(
     with _undisturbed(model, images.device) as run:
         expected = turn(run(images), steps.output_type, degrees)
         result = run(turn(images, steps.input_type, degrees))
-        return _relative(result - expected, expected, _mask(expected, margin))
+        return _relative(result - expected, expected, _mask(expected, margin, degrees))
 
 
 class _Split:
@@ -141,7 +142,7 @@ class _Split:
         self.blur = (again - turned) / 2
         self.input = turned - self.blur
         self.expected = turn(steps.output, steps.output_type, degrees)
-        self.mask = _mask(self.expected, margin)
+        self.mask = _mask(self.expected, margin, degrees)
         self.error = self._masked(run(turned) - self.expected)
         self.size = float(self.error.square().sum())
         self.differences: list[Tensor | None] = [None] * count
@@ -181,7 +182,7 @@ class _Split:
     def result(self) -> ErrorSplit:
         relative = _relative(self.error, self._masked(self.expected), None)
         kind = self.steps.output_type.kind
-        if relative <= 1e-5 or not math.isfinite(relative):
+        if relative <= EXACT:
             return ErrorSplit(self.degrees, kind, relative, (), (), 0.0)
         parts = self._parts()
         shares = self._shares(parts)
@@ -194,7 +195,7 @@ class _Split:
             share += sum(value for value, _ in of_steps)
             largest = sorted((v, i) for v, i in of_steps if v > 0.01)[::-1][:3]
             mostly = tuple(self.steps.steps[i].label for _, i in largest)
-            alone = self._alone(parts, name) if abs(share) > 0.001 else None
+            alone = self._alone(parts, name) if abs(share) >= 0.005 else None
             sources.append(Source(name, share, alone, mostly))
         if abs(rest) > 1e-6:
             sources.append(Source("functions after the last layer", rest))
@@ -335,9 +336,14 @@ def _loses_pixels(step: Step) -> bool:
     return step.source == "sampling" and not filters
 
 
-def _mask(x: Tensor, margin: float) -> Tensor | None:
-    if has_pixels(x) and _too_small(x, margin):
+def _mask(x: Tensor, margin: float, degrees: float) -> Tensor | None:
+    if degrees % 90 == 0:  # the whole map is mapped onto itself
         return None
+    if has_pixels(x) and _too_small(x, margin):
+        raise ValueError(
+            f"expected an output with pixels enough to turn by {degrees:g}°; got "
+            f"{x.shape[-2]}×{x.shape[-1]}"
+        )
     return disc_mask(x, margin)
 
 
@@ -345,6 +351,6 @@ def _relative(error: Tensor, expected: Tensor, mask: Tensor | None) -> float:
     if mask is not None:
         error, expected = error.double() * mask, expected.double() * mask
     norm, size = float(error.double().norm()), float(expected.double().norm())
-    if size == 0.0:
-        return 0.0 if norm == 0.0 else math.inf
+    if not (size > 0 and math.isfinite(norm)):
+        raise ValueError("expected an output that is finite and not zero")
     return norm / size
