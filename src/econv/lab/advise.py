@@ -130,9 +130,7 @@ def advice(
         for change in changes:
             seen, network = change.images(seen), change.apply(network)
         if statistics == "estimated" and any(isinstance(m, _BatchNorm) for m in network.modules()):
-            training = network.training
-            calibrate(network, seen)
-            network.train(training)
+            calibrate(network, seen).train(model.training)
         return error_of(network, seen, steps, degrees, margin)
 
     before = measured(())
@@ -207,6 +205,7 @@ class _Swapped(nn.Module):
         for end in ("input_kind", "output_kind", "group"):
             if hasattr(network, end):
                 setattr(self, end, getattr(network, end))
+        self.train(network.training)
 
     def forward(self, x: Tensor) -> Tensor:
         with _Instead(self.name, self.instead):

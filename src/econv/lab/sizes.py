@@ -69,9 +69,7 @@ def sizes(model: nn.Module, images: Tensor, tried: Iterable[int] | None = None) 
         if not wanted or min(wanted) < 1:
             raise ValueError(f"expected sizes of at least 1 pixel; got {wanted}")
     fits(size)
-    for n in sorted(wanted, reverse=True):  # of those that are too small one is enough
-        if tried is None and n < size and known.get(n + 1, ()) is None:
-            known[n] = None
+    for n in wanted:
         fits(n)
     below = next((n for n in sorted(known, reverse=True) if n < size and fits(n)), None)
     above = next((n for n in sorted(known) if n > size and fits(n)), None)
@@ -114,7 +112,9 @@ def _misfits(model: nn.Module, x: Tensor) -> list[Misfit]:
 
 
 class _Geometry(_Hooks):
-    """Where the samples of every step lie."""
+    """Where the samples of every step lie; of the user's modules, of the functions they call."""
+
+    functions = _Hooks.functions | {"conv2d", "pad"}
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -126,6 +126,11 @@ class _Geometry(_Hooks):
     ) -> Any:
         self.given = (func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
+
+    def is_step(self, module: nn.Module) -> bool:
+        """Whether a module is looked at as a whole."""
+        known = type(module).__module__.startswith(("torch.nn.", "econv.layers."))
+        return known and super().is_step(module)
 
     def ended(
         self, name: str, kind: str, module: nn.Module | None, inputs: Any, output: Tensor
@@ -185,6 +190,17 @@ def _of_function(
         dilation = dilation if not isinstance(dilation, bool) else 1
         size, padding = given["kernel_size"], given.get("padding", 0)
         return _windows(read, output, size, stride, padding, dilation)
+    if name == "conv2d":
+        names = ("weight", "bias", "stride", "padding", "dilation")
+        given = dict(zip(names, args[1:], strict=False)) | kwargs
+        size, padding = tuple(given["weight"].shape[2:]), given.get("padding", 0)
+        padding = 0 if isinstance(padding, str) else padding
+        stride = given.get("stride", 1)
+        return _windows(read, output, size, stride, padding, given.get("dilation", 1))
+    if name == "pad":
+        padding = [*(args[1] if len(args) > 1 else kwargs["pad"]), 0, 0, 0, 0][:4]
+        even = padding[0] == padding[1] and padding[2] == padding[3]
+        return None if even else f"padding={tuple(padding)} is not symmetric"
     if name == "interpolate":
         return _resized(str(kwargs.get("mode", "nearest")), read, output)
     if name == "slice":
@@ -217,12 +233,13 @@ def _windows(
 
 
 def _resized(mode: str, read: Tensor, output: Tensor) -> str | None:
-    for before, after in zip(read.shape[2:], output.shape[2:], strict=True):
-        whole = after % before == 0
-        if mode == "nearest" and not whole:
-            return f"mode='nearest' from {before} to {after} pixels takes the pixels to one side"
-        if mode == "nearest-exact" and not whole and (before // after) % 2 == 0:
-            return f"mode='nearest-exact' from {before} to {after} pixels lies between two pixels"
+    offset = {"nearest": 0, "nearest-exact": 1}.get(mode)
+    if offset is None:  # weighs neighbours by their distance
+        return None
+    for n, m in zip(read.shape[2:], output.shape[2:], strict=True):
+        taken = [(2 * j + offset) * n // (2 * m) for j in range(m)]
+        if any(a + b != n - 1 for a, b in zip(taken, reversed(taken), strict=True)):
+            return f"mode={mode!r} from {n} to {m} pixels takes pixels {taken[0]} to {taken[-1]}"
     return None
 
 

@@ -215,6 +215,8 @@ def _watched(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, watch
 class _Hooks(Follow):
     """Knows which modules are running, and sees the steps end."""
 
+    functions = ACTIVATING | _POOLING
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.running: list[nn.Module] = []
@@ -228,9 +230,14 @@ class _Hooks(Follow):
     ) -> Tensor | None:
         raise NotImplementedError
 
+    def is_step(self, module: nn.Module) -> bool:
+        """Whether a module is looked at as a whole."""
+        leaf = next(module.children(), None) is None
+        return leaf or type(module).__module__.startswith("econv.layers")
+
     def enter(self, module: nn.Module, inputs: Any) -> None:
         self.running.append(module)
-        if self.inside is None and _is_step(module):
+        if self.inside is None and self.is_step(module):
             self.inside = module
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -258,7 +265,7 @@ class _Hooks(Follow):
         read = next((a for a in args if isinstance(a, Tensor)), None)
         slices = name == "getitem" and read is not None and _fewer_pixels(read, result)
         pools = name in _REDUCING and read is not None and _without_pixels(read, result)
-        if read is None or not (slices or pools or name in ACTIVATING or name in _POOLING):
+        if read is None or not (slices or pools or name in self.functions):
             return result
         if not result.is_floating_point() or result.ndim < 2:
             return result
@@ -358,11 +365,6 @@ class _Again(_Hooks):
                 f"of the input {tuple(step.value.shape)}: expected the same"
             )
         return self.visit(place, output)
-
-
-def _is_step(module: nn.Module) -> bool:
-    leaf = next(module.children(), None) is None
-    return leaf or type(module).__module__.startswith("econv.layers")
 
 
 def function_name(func: Any) -> str:
