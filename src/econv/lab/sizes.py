@@ -191,8 +191,8 @@ def _of_function(
         size, padding = given["kernel_size"], given.get("padding", 0)
         return _windows(read, output, size, stride, padding, dilation)
     if name == "conv2d":
-        names = ("weight", "bias", "stride", "padding", "dilation")
-        given = dict(zip(names, args[1:], strict=False)) | kwargs
+        of_conv = ("weight", "bias", "stride", "padding", "dilation")
+        given = dict(zip(of_conv, args[1:], strict=False)) | kwargs
         size, padding = tuple(given["weight"].shape[2:]), given.get("padding", 0)
         padding = 0 if isinstance(padding, str) else padding
         stride = given.get("stride", 1)
