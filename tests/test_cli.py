@@ -277,7 +277,7 @@ def test_a_process_without_utf8_still_prints(tmp_path, arguments, printed, code)
 
 def test_the_first_look_says_why_and_what_would_help(capsys, tmp_path):
     path = tmp_path / "numbers.json"
-    out = run(capsys, "--size", 33, "--count", 1, "--json", path, why=True)
+    out = run(capsys, "--count", 1, "--json", path, why=True)
     numbers = json.loads(path.read_text(encoding="utf-8"))
     rotation, translation, scale = numbers["lie"]
     assert [rotation["transformation"], translation["transformation"]] == [
@@ -285,10 +285,13 @@ def test_the_first_look_says_why_and_what_would_help(capsys, tmp_path):
         "translation",
     ]
     relu = rotation["layers"][2]
-    row = next(line for line in out.splitlines() if re.match(r"2 ReLU +\S+ +\S+ +\S+ +\S+ ", line))
-    assert float(row.split()[2]) == pytest.approx(relu["own"], rel=0.05)
-    assert float(row.split()[6]) == pytest.approx(scale["layers"][2]["own"], rel=0.05)
-    assert float(row.split()[8]) == pytest.approx(100 * relu["share"], abs=0.06)
+    lines = out[out.index("Lie derivatives") :].splitlines()
+    row = next(line for line in lines if line.startswith("2 ReLU")).split()
+    assert float(row[2]) == pytest.approx(relu["own"], rel=0.05)
+    assert float(row[3]) == pytest.approx(relu["total"], rel=0.05)
+    assert float(row[4]) == pytest.approx(100 * relu["share"], abs=0.06)
+    assert float(row[6]) == pytest.approx(translation["layers"][2]["own"], rel=0.05)
+    assert float(row[7]) == pytest.approx(scale["layers"][2]["own"], rel=0.05)
     share = float(re.search(r"^  activations +(-?[\d.]+) %", out, re.MULTILINE)[1])
     found = {entry["name"]: entry["share"] for entry in numbers["split"]["sources"]}
     assert share == pytest.approx(100 * found["activations"], abs=0.06)
@@ -297,7 +300,7 @@ def test_the_first_look_says_why_and_what_would_help(capsys, tmp_path):
         assert f"  {suggestion['change']}: " in out
         assert suggestion["after"] <= 0.9 * suggestion["before"]
     assert numbers["advice"]["suggestions"]
-    assert "Sampling fits 33×33 pixels" in out
+    assert "Sampling fits 65×65 pixels" in out
     assert numbers["sizes"]["exact"] is True
 
 

@@ -665,7 +665,7 @@ class _Why:
     def _lie(self, model: nn.Module) -> None:
         rotation = lab.lie_derivatives(model, self.image, "rotation")
         others = (
-            lab.lie_derivatives(model, self.image, name, shares=False)
+            lab.lie_derivatives(model, self.image, name, shares=False, totals=False)
             for name in ("translation", "scale")
         )
         self.lie = (rotation, *others)
@@ -676,7 +676,7 @@ class _Why:
     def _advice(self, model: nn.Module) -> None:
         # Without images of the user's, large networks are for a first look, which is quick.
         large = self.made_up and self.image.shape[-1] > _SIZE
-        kinds = lab.KINDS_OF_ADVICE[:3] if large else lab.KINDS_OF_ADVICE
+        kinds = ("activations", "strides") if large else lab.KINDS_OF_ADVICE
         self.advice = lab.advice(model, self.image, self.degrees, kinds=kinds)
 
     def _sizes(self, model: nn.Module) -> None:
@@ -705,19 +705,22 @@ class _Why:
 def _print_lie(tables: Sequence[lab.LieDerivatives]) -> None:
     print(
         "\nLie derivatives: what a layer does wrong when the image begins to move, over its map\n"
-        "(per radian, per pixel, per factor e; own: this layer alone; all: the network up to here)"
+        "(per radian, pixel and factor e; all: the network up to here; share: of the output's)"
     )
     rotation = tables[0]
     first = max(len(f"{e.name} {e.type}") for e in rotation.layers) + 2 if rotation.layers else 8
-    heads = [f"{table.transformation:>20}" for table in tables]
-    print(" " * first + "".join(heads) + f"{'share of':>12}")
-    print(" " * first + f"{'own':>10}{'all':>10}" * len(tables) + f"{'rotation':>12}")
+    others = [table.transformation for table in tables[1:]]
+    heads = [rotation.transformation, "all", "share", *others]
+    print(" " * first + "".join(f"{head:>13}" for head in heads))
     for rows in zip(*(table.layers for table in tables), strict=True):
-        cells = "".join(f"{_figure(row.own):>10}{_figure(row.total):>10}" for row in rows)
         share = "–" if rows[0].share is None else f"{100 * rows[0].share:.1f} %"
-        print(f"{rows[0].name + ' ' + rows[0].type:<{first}}{cells}{share:>12}")
-    cells = "".join(f"{'':>10}{_figure(table.output):>10}" for table in tables)
-    print(f"{'output':<{first}}{cells}")
+        cells = [_figure(rows[0].own), _figure(rows[0].total), share]
+        cells += [_figure(row.own) for row in rows[1:]]
+        print(
+            f"{rows[0].name + ' ' + rows[0].type:<{first}}"
+            + "".join(f"{cell:>13}" for cell in cells)
+        )
+    print(f"{'output':<{first}}{'':>13}{_figure(rotation.output):>13}")
     for table in tables:
         if table.method != "forward mode":
             print(f"{table.transformation.capitalize()} by {table.method}.")

@@ -275,6 +275,18 @@ def test_functions_are_steps_as_modules_are():
         assert one.own == pytest.approx(other.own, rel=1e-9)
 
 
+def test_modules_of_others_may_say_how_they_turn():
+    ours = LiftConv2d(1, 2, "p8").double()
+    foreign = nn.Conv2d(1, 16, 5, padding=2, bias=False).double()
+    with torch.no_grad():
+        foreign.weight.copy_(ours.filters())
+    x = field()
+    silent = own(foreign, x)  # its maps are taken for images
+    foreign.group, foreign.output_kind = "p8", "regular"
+    assert own(foreign, x) == pytest.approx(own(ours, x), rel=1e-6)
+    assert own(ours, x) < 0.1 * silent
+
+
 class _Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -450,6 +462,11 @@ def test_what_cannot_be_split_is_said():
         lab.lie_derivatives(model, x[0])
     with pytest.raises(ValueError, match="a transformation of"):
         lab.lie_derivatives(model, x, "shear")
+    with pytest.raises(ValueError, match="shares are of the total"):
+        lab.lie_derivatives(model, x, totals=False)
+    own = lab.lie_derivatives(model, x, shares=False, totals=False)
+    assert own.layers[0].own == lab.lie_derivatives(model, x).layers[0].own
+    assert (own.output, own.layers[0].total) == (None, None)
     with pytest.raises(ValueError, match="finite and not zero"):
         lab.split_error(model, torch.full_like(x, math.nan))
     with pytest.raises(ValueError, match="pixels enough to turn by 45°; got 2×2"):

@@ -34,6 +34,7 @@ def lie_derivatives(
     direction: tuple[float, float] = (1.0, 0.0),
     margin: float = MARGIN,
     shares: bool = True,
+    totals: bool = True,
     input_kind: str | None = None,
     output_kind: str | None = None,
 ) -> LieDerivatives:
@@ -60,6 +61,8 @@ def lie_derivatives(
             border.
         shares: whether to find what each layer adds to the Lie derivative of the output, which
             takes a backward pass.
+        totals: whether to find that of the network up to every layer and of its output, which
+            shares need.
         input_kind: how the input turns; by default what the layers say, else as images.
         output_kind: how the output turns; by default what follows from the layers.
 
@@ -75,6 +78,8 @@ def lie_derivatives(
     if transformation not in TRANSFORMATIONS:
         raise ValueError(f"expected a transformation of {TRANSFORMATIONS}; got {transformation!r}")
     check_images(images)
+    if shares and not totals:
+        raise ValueError("expected shares=False with totals=False: shares are of the total")
 
     def moving(x: Tensor, field_type: FieldType, spacing: float) -> Tensor:
         return velocity(x, field_type, transformation, direction, spacing)
@@ -88,19 +93,21 @@ def lie_derivatives(
             for s in steps.steps
         ]
         goal = moving(steps.output, steps.output_type, last)
+        measure, method = _tangents, "forward mode"
         try:
-            own, _ = _tangents(model, run, images, start, steps, speeds)
-            totals, end = _tangents(model, run, images, start, steps, None)
-            method = "forward mode"
+            own, _ = measure(model, run, images, start, steps, speeds)
         except StepError as stopped:
-            own, _ = _differences(model, run, images, start, steps, speeds)
-            totals, end = _differences(model, run, images, start, steps, None)
+            measure = _differences
             method = f"finite differences, because forward mode stops at {stopped}"
+            own, _ = measure(model, run, images, start, steps, speeds)
         lies = _minus(own, speeds)
-        whole = _minus(totals, speeds)
-        error = end - goal
-        mask = disc_mask(error, margin)
-        added = _shares(model, images, steps, lies, error, mask) if shares else None
+        whole: list[Tensor | None] = [None] * len(lies)
+        error, added = None, None
+        if totals:
+            moved, end = measure(model, run, images, start, steps, None)
+            whole, error = _minus(moved, speeds), end - goal
+        if shares and error is not None:
+            added = _shares(model, images, steps, lies, error, disc_mask(error, margin))
     layers = []
     for place, step in enumerate(steps.steps):
         if step.field_type is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from econv.checking import FieldType
 from econv.groups import FloatArray, Group
-from econv.testing import _mirrored, _quintic, _spline_filter, rotate
+from econv.testing import _mirrored, _spline_filter, rotate
 
 TRANSFORMATIONS = ("rotation", "translation", "scale")
 
@@ -110,7 +110,6 @@ def _spline_slope(size: int) -> FloatArray:
     # B₅'(2) = −1/24, odd.
     for offset, slope in ((-2, -1 / 24), (-1, -10 / 24), (1, 10 / 24), (2, 1 / 24)):
         np.add.at(slopes, (pixels, _mirrored(pixels + offset, size)), slope)
-    assert _quintic(np.array(2.0)) > 0
     return slopes @ _spline_filter(size)
 
 
@@ -131,20 +130,17 @@ def _shift(count: int, steps: float) -> FloatArray:
     if abs(steps - round(steps)) < 1e-12:  # without rounding
         return np.roll(np.eye(count), round(steps), axis=0)
     distance = np.subtract.outer(np.arange(count), np.arange(count)) - steps
-    return _series(count, distance, np.cos)
+    return (1 + sum(w * np.cos(m * phase) for w, m, phase in _waves(count, distance))) / count
 
 
 def _slope(count: int) -> FloatArray:
     """The derivative of that in the angle, where it begins."""
-    distance = np.subtract.outer(np.arange(count), np.arange(count)).astype(np.float64)
-    return _series(count, distance, lambda phase: np.sin(phase), slope=True)
+    distance = np.subtract.outer(np.arange(count), np.arange(count))
+    return sum(w * m * np.sin(m * phase) for w, m, phase in _waves(count, distance)) / count
 
 
-def _series(count: int, distance: FloatArray, wave: object, slope: bool = False) -> FloatArray:
-    total = np.zeros_like(distance)
-    for m in range(1, count // 2 + 1):
-        weight = 1.0 if 2 * m == count else 2.0
-        phase = 2 * np.pi * m * distance / count
-        # Of the highest frequency of an even count the samples know the cosine only.
-        total += weight * (m * np.sin(phase) if slope else np.cos(phase))
-    return total / count if slope else (total + 1) / count
+def _waves(count: int, distance: FloatArray) -> list[tuple[float, int, FloatArray]]:
+    """Weight, frequency and phase of all waves that so many samples hold, but for the constant."""
+    phase = 2 * np.pi * distance / count
+    # Of the highest frequency of an even count the samples know the cosine only.
+    return [(1.0 if 2 * m == count else 2.0, m, phase) for m in range(1, count // 2 + 1)]

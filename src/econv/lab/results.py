@@ -223,7 +223,7 @@ class LieDerivative(_Result):
     own: float | None
     """‖df(Gx) − G f(x)‖ / ‖f(x)‖ of this step alone; None where there is nothing to compare."""
     total: float | None
-    """The same of the whole network up to here."""
+    """The same of the whole network up to here; None where it was not asked for."""
     share: float | None
     """What this step contributes to the Lie derivative of the output; all of them sum to 1."""
 
@@ -236,7 +236,7 @@ class LieDerivatives(_Result):
     layers: tuple[LieDerivative, ...]
     output_kind: str
     output: float | None
-    """The Lie derivative of the whole network, relative to its output."""
+    """The Lie derivative of the whole network, relative to its output; None likewise."""
     rest: float | None
     """The share of functions between the steps; with those of all layers it sums to 1."""
     method: str
