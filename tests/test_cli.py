@@ -259,7 +259,7 @@ def test_the_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "printed", "code"),
     [
-        (("check", "--size", "17", "--count", "1"), b"LiftConv2d", 0),
+        (("check", "--size", "17", "--count", "1", *QUICK), b"LiftConv2d", 0),
         (("report",), b"incomplete (0 of", 1),
     ],
 )

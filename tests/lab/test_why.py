@@ -76,6 +76,7 @@ KINDS = [
     ("regular", Group("p8"), 16),
     ("regular", Group("p5"), 10),
     ("regular", Group("p4m"), 16),
+    ("regular", Group("p1m"), 4),
 ]
 
 

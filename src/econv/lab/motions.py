@@ -130,13 +130,19 @@ def _shift(count: int, steps: float) -> FloatArray:
     if abs(steps - round(steps)) < 1e-12:  # without rounding
         return np.roll(np.eye(count), round(steps), axis=0)
     distance = np.subtract.outer(np.arange(count), np.arange(count)) - steps
-    return (1 + sum(w * np.cos(m * phase) for w, m, phase in _waves(count, distance))) / count
+    waves = np.ones_like(distance)
+    for weight, frequency, phase in _waves(count, distance):
+        waves += weight * np.cos(frequency * phase)
+    return waves / count
 
 
 def _slope(count: int) -> FloatArray:
     """The derivative of that in the angle, where it begins."""
-    distance = np.subtract.outer(np.arange(count), np.arange(count))
-    return sum(w * m * np.sin(m * phase) for w, m, phase in _waves(count, distance)) / count
+    distance = np.subtract.outer(np.arange(count), np.arange(count)).astype(np.float64)
+    waves = np.zeros_like(distance)
+    for weight, frequency, phase in _waves(count, distance):
+        waves += weight * frequency * np.sin(frequency * phase)
+    return waves / count
 
 
 def _waves(count: int, distance: FloatArray) -> list[tuple[float, int, FloatArray]]:
