@@ -63,8 +63,11 @@ def model(tmp_path):
     return path
 
 
-def run(capsys, *arguments: object) -> str:
-    code = main(["check", *map(str, arguments)])
+QUICK = ("--skip", "lie", "split", "advice", "sizes")  # for tests of the rest
+
+
+def run(capsys, *arguments: object, why: bool = False) -> str:
+    code = main(["check", *map(str, arguments), *(() if why else QUICK)])
     out, err = capsys.readouterr()
     assert (code, err) == (0, "")
     return out
@@ -180,7 +183,8 @@ def test_the_seed_decides(capsys):
         (["{model}:number"], "to be a module or to make one; it is 3"),
         (["{model}:fails"], "failed: RuntimeError: no data"),
         (["{model}:nothing"], "to return a torch module; got NoneType"),
-        (["{model}:plain"], "no layer that names one"),
+        (["{model}:plain", "--tolerance", "1e-5"], "no layer that names one"),
+        (["{model}:plain", "--html", "{folder}/page.html"], "--html needs a group"),
         (["{model}:plain", "--group", "p4"], "no equivariant map"),
         (["{model}:mixed"], "several (p6, p8)"),
         (["{model}:make", "--group", "p8"], "not a subgroup"),
@@ -255,7 +259,7 @@ def test_the_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "printed", "code"),
     [
-        (("check", "--size", "17", "--count", "1"), b"LiftConv2d", 0),
+        (("check", "--size", "17", "--count", "1", *QUICK), b"LiftConv2d", 0),
         (("report",), b"incomplete (0 of", 1),
     ],
 )
@@ -269,6 +273,81 @@ def test_a_process_without_utf8_still_prints(tmp_path, arguments, printed, code)
     assert result.returncode == code, result.stderr
     assert printed in result.stdout
     assert b"?" in result.stdout  # in place of what it cannot print
+
+
+def test_the_first_look_says_why_and_what_would_help(capsys, tmp_path):
+    path = tmp_path / "numbers.json"
+    out = run(capsys, "--count", 1, "--json", path, why=True)
+    numbers = json.loads(path.read_text(encoding="utf-8"))
+    rotation, translation, scale = numbers["lie"]
+    assert [rotation["transformation"], translation["transformation"]] == [
+        "rotation",
+        "translation",
+    ]
+    relu = rotation["layers"][2]
+    lines = out[out.index("Lie derivatives") :].splitlines()
+    row = next(line for line in lines if line.startswith("2 ReLU")).split()
+    assert float(row[2]) == pytest.approx(relu["own"], rel=0.05)
+    assert float(row[3]) == pytest.approx(relu["total"], rel=0.05)
+    assert float(row[4]) == pytest.approx(100 * relu["share"], abs=0.06)
+    assert float(row[6]) == pytest.approx(translation["layers"][2]["own"], rel=0.05)
+    assert float(row[7]) == pytest.approx(scale["layers"][2]["own"], rel=0.05)
+    share = float(re.search(r"^  activations +(-?[\d.]+) %", out, re.MULTILINE)[1])
+    found = {entry["name"]: entry["share"] for entry in numbers["split"]["sources"]}
+    assert share == pytest.approx(100 * found["activations"], abs=0.06)
+    assert "What would help, by trial: error at 45° before and after, untrained" in out
+    for suggestion in numbers["advice"]["suggestions"]:
+        assert f"  {suggestion['change']}: " in out
+        assert suggestion["after"] <= 0.9 * suggestion["before"]
+    assert numbers["advice"]["suggestions"]
+    assert "Sampling fits 65×65 pixels" in out
+    assert numbers["sizes"]["exact"] is True
+
+
+def test_parts_may_be_skipped(capsys, model, tmp_path):
+    path = tmp_path / "numbers.json"
+    options = ("--size", 17, "--json", path, "--skip", "lie", "advice")
+    out = run(capsys, f"{model}:eighths", *options, why=True)
+    numbers = json.loads(path.read_text(encoding="utf-8"))
+    assert (numbers["lie"], numbers["advice"]) == (None, None)
+    assert numbers["split"]["sources"]
+    assert "Lie derivatives" not in out
+    assert "What would help" not in out
+    assert "What the error of the output at 45° is made of" in out
+    with pytest.raises(SystemExit):
+        main(["check", "--skip", "nothing"])
+
+
+def test_networks_without_a_group_are_told_why_as_well(capsys, model):
+    model.write_text(
+        MODEL
+        + """
+def ordinary():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, 2, 1),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+"""
+    )
+    out = run(capsys, f"{model}:ordinary", "--size", 32, why=True)
+    assert "ordinary: no layers that name a group, 4 images of 32×32 pixels" in out
+    assert "Equivariance errors" not in out
+    assert re.search(r"^  not equivariant +[\d.]+ % .* 0 \(Conv2d\)", out, re.MULTILINE)
+    assert "Sampling does not fit 32×32 pixels: 3 (Conv2d) reads 16 pixels" in out
+    assert "The nearest that fit: 30 and 34." in out
+
+
+def test_what_cannot_be_measured_is_said(capsys, model):
+    model.write_text(
+        MODEL
+        + """
+class Rows(nn.Module):
+    def forward(self, x): return x.flatten(2)
+def rows(): return nn.Sequential(nn.Conv2d(1, 2, 3), Rows())
+"""
+    )
+    out = run(capsys, f"{model}:rows", "--size", 17, why=True)
+    assert "Not measured, Lie derivatives: the output is neither a map" in out
 
 
 def test_the_command_is_installed_under_its_name():
@@ -336,7 +415,7 @@ def test_that_no_layer_of_a_cnn_could_be_compared_is_said(capsys, model):
 
 def test_above_the_tolerance_the_code_is_one(capsys, model):
     strided = [f"{model}:strided", "--size", "32", "--tolerance"]
-    assert main(["check", *strided, "1e-3"]) == 1
+    assert main(["check", *strided, "1e-3", *QUICK]) == 1
     out, err = capsys.readouterr()
     assert "Equivariance errors" in out
     assert re.fullmatch(
@@ -353,7 +432,9 @@ def test_a_nan_is_above_every_tolerance(capsys, model, tmp_path):
     state["3.weight"].fill_(torch.nan)
     torch.save(state, tmp_path / "nan.pt")
     weights = ["--weights", str(tmp_path / "nan.pt")]
-    assert main(["check", f"{model}:make", "--size", "17", "--tolerance", "9", *weights]) == 1
+    assert (
+        main(["check", f"{model}:make", "--size", "17", "--tolerance", "9", *weights, *QUICK]) == 1
+    )
     assert "the error nan of 3" in capsys.readouterr().err
 
 
@@ -466,10 +547,11 @@ def test_control_c_ends_it_without_a_traceback(capsys, monkeypatch):
 
 def test_long_checks_say_how_far_they_are(capsys, monkeypatch):
     monkeypatch.setattr("econv.progress._SAID", 0.0)
-    assert main(["check", "--size", "17", "--count", "1", "--angles", "0", "30"]) == 0
+    options = ["--angles", "0", "30", "--skip", "advice"]
+    assert main(["check", "--size", "17", "--count", "1", *options]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith("econv check: ") for line in lines)
-    assert {"layers", "sources of the error", "angles"} <= {
+    assert {"layers", "sources of the error", "angles", "Lie derivatives", "sizes"} <= {
         line.removeprefix("econv check: ").partition(",")[0] for line in lines
     }
     assert lines[-1].endswith("0:00:00 left")  # the number of passes was known
@@ -488,5 +570,5 @@ def test_a_report_without_records_fails(capsys, tmp_path):
 @pytest.mark.parametrize("name", ["cifar_resnet26_p8", "paper_resnet44_p8", "resnet18_p8"])
 def test_networks_by_name_are_checked_within_fifteen_seconds(capsys, name):
     start = time.process_time()  # what other processes take does not count
-    run(capsys, name)
+    run(capsys, name, why=True)
     assert time.process_time() - start < 15

@@ -23,7 +23,7 @@ from econv import (
     VectorConv2d,
     lab,
 )
-from econv.page import LARGEST, page, png, write_page
+from econv.page import LARGEST, _why, page, png, write_page
 from econv.testing import smooth_field
 
 HOSTILE = '</script><script>alert(1)</script>&"{{data}}'
@@ -189,6 +189,30 @@ def test_rounding_is_not_explained(text):
     assert "Nothing to explain: exact to rounding" in exact
     assert "share-sampling" not in exact
     assert "Nothing to explain" not in text
+
+
+def test_why_and_what_would_help_are_on_the_page_where_they_are_known(text):
+    model, x = classifier(), lab.windowed(images()[:1])
+    assert "what would help" not in text
+    answers = {
+        "lie": lab.lie_derivatives(model, x),
+        "split": lab.split_error(model, x),
+        "advice": lab.advice(model[:6], x),
+        "sizes": lab.sizes(model, x),
+    }
+    whole = page(model, images()[:1], **answers)
+    assert "Why, and what would help</h2>" in whole
+    relu = answers["lie"].layers[2]
+    assert f'<th scope="row">2 ReLU</th><td>{relu.own:.1e}</td><td>{relu.total:.1e}</td>' in whole
+    first = answers["split"].sources[0]
+    assert f'<th scope="row">{first.name}</th><td>{100 * first.share:.1f} %</td>' in whole
+    best = answers["advice"].suggestions[0]
+    row = f"{html.escape(best.change)}</th><td>{best.before:.1e}</td><td>{best.after:.1e}</td>"
+    assert row in whole
+    assert lab.size_verdict(answers["sizes"]) in whole
+    only = _why(None, None, None, answers["sizes"])
+    assert 'id="lie"' not in only
+    assert lab.size_verdict(answers["sizes"]) in only
 
 
 def test_a_layer_that_is_not_equivariant_is_named_instead_of_sampling():

@@ -6,6 +6,7 @@ What is measured is the business of `lab`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -13,7 +14,7 @@ import math
 import os
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,6 +45,7 @@ _COLUMNS = 8  # elements side by side in a table
 _COUNT = 4  # images
 _SIZE = 65  # pixels along each side of random fields
 _LARGE = 129  # and of those for networks that are made for photographs
+_WHY = ("lie", "split", "advice", "sizes")  # what answers why, each of which may be skipped
 
 
 class BadInputError(Exception):
@@ -97,8 +99,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     check = commands.add_parser(
         "check",
-        help="is a model equivariant, where does its error come from, does training keep it?",
-        description="Measures how far a model is from turning with its input, layer by layer.",
+        help="is a model equivariant, why not, what would help, does training keep it?",
+        description="Measures how far a model is from turning with its input, layer by layer, says "
+        "why, and tries what would help. For networks without layers of econv and without --group "
+        "there is no table by group elements; all the rest is measured as of images.",
     )
     check.set_defaults(run=_run_check)
     for name, room, text in (
@@ -180,6 +184,16 @@ def _parser() -> argparse.ArgumentParser:
         help="exit with code 1 if any layer or the output is off by more at a symmetry of the "
         "pixel grid, or at any element of a group that has none",
     )
+    add(
+        "--skip",
+        nargs="+",
+        action="extend",
+        default=[],
+        choices=_WHY,
+        metavar="PART",
+        help="leave out: lie (Lie derivatives), split (what the error is made of), advice (changes "
+        "that are tried), sizes (where sampling fits); they are measured on the first image",
+    )
     add("--angles", nargs="+", type=float, metavar="DEGREES", help="print the error at these too")
     add("--html", type=Path, metavar="FILE", help="write one page with a slider that turns it all")
     add("--plots", type=Path, metavar="FOLDER", help="write pictures; needs econv[plot]")
@@ -206,8 +220,8 @@ def _check(args: argparse.Namespace) -> str | None:
         model: nn.Module = _first_look(Group(args.group or "p8"), channels or 1)
     else:
         model = _load_model(args.model, channels)
-    group = lab.find_group(model, args.group)
-    if group.order == 1:
+    group = _group_of(model, args)
+    if group is not None and group.order == 1:
         raise BadInputError(f"{group} has nothing to check: its one element turns nothing")
     images = _images(args, model, channels, group)
     square = images.shape[-1] == images.shape[-2]
@@ -228,37 +242,45 @@ def _check(args: argparse.Namespace) -> str | None:
             _load_weights(model, path, args.prefix)
             model.eval()
             passes.say(f"layers, {path.name}")
-            checkpoints.append((path, lab.layer_errors(model, lab.windowed(images), group)))
+            if group is not None:
+                checkpoints.append((path, lab.layer_errors(model, lab.windowed(images), group)))
         passes.say("layers")
-        table = (
-            checkpoints[-1][1]
-            if checkpoints
-            else lab.layer_errors(model, lab.windowed(images), group)
-        )
-        passes.say("sources of the error")
-        sources, why_not = _sources(model, images, group)
+        table, sources, why_not = None, None, ""
+        if group is not None:
+            table = (
+                checkpoints[-1][1]
+                if checkpoints
+                else lab.layer_errors(model, lab.windowed(images), group)
+            )
+            passes.say("sources of the error")
+            sources, why_not = _sources(model, images, group)
+        why = _Why(args, model, images, group, passes) if square else None
         curve = None
-        if square and (args.angles or args.plots or args.json):
+        if group is not None and square and (args.angles or args.plots or args.json):
             passes.say("angles")
             curve = lab.angle_curve(model, lab.windowed(images), args.angles, group)
         written = None
-        if args.html is not None:
+        if args.html is not None and table is not None:
             passes.say("page")
-            written = _page(args, model, images, table, sources, why_not, name)
+            written = _page(args, model, images, table, sources, why_not, name, why)
 
     shape = "×".join(str(n) for n in images.shape[-2:])
-    print(f"{name}: {group}, {len(images)} images of {shape} pixels")
+    of_group = "no layers that name a group" if group is None else group.name
+    print(f"{name}: {of_group}, {len(images)} images of {shape} pixels")
     print("Table and curve use the images faded to zero outside of the inscribed disc.")
     if len(checkpoints) > 1:
         _print_checkpoints(checkpoints)
         print(f"\nAfter {args.weights[-1]}:")
-    _print_table(table)
+    if table is not None:
+        _print_table(table)
     if mistake:
         print(f"\nA mistake in the network: {mistake}.")
-    if sources is not None:
+    if sources is not None and group is not None:
         _print_sources(sources, group)
-    else:
+    elif group is not None:
         print(f"\nThe sources of the error cannot be told apart: {why_not}")
+    if why is not None:
+        why.print()
     if args.angles and curve is not None:
         print("\nError of the output over the angle")
         for angle, error in zip(curve.angles, curve.errors, strict=True):
@@ -272,8 +294,9 @@ def _check(args: argparse.Namespace) -> str | None:
             "econv": econv.__version__,
             "model": name,
             "images": list(images.shape),
-            "table": table.to_dict(),
+            "table": table.to_dict() if table is not None else None,
             "sources": sources.to_dict() if sources is not None else None,
+            **(why.to_dict() if why is not None else dict.fromkeys(_WHY)),
             "angles": curve.to_dict() if curve is not None else None,
             "checkpoints": [
                 {"weights": str(path), "table": found.to_dict()} for path, found in checkpoints
@@ -283,7 +306,7 @@ def _check(args: argparse.Namespace) -> str | None:
             text = json.dumps(_finite(record), indent=1, ensure_ascii=False, allow_nan=False)
             temporary.write_text(text + "\n", encoding="utf-8")
         print(f"\nNumbers: {args.json}")
-    if args.plots is not None:
+    if args.plots is not None and group is not None:
         print()
         _plots(args.plots, model, curve, group)
     if written is not None:
@@ -291,7 +314,22 @@ def _check(args: argparse.Namespace) -> str | None:
         print(f"\nPage: {args.html}")
     if args.tolerance is None:
         return None
-    return _too_large([found for _, found in checkpoints] or [table], args.tolerance)
+    tables = [found for _, found in checkpoints] or ([table] if table is not None else [])
+    return _too_large(tables, args.tolerance)
+
+
+def _group_of(model: nn.Module, args: argparse.Namespace) -> Group | None:
+    """The group to check; nothing for a network that knows none, where none was named."""
+    knows = any(hasattr(m, name) for m in model.modules() for name in ("group", "subgroup"))
+    if knows or args.group is not None:
+        return lab.find_group(model, args.group)
+    needing = ("tolerance", "html", "plots", "angles")
+    given = [f"--{name}" for name in needing if getattr(args, name) is not None]
+    if given:
+        raise BadInputError(
+            f"{given[0]} needs a group: the model has no layer that names one; name it with --group"
+        )
+    return None
 
 
 def _too_large(tables: Sequence[lab.LayerErrors], tolerance: float) -> str | None:
@@ -487,9 +525,9 @@ def _without_prefix(
 
 
 def _images(
-    args: argparse.Namespace, model: nn.Module, channels: int | None, group: Group
+    args: argparse.Namespace, model: nn.Module, channels: int | None, group: Group | None
 ) -> Tensor:
-    quarter = any(group.matrices[e][0, 0] == 0 for e in group.grid_symmetries)
+    quarter = group is None or any(group.matrices[e][0, 0] == 0 for e in group.grid_symmetries)
     of_layers = (getattr(module, "in_channels", None) for module in model.modules())
     reads = channels or next((found for found in of_layers if isinstance(found, int)), None)
     if args.images is not None:
@@ -511,18 +549,35 @@ class _Passes:
     """Counts the passes of a model through `check`, and says how many are left."""
 
     def __init__(
-        self, args: argparse.Namespace, model: nn.Module, group: Group, square: bool
+        self, args: argparse.Namespace, model: nn.Module, group: Group | None, square: bool
     ) -> None:
-        exact = len(group.grid_symmetries)
-        total = 1 + group.order * max(1, len(args.weights)) + 2 + exact
-        if square and (args.angles or args.plots or args.json):
+        total = 1 + (len(_WHY) - len(set(args.skip)) if square else 0)
+        if group is not None:
+            exact = len(group.grid_symmetries)
+            total += group.order * max(1, len(args.weights)) + 2 + exact
+        if group is not None and square and (args.angles or args.plots or args.json):
             total += 1 + len(args.angles or range(72))
         if args.html is not None:
             total += 2 * page.STEPS + 1
         self._bar = Progress("econv check", total, _per_second, last=False)
         self._what = ""
+        self._counts = True
         # A function, which copies of the model share.
-        self._hook = model.register_forward_hook(lambda *_: self._bar.advance(1, self._what))
+        self._hook = model.register_forward_hook(self._pass)
+
+    def _pass(self, *_: object) -> None:
+        if self._counts:
+            self._bar.advance(1, self._what)
+
+    @contextlib.contextmanager
+    def as_one(self, what: str) -> Iterator[None]:
+        """Count whatever passes there are as one."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+        self._bar.advance(1, what)
 
     def say(self, what: str) -> None:
         """What the passes are for from now on."""
@@ -570,6 +625,142 @@ def _sources(model: nn.Module, images: Tensor, group: Group) -> tuple[lab.ErrorS
         return lab.error_sources(model, images, element, group), ""
     except ValueError as error:
         return None, str(error)
+
+
+class _Why:
+    """Why a network is not equivariant, and what would help: measured on the first image."""
+
+    lie: tuple[lab.LieDerivatives, ...] = ()
+    split: lab.ErrorSplit | None = None
+    advice: lab.Advice | None = None
+    sizes: lab.Sizes | None = None
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        model: nn.Module,
+        images: Tensor,
+        group: Group | None,
+        passes: _Passes,
+    ) -> None:
+        self.image, self.made_up = lab.windowed(images[:1]), args.images is None
+        whole = Group("p8") if group is None else group
+        off_grid = [e for e in range(whole.rotations) if e not in whole.grid_symmetries]
+        self.degrees = 360 * off_grid[0] / whole.rotations if off_grid else 45.0
+        self.failed: dict[str, str] = {}
+        parts: dict[str, tuple[str, Callable[[], None]]] = {
+            "lie": ("Lie derivatives", lambda: self._lie(model)),
+            "split": ("what the error is made of", lambda: self._split(model)),
+            "advice": ("what would help", lambda: self._advice(model)),
+            "sizes": ("sizes", lambda: self._sizes(model)),
+        }
+        for name, (what, measure) in parts.items():
+            if name not in args.skip:
+                with passes.as_one(what):
+                    try:
+                        measure()
+                    except (ValueError, RuntimeError) as error:
+                        self.failed[what] = " ".join(str(error).split())
+
+    def _lie(self, model: nn.Module) -> None:
+        rotation = lab.lie_derivatives(model, self.image, "rotation")
+        others = (
+            lab.lie_derivatives(model, self.image, name, shares=False, totals=False)
+            for name in ("translation", "scale")
+        )
+        self.lie = (rotation, *others)
+
+    def _split(self, model: nn.Module) -> None:
+        self.split = lab.split_error(model, self.image, self.degrees)
+
+    def _advice(self, model: nn.Module) -> None:
+        # Without images of the user's, large networks are for a first look, which is quick.
+        large = self.made_up and self.image.shape[-1] > _SIZE
+        kinds = ("activations", "strides") if large else lab.KINDS_OF_ADVICE
+        self.advice = lab.advice(model, self.image, self.degrees, kinds=kinds)
+
+    def _sizes(self, model: nn.Module) -> None:
+        self.sizes = lab.sizes(model, self.image)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Each part's numbers, or nothing where it was skipped or failed."""
+        found = {name: getattr(self, name) for name in _WHY[1:]}
+        parts = {name: None if part is None else part.to_dict() for name, part in found.items()}
+        return {"lie": [table.to_dict() for table in self.lie] or None, **parts}
+
+    def print(self) -> None:
+        """All parts that were measured."""
+        if self.lie:
+            _print_lie(self.lie)
+        if self.split is not None:
+            _print_split(self.split)
+        if self.advice is not None:
+            _print_advice(self.advice)
+        if self.sizes is not None:
+            print(f"\n{lab.size_verdict(self.sizes)}")
+        for what, why in self.failed.items():
+            print(f"\nNot measured, {what}: {why}")
+
+
+def _print_lie(tables: Sequence[lab.LieDerivatives]) -> None:
+    print(
+        "\nLie derivatives: what a layer does wrong when the image begins to move, over its map\n"
+        "(per radian, pixel and factor e; all: the network up to here; share: of the output's)"
+    )
+    rotation = tables[0]
+    first = max(len(f"{e.name} {e.type}") for e in rotation.layers) + 2 if rotation.layers else 8
+    others = [table.transformation for table in tables[1:]]
+    heads = [rotation.transformation, "all", "share", *others]
+    print(" " * first + "".join(f"{head:>13}" for head in heads))
+    for rows in zip(*(table.layers for table in tables), strict=True):
+        share = "–" if rows[0].share is None else f"{100 * rows[0].share:.1f} %"
+        cells = [_figure(rows[0].own), _figure(rows[0].total), share]
+        cells += [_figure(row.own) for row in rows[1:]]
+        print(
+            f"{rows[0].name + ' ' + rows[0].type:<{first}}"
+            + "".join(f"{cell:>13}" for cell in cells)
+        )
+    print(f"{'output':<{first}}{'':>13}{_figure(rotation.output):>13}")
+    for table in tables:
+        if table.method != "forward mode":
+            print(f"{table.transformation.capitalize()} by {table.method}.")
+            break
+
+
+def _print_split(split: lab.ErrorSplit) -> None:
+    print(
+        f"\nWhat the error of the output at {split.degrees:g}° is made of "
+        f"({_figure(split.error)}), and what each alone would make"
+    )
+    if split.exact:
+        print("  Nothing to explain: exact to rounding.")
+    for source in split.sources:
+        if source.alone is None and abs(source.share) < 0.005:
+            continue
+        alone = _figure(source.alone)
+        print(
+            f"  {source.name:<22}{100 * source.share:>7.1f} %{alone:>10}  "
+            + ", ".join(source.layers)
+        )
+    if abs(split.unexplained) > 0.02:
+        print(f"  {'not resolved':<22}{100 * split.unexplained:>7.1f} %")
+
+
+def _print_advice(advice: lab.Advice) -> None:
+    norms = "estimated anew" if advice.statistics == "estimated" else "held"
+    print(
+        f"\nWhat would help, by trial: error at {advice.degrees:g}° before and after, untrained, "
+        f"statistics of norms {norms}"
+    )
+    for suggestion in advice.suggestions:
+        print(f"  {suggestion}")
+    if advice.together is not None:
+        print(f"  all of this: {advice.together}")
+    if not advice.suggestions:
+        print("  None of what was tried lowers it by a tenth.")
+    others = [text for text in advice.tried if text not in {s.change for s in advice.suggestions}]
+    if others:
+        print(f"  Tried without such an effect: {'; '.join(others)}.")
 
 
 def _print_table(table: lab.LayerErrors) -> None:
@@ -621,8 +812,9 @@ def _print_sources(sources: lab.ErrorSources, group: Group) -> None:
     estimated = sources.grid is not None and sources.element not in group.grid_symmetries
     note = " (estimate)" if estimated else ""
     print(
-        f"\nWhere the error at {sources.angle} comes from, in the map after {sources.layer} "
-        f"({_figure(sources.error)} in the whole disc, {_figure(sources.interior)} inside):"
+        f"\nThe images as they came, corners included: where the error at {sources.angle} comes "
+        f"from, in the map\nafter {sources.layer} ({_figure(sources.error)} in the whole disc, "
+        f"{_figure(sources.interior)} inside):"
     )
     if sources.broken_layer is None:
         print(f"  strided sampling      {100 * sources.sampling:5.1f} %{note}")
@@ -691,6 +883,7 @@ def _page(
     sources: lab.ErrorSources | None,
     why_not: str,
     name: str,
+    why: _Why | None,
 ) -> str:
     if sources is None:
         raise BadInputError(f"--html: {why_not}")
@@ -706,6 +899,10 @@ def _page(
         title=f"Equivariance of {name}",
         table=table,
         sources=sources,
+        lie=why.lie[0] if why is not None and why.lie else None,
+        split=why.split if why is not None else None,
+        advice=why.advice if why is not None else None,
+        sizes=why.sizes if why is not None else None,
     )
 
 

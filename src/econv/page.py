@@ -28,14 +28,19 @@ from torch.nn import functional
 from econv.files import atomic
 from econv.groups import Group, GroupLike
 from econv.lab import (
+    Advice,
     ErrorSources,
+    ErrorSplit,
     LayerError,
     LayerErrors,
+    LieDerivatives,
+    Sizes,
     calibrate,
     error_sources,
     find_group,
     layer_errors,
     plain_twin,
+    size_verdict,
     verdict,
     windowed,
 )
@@ -79,6 +84,10 @@ def page(
     table: LayerErrors | None = None,
     sources: ErrorSources | None = None,
     layer: str | None = None,
+    lie: LieDerivatives | None = None,
+    split: ErrorSplit | None = None,
+    advice: Advice | None = None,
+    sizes: Sizes | None = None,
 ) -> str:
     """The page for a model and the first of the images, as HTML text of less than 3 MB.
 
@@ -94,6 +103,11 @@ def page(
         table: what `layer_errors` gave, where that is at hand.
         sources: what `error_sources` gave, likewise.
         layer: the one whose maps are shown, by default the last whose maps have pixels.
+        lie: what `lie_derivatives` gave; with any of this and the next three the page has a section
+            on why the network is not equivariant and what would help.
+        split: what `split_error` gave.
+        advice: what `advice` gave.
+        sizes: what `sizes` gave.
     """
     found = find_group(model, group)
     if images.ndim != 4 or images.shape[-1] != images.shape[-2]:
@@ -155,6 +169,7 @@ def page(
             classes,
             about_twin,
             with_classes,
+            _why(lie, split, advice, sizes),
         )
         if len(text.encode()) < LARGEST:
             return text
@@ -222,6 +237,7 @@ def _fill(
     classes: Sequence[str] | None,
     about_twin: str,
     with_classes: bool,
+    why: str,
 ) -> str:
     turned = torch.cat([rotate(image, angle) for angle in angles]).double().cpu()
     sheets = {"input": _input_sheet(turned, size)}
@@ -272,6 +288,7 @@ def _fill(
         "layer": html.escape(shown.name),
         "angle": html.escape(sources.angle),
         "sources": _sources(sources, group),
+        "why": why,
         # `<` cannot end the script element, and U+2028 and U+2029 are written as escapes.
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
@@ -517,6 +534,91 @@ def _sources(sources: ErrorSources, group: Group) -> str:
         f"of the squared error; an estimate is extrapolated from quarter turns and flips:"
         f'{_sources_note(sources, group)}</p><div class="stack" aria-hidden="true">{bars}</div>'
         f'<div class="sources">{cards}</div>'
+    )
+
+
+def _why(
+    lie: LieDerivatives | None,
+    split: ErrorSplit | None,
+    advice: Advice | None,
+    sizes: Sizes | None,
+) -> str:
+    """The section on why a network is not equivariant and what would help, if anything is known."""
+    parts = []
+    if advice is not None:
+        parts.append(_advice(advice))
+    if split is not None:
+        parts.append(_split(split))
+    if sizes is not None:
+        parts.append(f"<h3>Sizes</h3><p>{html.escape(size_verdict(sizes))}</p>")
+    if lie is not None:
+        parts.append(_lie(lie))
+    if not parts:
+        return ""
+    return (
+        '<section aria-labelledby="why-title"><h2 id="why-title">Why, and what would help</h2>'
+        f"{''.join(parts)}</section>"
+    )
+
+
+def _advice(advice: Advice) -> str:
+    norms = "estimated anew" if advice.statistics == "estimated" else "held"
+    text = (
+        f"<h3>What would help</h3><p>Each change was made in a copy of the network, which was not "
+        f"trained again; these are the errors of the output at {advice.degrees:g}° before and "
+        f"after, statistics of norms {norms}.</p>"
+    )
+    if not advice.suggestions:
+        return f'{text}<p id="advice">Nothing of {len(advice.tried)} changes that were tried.</p>'
+    shown = [*advice.suggestions, *([advice.together] if advice.together is not None else [])]
+    rows = "".join(
+        f'<tr><th scope="row">{html.escape(entry.change)}</th><td>{_figure(entry.before)}</td>'
+        f"<td>{_figure(entry.after)}</td></tr>"
+        for entry in shown
+    )
+    return (
+        f'{text}<div class="scroll" tabindex="0" role="region" aria-label="what would help">'
+        '<table id="advice"><thead><tr><th scope="col">change</th><th scope="col">before</th>'
+        f'<th scope="col">after</th></tr></thead><tbody>{rows}</tbody></table></div>'
+    )
+
+
+def _split(split: ErrorSplit) -> str:
+    title = f"What the error of the output at {split.degrees:g}° is made of"
+    if split.exact:
+        return f"<h3>{title}</h3><p>Nothing to explain: exact to rounding.</p>"
+    rows = "".join(
+        f'<tr><th scope="row">{html.escape(source.name)}</th><td>{100 * source.share:.1f} %</td>'
+        f"<td>{_figure(source.alone)}</td><td>{html.escape(', '.join(source.layers))}</td></tr>"
+        for source in split.sources
+        if source.alone is not None or abs(source.share) >= 0.005
+    )
+    return (
+        f"<h3>{title}</h3><p>It is off by {_figure(split.error)}. Shares are of its square; errors "
+        "that cancel others are negative. Alone is the error if nothing else erred.</p>"
+        '<div class="scroll" tabindex="0" role="region" aria-label="what the error is made of">'
+        '<table id="split"><thead><tr><th scope="col">source</th><th scope="col">share</th>'
+        '<th scope="col">alone</th><th scope="col">mostly</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _lie(lie: LieDerivatives) -> str:
+    rows = "".join(
+        f'<tr><th scope="row">{html.escape(entry.name)} {html.escape(entry.type)}</th>'
+        f"<td>{_figure(entry.own)}</td><td>{_figure(entry.total)}</td>"
+        f"<td>{'–' if entry.share is None else f'{100 * entry.share:.1f} %'}</td></tr>"
+        for entry in lie.layers
+    )
+    return (
+        "<h3>Lie derivatives</h3><p>What a layer does wrong when the image begins to turn, over "
+        f"its map, per radian; by {html.escape(lie.method)}. Own is the layer alone, all the "
+        "network up to here; the shares are of the output's, "
+        f"{_figure(lie.output)}.</p>"
+        '<div class="scroll" tabindex="0" role="region" aria-label="Lie derivatives">'
+        '<table id="lie"><thead><tr><th scope="col">layer</th><th scope="col">own</th>'
+        '<th scope="col">all</th><th scope="col">share</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
     )
 
 

@@ -206,3 +206,185 @@ class ErrorSources(_Result):
     def exact(self) -> bool:
         """Whether the error is that of rounding, so that there is nothing to explain."""
         return self.error <= 1e-5
+
+
+@dataclass(frozen=True)
+class LieDerivative(_Result):
+    """How far one step of a network is from moving with what it reads, infinitesimally.
+
+    Relative to the map itself, and per unit of the movement: of a rotation a radian, of a
+    translation a pixel of the input, of a change of scale a factor e.
+    """
+
+    name: str
+    type: str
+    kind: str
+    shape: tuple[int, ...]
+    own: float | None
+    """‖df(Gx) − G f(x)‖ / ‖f(x)‖ of this step alone; None where there is nothing to compare."""
+    total: float | None
+    """The same of the whole network up to here; None where it was not asked for."""
+    share: float | None
+    """What this step contributes to the Lie derivative of the output; all of them sum to 1."""
+
+
+@dataclass(frozen=True)
+class LieDerivatives(_Result):
+    """The table of :func:`lie_derivatives`."""
+
+    transformation: str
+    layers: tuple[LieDerivative, ...]
+    output_kind: str
+    output: float | None
+    """The Lie derivative of the whole network, relative to its output; None likewise."""
+    rest: float | None
+    """The share of functions between the steps; with those of all layers it sums to 1."""
+    method: str
+    """``"forward mode"``, or finite differences and why."""
+
+    def largest(self, count: int = 3) -> tuple[LieDerivative, ...]:
+        """The layers with the largest shares, or without shares with the largest own errors."""
+        known = [entry for entry in self.layers if entry.own is not None]
+        order = sorted(known, key=lambda e: e.own if e.share is None else e.share, reverse=True)  # type: ignore[arg-type,return-value]
+        return tuple(order[:count])
+
+
+@dataclass(frozen=True)
+class Source(_Result):
+    """What one kind of step, or one step, adds to the error of the output."""
+
+    name: str
+    share: float
+    """Of the squared error; all of them sum to 1, and errors that cancel others are negative."""
+    alone: float | None = None
+    """The error that would remain if nothing else erred; None where the share is tiny."""
+    layers: tuple[str, ...] = ()
+    """The steps with the largest shares, largest first."""
+
+
+@dataclass(frozen=True)
+class ErrorSplit(_Result):
+    """The table of :func:`split_error`."""
+
+    degrees: float
+    kind: str
+    """How the output turns."""
+    error: float
+    """‖f(πx) − πf(x)‖ / ‖πf(x)‖ of the output."""
+    sources: tuple[Source, ...]
+    """By kind of step, largest share first."""
+    layers: tuple[Source, ...]
+    """By step, in the order in which they run."""
+    unexplained: float
+    """What the shares lack to a sum of 1: the integral over them is taken at a few points."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the error is that of rounding, so that there is nothing to share out."""
+        return self.error <= 1e-5
+
+
+@dataclass(frozen=True)
+class Suggestion(_Result):
+    """A change that was made in a copy of the network, and what it did to the error."""
+
+    change: str
+    """What to do, such as ``"SiLU in place of these 6 ReLUs"``."""
+    layers: tuple[str, ...]
+    """Where."""
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        return f"{self.change}: {_short(self.before)} → {_short(self.after)}"
+
+
+@dataclass(frozen=True)
+class Advice(_Result):
+    """What :func:`advice` tried and found."""
+
+    degrees: float
+    error: float
+    """Of the output, before any change."""
+    statistics: str
+    """Whether those of norms were ``"estimated"`` anew for every network, or ``"held"``."""
+    suggestions: tuple[Suggestion, ...]
+    """The changes that helped, best first."""
+    together: Suggestion | None
+    """The best of each kind at once, where that is better than the best alone."""
+    tried: tuple[str, ...]
+    """Every change that was made, those that did not help included."""
+
+
+@dataclass(frozen=True)
+class Misfit(_Result):
+    """A layer whose samples lie off the centre of what it reads."""
+
+    name: str
+    reads: int
+    """Pixels along the side of its input."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Sizes(_Result):
+    """What :func:`sizes` found."""
+
+    size: int
+    """The side of the images that were given."""
+    exact: bool | None
+    """Whether sampling commutes with quarter turns at that size; None if the model does not run."""
+    misfits: tuple[Misfit, ...]
+    """At that size, the layers to blame."""
+    fitting: tuple[int, ...]
+    """All sizes among those that were tried where it does."""
+    tried: tuple[int, int]
+    """The smallest and the largest of these on which the model runs."""
+    below: int | None
+    """The nearest smaller size that fits."""
+    above: int | None
+    """The nearest larger size that fits."""
+
+    @property
+    def pattern(self) -> str:
+        """The sizes that fit in words, where they repeat.
+
+        >>> Sizes(32, False, (), (31, 33, 35, 37), (31, 38), 31, 33).pattern
+        'odd sizes'
+        """
+        low, high = self.tried
+        every = set(range(low, high + 1))
+        if set(self.fitting) == every:
+            return "every size"
+        for period in (2, 4, 8, 16, 32):
+            if 2 * period > len(every):
+                break
+            rests = sorted({n % period for n in self.fitting})
+            if {n for n in every if n % period in rests} == set(self.fitting) and rests:
+                if period == 2:
+                    return "odd sizes" if rests == [1] else "even sizes"
+                ends = [f"{period}k" + (f"+{rest}" if rest else "") for rest in rests]
+                return "sizes " + ", ".join(ends)
+        return ", ".join(str(n) for n in self.fitting) or "none of these"
+
+
+def size_verdict(sizes: Sizes) -> str:
+    """A sentence or two on which sizes fit, and which layer is to blame."""
+    low, high = sizes.tried
+    if sizes.exact is None:
+        here = f"The model does not run on {sizes.size}×{sizes.size} pixels."
+    elif sizes.exact:
+        here = f"Sampling fits {sizes.size}×{sizes.size} pixels: quarter turns move no sample."
+    else:
+        blamed = "; ".join(f"{m.name} reads {m.reads} pixels: {m.why}" for m in sizes.misfits)
+        here = f"Sampling does not fit {sizes.size}×{sizes.size} pixels: {blamed}."
+    near = [str(n) for n in (sizes.below, sizes.above) if n is not None]
+    nearest = f" The nearest that fit: {' and '.join(near)}." if near and not sizes.exact else ""
+    return f"{here}{nearest} From {low} to {high} pixels it fits {sizes.pattern}."
+
+
+def _short(error: float) -> str:
+    """As errors are spoken of: .083."""
+    if not 1e-4 <= error < 1:
+        return f"{error:.2g}"
+    return f"{error:.2g}".removeprefix("0")
