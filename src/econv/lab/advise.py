@@ -19,7 +19,7 @@ from econv.lab.measure import MARGIN
 from econv.lab.results import Advice, Suggestion
 from econv.lab.split import EXACT, error_of
 from econv.lab.steps import Step, function_name, trace_steps
-from econv.layers import Downsample2d, GroupPool2d, PDOConv2d
+from econv.layers import Downsample2d, GroupPool2d, PDOConv2d, group_activation
 from econv.layers.normalisation import calibrate
 from econv.layers.sampling import CentredAvgPool2d, CentredMaxPool2d
 from econv.testing import _undisturbed
@@ -34,7 +34,16 @@ _KINKED = {
 }
 """Activations with kinks, by the names of torch's functions, and those of their modules."""
 
-_SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {"SiLU": functional.silu, "GELU": functional.gelu}
+
+def _blurred(x: Tensor) -> Tensor:
+    return group_activation(x, "silu") if x.ndim == 4 else functional.silu(x)
+
+
+_SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
+    "SiLU": functional.silu,
+    "GELU": functional.gelu,
+    'GroupActivation2d("silu")': _blurred,
+}
 """What is tried in their place."""
 
 KINDS_OF_ADVICE = (
