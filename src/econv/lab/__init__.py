@@ -7,6 +7,7 @@ checkers of `testing`; they draw nothing and write no files.
 from econv.lab.advise import KINDS_OF_ADVICE, advice
 from econv.lab.images import load_images, windowed
 from econv.lab.kinds import element_name, find_group
+from econv.lab.lattice import sizes
 from econv.lab.lie import lie_derivatives
 from econv.lab.measure import (
     angle_curve,
@@ -35,7 +36,6 @@ from econv.lab.results import (
     size_verdict,
     verdict,
 )
-from econv.lab.sizes import sizes
 from econv.lab.split import output_error, split_error
 from econv.lab.twins import plain_twin
 from econv.layers.normalisation import calibrate
