@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import os
 import platform
 import re
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 __all__ = [
+    "InUseError",
     "atomic",
     "cache_folder",
     "check_folder",
+    "locked",
+    "printable",
     "processor",
     "processor_name",
+    "remove_leftovers",
     "write_atomically",
 ]
+
+_ABANDONED = 60.0  # seconds after which nobody writes to a dead process's file any more
+_LOCK_BYTE = 1 << 30  # far behind the text: Windows lets nobody read a byte that is locked
+
+
+class InUseError(OSError):
+    """Another process holds what is wanted; the message says which one."""
 
 
 @contextmanager
@@ -27,6 +44,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
     """A path to write to, which takes the place of the wanted file once all went well."""
     wanted = Path(path)
     temporary = wanted.with_name(f".{os.getpid()}.{wanted.name}")
+    remove_leftovers(wanted.parent, wanted.name)
     try:
         yield temporary
         with open(temporary, "rb") as file:
@@ -42,6 +60,132 @@ def write_atomically(path: str | Path, content: bytes) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
         temporary.write_bytes(content)
+
+
+def remove_leftovers(folder: Path, name: str | None = None, least_age: float = _ABANDONED) -> None:
+    """Remove what killed processes left in a folder: files that were to become others, or one.
+
+    A process of another machine looks dead from here, and is not where its file has just grown.
+    """
+    with suppress(OSError):
+        for path in folder.iterdir():
+            found = re.fullmatch(r"\.(\d{1,10})\.(.+)", path.name)
+            if found is None or name not in (None, found[2]) or _alive(int(found[1])):
+                continue
+            with suppress(OSError):
+                if time.time() - path.lstat().st_mtime >= least_age:
+                    path.unlink()
+
+
+def _alive(process: int) -> bool:
+    if os.name != "posix":  # where a signal of 0 would end it
+        return process == os.getpid()
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        pass
+    return True
+
+
+@contextmanager
+def locked(path: str | Path, wait: bool = False) -> Iterator[bool]:
+    """One process at a time; the file is there as long as it is held, and says by whom.
+
+    The system lets go with the process, however that ends: what a killed one left is taken over.
+    Yields whether it could be locked, which some network file systems cannot do.
+
+    Args:
+        path: of the file, in a folder that is there.
+        wait: for the one that holds it; otherwise :class:`InUseError` says who that is.
+    """
+    wanted, owner = Path(path), os.getpid()
+    stream = _opened(wanted)
+    try:
+        held = _hold(stream, wanted, wait)
+        while held and not _is_file(stream, wanted):  # the one before removed it meanwhile
+            stream.close()
+            stream = _opened(wanted)
+            held = _hold(stream, wanted, wait)
+        if held:
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            told = {"process": owner, "machine": platform.node(), "since": now}
+            stream.truncate(0)
+            stream.write(json.dumps(told).encode())
+        try:
+            yield held
+        finally:
+            # Still locked, so that nobody takes the file that is about to go.
+            if owner == os.getpid() and held and _is_file(stream, wanted):
+                if os.name != "posix":
+                    stream.close()
+                with suppress(OSError):
+                    wanted.unlink()
+    finally:
+        stream.close()
+
+
+def _opened(path: Path) -> IO[bytes]:
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    return open(os.open(path, flags, 0o666), "r+b", buffering=0)
+
+
+def _is_file(stream: IO[bytes], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), os.stat(path))
+    except OSError:
+        return False
+
+
+def _hold(stream: IO[bytes], path: Path, wait: bool) -> bool:
+    """Lock an open file; False where the file system has no locks."""
+    while True:
+        try:
+            _lock(stream.fileno(), wait)
+            return True
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
+                return False
+            if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
+                raise
+            if not wait:
+                raise InUseError(f"{path.parent} is in use by {_holder(stream)}") from None
+
+
+def _lock(handle: int, wait: bool) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(handle, _LOCK_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(handle, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+        finally:
+            os.lseek(handle, 0, os.SEEK_SET)
+    else:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
+def _holder(stream: IO[bytes]) -> str:
+    """Who holds a lock, as its file says."""
+    stream.seek(0)
+    try:
+        told = json.loads(stream.read(1000))
+        words = (told["process"], told["machine"], told["since"])
+    except (ValueError, KeyError, TypeError, OSError, RecursionError):
+        return "another process"
+    return printable("process {} on {}, since {}".format(*words))
+
+
+def printable(text: str) -> str:
+    r"""A text of strangers in one line, without what would steer a terminal.
+
+    >>> printable("a GPU\x1b[2J\n")
+    'a GPU?[2J?'
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def check_folder(path: str | Path) -> None:

@@ -94,8 +94,9 @@ class Record:
     """Whether images were laid out with channels last; None if not known."""
     parts: list[dict[str, Any]] | None = None
     """What took part in turn: for each stretch ``after``, the number of epochs before it, and its
-    revision, source_sha256, step, processes and device. One for a run by the same code in the
-    same way, however often it was interrupted; None if not known."""
+    revision, source_sha256, step, processes, device, torch, processor and kernel (of the last
+    three older records say nothing). One for a run by the same code in the same way, however often
+    it was interrupted; None if not known."""
     shared: int | None = None
     """How many runs shared the device, this one among them; None if not known."""
     convolutions: dict[str, int] | None = None
@@ -106,6 +107,8 @@ class Record:
     angle_errors: list[float] | None = None
     """Of test images turned by equal steps of the full turn, from 0; ``test_error`` is their mean.
     None for test images as they are."""
+    weights_sha256: str | None = None
+    """Of ``model.safetensors``, which the run left with its checkpoints; None if not known."""
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -176,13 +179,16 @@ _PART = {
     "processes": "int",
     "device": "str",
 }
+_FURTHER = {"torch": "str", "processor": "str", "kernel": "str"}
+"""What older records do not say of their parts."""
 _NUMBERS = ("learning_rate", "loss", "seconds", "validation_loss", "validation_error")
 
 
 def check_part(part: Any) -> None:
     """Raise :class:`RecordError` if this is none of the parts of a record."""
-    if not isinstance(part, dict) or {k: type(part[k]).__name__ for k in part} != _PART:
-        raise RecordError(f"expected parts with {', '.join(_PART)}; got {part!r}")
+    kinds = {k: type(part[k]).__name__ for k in part} if isinstance(part, dict) else {}
+    if kinds not in (_PART, _PART | _FURTHER):
+        raise RecordError(f"expected parts with {', '.join(_PART | _FURTHER)}; got {part!r}")
 
 
 def check_epoch(entry: Any) -> None:

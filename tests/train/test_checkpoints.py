@@ -1,56 +1,73 @@
 """Checkpoints: a resumed run ends as an uninterrupted one; what is damaged is refused."""
 
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from econv import files, records, report, train
 from econv.engines import choice
+from econv.engines.spectral import native
 from econv.recipes import Recipe
+from econv.train import checkpoints
 from econv.train.trainer import Trainer
 from fake_engines import installed
-from tiny_training import TINY, changed, interrupt_at, outcome, start, stripes, weights
+from tiny_training import ONE, TINY, changed, interrupt_at, outcome, start, stripes, weights
 
 
 @pytest.mark.parametrize(
-    ("recipe", "every", "step"),
+    ("recipe", "every", "minutes", "step"),
     [
-        (TINY, 1, 11),
-        (TINY, 2, 15),
-        (TINY, 3, 3),
-        (changed(optimizer="adam", ema_decay=0.0, schedule="steps", milestones=(0.5,)), 1, 9),
-        (changed(optimizer="sgd", evaluate_every=3), 1, 13),
-        (changed(retrain_on_all=True), 1, 14),
-        (changed(retrain_on_all=True), 3, 25),
+        (TINY, 1, 5, 11),
+        (TINY, 2, 5, 15),
+        (TINY, 3, 5, 3),
+        (TINY, 9, 1e-9, 2),  # after every step
+        (changed(optimizer="adam", ema_decay=0.0, schedule="steps", milestones=(0.5,)), 1, 5, 9),
+        (changed(optimizer="sgd", evaluate_every=3), 1, 1e-9, 12),
+        (changed(retrain_on_all=True), 1, 5, 14),
+        (changed(retrain_on_all=True), 3, 1e-9, 25),
     ],
 )
 def test_a_resumed_run_ends_bit_for_bit_as_an_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, every: int, step: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: Recipe,
+    every: int,
+    minutes: float,
+    step: int,
 ) -> None:
+    often = {"checkpoint_every": every, "checkpoint_minutes": minutes}
     whole = start(tmp_path / "whole", recipe)
     with monkeypatch.context() as patch:
         interrupt_at(patch, step, KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
-            start(tmp_path / "parts", recipe, checkpoint_every=every)
-    resumed = start(tmp_path / "parts", recipe, checkpoint_every=every)
+            start(tmp_path / "parts", recipe, **often)
+    resumed = start(tmp_path / "parts", recipe, **often)
     assert outcome(resumed) == outcome(whole)
     assert weights(tmp_path / "parts", recipe) == weights(tmp_path / "whole", recipe)
 
 
+@pytest.mark.parametrize(("minutes", "missing"), [(5, 4), (1e-9, 3)])
 def test_resuming_trains_only_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: float, missing: int
 ) -> None:
     with monkeypatch.context() as patch:
         interrupt_at(patch, 14, KeyboardInterrupt)  # four steps an epoch: in the fourth
         with pytest.raises(KeyboardInterrupt):
-            start(tmp_path)
+            start(tmp_path, checkpoint_minutes=minutes)
     steps: list[int] = []
     original = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda self: (steps.append(1), original(self))[1])
     start(tmp_path)
-    assert len(steps) == 4
+    assert len(steps) == missing
 
 
 def test_a_failed_write_leaves_the_checkpoint_before(
@@ -86,7 +103,9 @@ def test_checkpoints_hold_everything_and_go_when_the_run_is_done(
         with pytest.raises(KeyboardInterrupt):
             start(tmp_path)
     assert sorted(p.name for p in folder.iterdir()) == [
+        "checkpoint-0-1.safetensors",
         "checkpoint-0-2.safetensors",
+        "checkpoint-before.json",
         "checkpoint.json",
     ]
     tensors = load_file(folder / "checkpoint-0-2.safetensors")
@@ -100,8 +119,21 @@ def test_checkpoints_hold_everything_and_go_when_the_run_is_done(
     assert [p.name for p in folder.iterdir()] == ["model.safetensors"]
 
 
+def tensors_of(folder: Path) -> Path:
+    return folder / json.loads((folder / "checkpoint.json").read_text())["tensors"]
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what the newest checkpoint says, as one would that can make checksums."""
+    path = folder / "checkpoint.json"
+    whole = json.loads(path.read_text())
+    del whole["checksum"]
+    change(whole)
+    path.write_bytes(checkpoints.sealed(whole))
+
+
 def damage_tensors(folder: Path) -> None:
-    path = next(folder.glob("*.safetensors"))
+    path = tensors_of(folder)
     path.write_bytes(path.read_bytes()[:-1] + b"x")
 
 
@@ -111,29 +143,33 @@ def damage_json(folder: Path) -> None:
 
 
 def change_told(**changes: object) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        whole = json.loads((folder / "checkpoint.json").read_text())
+    def change(whole: dict[str, Any]) -> None:
         whole["told"] = {**whole["told"], **changes} if changes else []
-        (folder / "checkpoint.json").write_text(json.dumps(whole))
 
-    return damage
+    return lambda folder: rewritten(folder, change)
 
 
 def forget_parts(folder: Path) -> None:
-    whole = json.loads((folder / "checkpoint.json").read_text())
-    del whole["told"]["parts"]
-    (folder / "checkpoint.json").write_text(json.dumps(whole))
+    rewritten(folder, lambda whole: whole["told"].pop("parts"))
 
 
 def lose_tensors(folder: Path) -> None:
-    next(folder.glob("*.safetensors")).unlink()
+    tensors_of(folder).unlink()
+
+
+def name_a_path(folder: Path) -> None:
+    rewritten(folder, lambda whole: whole.update(tensors="../0/" + whole["tensors"]))
+
+
+def break_off(folder: Path) -> None:
+    (folder / "checkpoint.json").write_bytes(b"[" * 100_000)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (damage_tensors, "checksum differs"),
-        (damage_json, "cannot be used"),
+        (damage_json, "checksum differs|Unterminated"),
         (change_told(), r"expected told as an object; got \[\]"),
         (change_told(epoch="2"), "expected epoch of another kind; got '2'"),
         (change_told(seconds=None), "expected seconds of another kind; got None"),
@@ -149,21 +185,135 @@ def lose_tensors(folder: Path) -> None:
         (change_told(parts=[{}]), "expected parts with after, revision"),
         (forget_parts, "expected parts, which is missing"),
         (change_told(parts=None), "expected parts of another kind; got None"),
+        (change_told(step=-1), "expected a phase and an epoch of this run"),
+        (change_told(step=1), "are those after step 8; expected 9"),
         (lose_tensors, "No such file"),
+        (name_a_path, "expected the name of tensors"),
+        (break_off, "recursion"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_a_fresh_start_helps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage, message: str
+    capsys: pytest.CaptureFixture[str],
+    halfway: Path,
+    damage: Callable[[Path], None],
+    message: str,
 ) -> None:
-    with monkeypatch.context() as patch:
+    folder = halfway / "out" / "tiny" / "0"
+    room = room_of(folder)
+    damage(folder)
+    if "after step" not in message:  # that one only who trains can see
+        found = room.load()
+        assert found is not None
+        assert found.told["epoch"] == 1
+        told = capsys.readouterr().err
+        assert "damaged, going on from the checkpoint before: checkpoint.json: " in told
+        assert re.search(message, told)
+        (folder / "checkpoint-before.json").unlink()
+    with pytest.raises(train.CheckpointError, match=message) as caught:
+        start(halfway)
+    assert "--fresh" in str(caught.value)
+
+
+def room_of(folder: Path) -> checkpoints.Checkpoints:
+    whole = json.loads((folder / "checkpoint.json").read_text())
+    identity = {name: whole[name] for name in ("settings", "seed", "data_sha256", "precision")}
+    return checkpoints.Checkpoints(folder, identity, ONE)
+
+
+def test_a_fresh_start_helps_where_nothing_is_whole(
+    halfway: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = halfway / "out" / "tiny" / "0"
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(
+        train.CheckpointError, match=r"checkpoint\.json: .*checkpoint-before\.json: "
+    ):
+        start(halfway)
+    assert outcome(start(halfway, resume=False)) == outcome(start(halfway / "whole"))
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, 10, KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
+            start(folder)
+    return folder
+
+
+@pytest.fixture
+def halfway(tmp_path: Path, stopped: Path) -> Path:
+    """A folder where a run was stopped in its third epoch."""
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_a_damaged_generation_costs_an_epoch_and_no_bit(halfway: Path) -> None:
+    damage_tensors(halfway / "out" / "tiny" / "0")
+    assert outcome(start(halfway)) == outcome(start(halfway / "whole"))
+
+
+def test_every_flipped_bit_of_a_checkpoint_is_noticed(
+    halfway: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = halfway / "out" / "tiny" / "0"
+    room = room_of(folder)
+    found = room.load()
+    assert found is not None
+    assert found.told["epoch"] == 2
+    random = np.random.default_rng(0)
+    for path in (folder / "checkpoint.json", tensors_of(folder)):
+        content = path.read_bytes()
+        for bit in random.choice(8 * len(content), 150, replace=False):
+            flipped = bytearray(content)
+            flipped[bit // 8] ^= 1 << (bit % 8)
+            path.write_bytes(flipped)
+            found = room.load()
+            assert found is not None
+            assert found.told["epoch"] == 1, bit
+            assert path.name in capsys.readouterr().err
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("other", ["recipe", "version"])
+def test_a_checkpoint_that_is_not_for_us_is_left_as_it_is(halfway: Path, other: str) -> None:
+    folder = halfway / "out" / "tiny" / "0"
+    if other == "version":
+        rewritten(folder, lambda whole: whole.update(format=3, further=1))
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    recipe = changed(weight_decay=0.5) if other == "recipe" else TINY
+    message = {"recipe": r"settings \(weight_decay\)", "version": "newer version: format 3"}[other]
+    with pytest.raises(train.CheckpointError, match=message):
+        start(halfway, recipe)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_half_written_files_of_killed_processes_go(halfway: Path) -> None:
+    folder = halfway / "out" / "tiny" / "0"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (folder / f".{ended.pid}.checkpoint.json").write_bytes(b"{")
+    (folder / f".{os.getpid()}.mine").write_bytes(b"{")
+    start(halfway)
+    assert sorted(p.name for p in folder.iterdir()) == [f".{os.getpid()}.mine", "model.safetensors"]
+
+
+def test_a_run_killed_before_its_record_knows_what_ran_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
             start(tmp_path)
-    damage(tmp_path / "out" / "tiny" / "0")
-    with pytest.raises(train.CheckpointError, match=message) as caught:
-        start(tmp_path)
-    assert "--fresh" in str(caught.value)
-    assert outcome(start(tmp_path, resume=False)) == outcome(start(tmp_path / "other"))
+    record = start(tmp_path)
+    assert record.convolutions
+    assert outcome(record) == outcome(start(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +349,14 @@ def test_a_checkpoint_with_older_names_goes_on(
     whole = json.loads(path.read_text())
     (part,) = whole["told"]["parts"]
     part["engine"] = part.pop("step")
+    for name in ("torch", "processor", "kernel"):
+        del part[name]
+    for name in ("step", "spent", "convolutions"):
+        del whole["told"][name]
+    for name in ("checksum", "format"):
+        del whole[name]
     path.write_text(json.dumps(whole))
+    (path.parent / "checkpoint-before.json").unlink()
     record = start(tmp_path)
     assert record.parts is not None
     assert [(each["after"], each["step"]) for each in record.parts] == [(0, "eager")]
@@ -220,8 +377,9 @@ def test_everything_that_took_part_in_a_resumed_run_is_named(
     assert "with other" not in capsys.readouterr().err
     monkeypatch.setattr(records, "revision", lambda: "b" * 40)
     monkeypatch.setattr(records, "source_hash", lambda: "c" * 64)
+    monkeypatch.setattr(native, "identity", lambda dtype: "no compiler")
     record = start(tmp_path, progress=True)
-    assert "going on with other revision, source_sha256; the record" in capsys.readouterr().err
+    assert "with other revision, source_sha256, kernel; the record" in capsys.readouterr().err
     assert record.parts is not None
     assert [(part["after"], part["revision"]) for part in record.parts] == [
         (0, "a" * 40),
@@ -229,6 +387,8 @@ def test_everything_that_took_part_in_a_resumed_run_is_named(
     ]
     assert record.parts[1]["source_sha256"] == record.source_sha256 == "c" * 64
     assert record.parts[1]["step"] == record.step
+    assert record.parts[1]["kernel"] == "no compiler"
+    assert record.parts[1]["torch"] == record.versions["torch"]
     page = report.as_html([], {"tiny": [record]})
     assert "aaaaaaaaaa, bbbbbbbbbb" in page
 
@@ -279,9 +439,12 @@ def test_an_interrupted_fresh_start_is_gone_on_with(
     assert outcome(again) == outcome(first)
 
 
-@pytest.mark.parametrize("poison", ["loss", "weights"])
+@pytest.mark.parametrize(
+    ("poison", "minutes", "last"),
+    [("loss", 5, "0-2"), ("weights", 5, "0-2"), ("loss", 1e-9, "0-2-1")],
+)
 def test_no_number_stops_the_run_names_the_step_and_keeps_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poison: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poison: str, minutes: float, last: str
 ) -> None:
     from safetensors.torch import load_file
 
@@ -298,14 +461,15 @@ def test_no_number_stops_the_run_names_the_step_and_keeps_the_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", step)
         with pytest.raises(train.DivergedError) as caught:
-            start(tmp_path)
+            start(tmp_path, checkpoint_minutes=minutes)
     message = str(caught.value)
     if poison == "loss":
         assert "the loss is nan at step 10 (epoch 3, step 2 of 4)" in message
     else:
         assert "the weights are no numbers after step 12 (epoch 3, step 4 of 4)" in message
-    assert "The checkpoint after epoch 2 is kept in" in message
-    tensors = load_file(tmp_path / "out" / "tiny" / "0" / "checkpoint-0-2.safetensors")
+    where = "epoch 2" if last == "0-2" else "step 1 of epoch 3"
+    assert f"The checkpoint after {where} is kept in" in message
+    tensors = load_file(tmp_path / "out" / "tiny" / "0" / f"checkpoint-{last}.safetensors")
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     assert outcome(start(tmp_path)) == outcome(start(tmp_path / "whole"))
 

@@ -19,6 +19,7 @@ from econv.train.trainer import Trainer
 from tiny_training import (
     TINY,
     interrupt_at,
+    outcome,
     stripes,
 )
 
@@ -181,11 +182,14 @@ def test_a_signal_ends_the_command_and_the_same_one_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", step)
-        assert command(*arguments) == 130
+        assert command(*arguments) == 128 + number
     assert "The same command goes on" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == before
     assert command(*arguments) == 0
-    assert "going on after epoch 2" in capsys.readouterr().err
+    assert "going on after step 2 of epoch 3" in capsys.readouterr().err
+    resumed = records.load(tmp_path / "records" / "tiny" / "0.json")
+    assert command(*arguments, "--fresh") == 0
+    assert outcome(resumed) == outcome(records.load(tmp_path / "records" / "tiny" / "0.json"))
 
 
 def test_the_package_can_be_run_as_torchrun_does() -> None:

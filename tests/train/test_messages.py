@@ -49,7 +49,7 @@ def test_all_images_of_all_phases_are_counted() -> None:
     assert batches(TINY, 9) == (9, 1)
     told = RunMessages(TINY, 0, [64, 96], steps_settle=True, enabled=False)
     assert told.bar._total == 4 * (64 + 96)
-    told.resumed(1, 3)
+    told.resumed(1, 3, 0, 16)
     assert told.bar._done == 4 * 64 + 3 * 96
     told.phase("retrain", 16)
     for step in range(6):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 from econv.data.archives import check_md5, md5
 from econv.data.errors import DataError, reason
 from econv.data.sources import File
+from econv.files import locked
 from econv.progress import Progress
 
 _TRIES = 3
@@ -29,7 +28,7 @@ def fetched(file: File, folder: Path) -> Path:
     problems = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{file.name}.lock"):
+        with locked(folder / f"{file.name}.lock", wait=True):
             if target.is_file():  # another process was faster
                 check_md5(target, file)
                 return target
@@ -106,16 +105,3 @@ def _fetch(address: str, part: Path) -> bool:
 def _total(content_range: str | None) -> int | None:
     total = (content_range or "").rpartition("/")[2]
     return int(total) if total.isdigit() else None
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; the lock falls with the process that holds it."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows: the last one to finish wins, with a whole file
-        yield
-        return
-    with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

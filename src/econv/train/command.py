@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from econv.train.errors import TrainingError
 from econv.train.execution import PRECISIONS, STEPS
 from econv.train.processes import leave
 from econv.train.runs import run
+from econv.train.stopping import exit_code, terminable
 
 TRAINED_BEFORE = "trained before; --fresh trains it anew"
 
@@ -60,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensorboard", type=Path, metavar="FOLDER", help="write event files for TensorBoard")
     add("--checkpoint-every", type=int, default=10, metavar="EPOCHS", help="default: %(default)s")
     add(
+        "--checkpoint-minutes",
+        type=float,
+        default=5.0,
+        metavar="MINUTES",
+        help="and within long epochs (default: %(default)s)",
+    )
+    add(
         "--step",
         choices=STEPS,
         help="how a step is run (default: graph on one GPU, otherwise eager)",
@@ -81,22 +88,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Train what the options say; 0, or 1 with a line on stderr, or 130 if interrupted."""
+    """Train what the options say; 0, or 1 with a line on stderr, or 130 or 143 if stopped."""
     try:
         chosen = recipe(options.recipe).with_changes(_pairs(options.changes))
         if options.seeds < 1:
             raise ValueError(f"expected --seeds of at least 1; got {options.seeds}")
-        kept = _stop_on_terminate()
-        try:
+        with terminable():
             for seed in range(options.seed, options.seed + options.seeds):
                 _run_and_print(chosen, seed, options)
-        finally:
-            if kept is not None:
-                signal.signal(signal.SIGTERM, kept)
-        leave()
-    except KeyboardInterrupt:
+            leave()
+    except KeyboardInterrupt as signal:
         print("\nStopped. The same command goes on from the last checkpoint.", file=sys.stderr)
-        return 130
+        return exit_code(signal)
     except (TrainingError, ValueError, ImportError, OSError) as error:
         print(f"econv train: {error}", file=sys.stderr)
         return 1
@@ -118,6 +121,7 @@ def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> No
         progress=not options.quiet,
         tensorboard=options.tensorboard,
         checkpoint_every=options.checkpoint_every,
+        checkpoint_minutes=options.checkpoint_minutes,
         step=options.step,
         precision=options.precision,
         channels_last=options.channels_last,
@@ -145,15 +149,3 @@ def _pairs(changes: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"expected --set key=value; got {change!r}")
         found[key.strip()] = value.strip()
     return found
-
-
-def _stop_on_terminate() -> Any:
-    """Let SIGTERM end a run as Ctrl-C does; returns the handler before, None outside threads."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        return signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # only the main thread may
-        return None

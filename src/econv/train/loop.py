@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
+from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from econv import engines, records
+from econv import engines, files, records
 from econv.data import Dataset
+from econv.engines.spectral import native
 from econv.recipes import Recipe
 from econv.records import Record
 from econv.train.board import Board
@@ -22,7 +25,10 @@ from econv.train.errors import CheckpointError, DivergedError
 from econv.train.execution import Execution
 from econv.train.messages import RunMessages
 from econv.train.processes import Processes
+from econv.train.stopping import SIGNALS, Stop
 from econv.train.trainer import Trainer, batches
+
+_LOOKED = 16  # steps from one agreement of several processes to the next
 
 
 class Loop:
@@ -37,6 +43,7 @@ class Loop:
         processes: Processes,
         checkpoints: Checkpoints,
         checkpoint_every: int,
+        checkpoint_minutes: float,
         board: Board,
         progress: bool,
         shared: int | None,
@@ -44,6 +51,9 @@ class Loop:
         self.recipe, self.seed, self.execution, self.processes = recipe, seed, execution, processes
         self.data = data.to(execution.device)
         self.checkpoints, self.checkpoint_every = checkpoints, checkpoint_every
+        self.checkpoint_seconds = 60 * checkpoint_minutes
+        self.saved = self.since = time.perf_counter()
+        self.stop = Stop()
         self.board = board
         self.shared = shared
         self.phases = ["select", "retrain"] if recipe.retrain_on_all else ["select"]
@@ -62,12 +72,15 @@ class Loop:
         self.told: dict[str, Any] = {
             "phase": 0,
             "epoch": 0,
+            "step": 0,  # of the epoch that is under way, and how long those took
+            "spent": 0.0,
             "best": None,
             "history": [],
             "seconds": 0.0,
             "setup_seconds": 0.0,
             "parts": [],
             "choices": {},
+            "convolutions": {},
         }
         self.best: dict[str, Tensor] = {}
 
@@ -75,6 +88,7 @@ class Loop:
         self, saved: Saved | None, started: float, ready: Callable[[], None] | None = None
     ) -> Record:
         """Train to the end; ``ready`` is called before the first step, when all is set up."""
+        self.since = started
         if saved is not None:
             self.told.update(saved.told)
             engines.keep(self.told["choices"])  # or the next steps could round another way
@@ -86,14 +100,18 @@ class Loop:
                 if ready is not None:
                     ready()
                     ready = None
-                now = time.perf_counter()
-                self.told["setup_seconds"] += now - started
-                started = now
-                started = self._phase(trainer, started)
+                self.told["setup_seconds"] += self._lap()
+                with self.stop:
+                    self._phase(trainer)
                 if self.told["phase"] == len(self.phases) - 1:
                     break
                 self.told.update(phase=self.told["phase"] + 1, epoch=0)
-            return self._finish(trainer, started)
+            return self._finish(trainer)
+
+    def _lap(self) -> float:
+        """Seconds since the last call."""
+        before, self.since = self.since, time.perf_counter()
+        return self.since - before
 
     def _take_part(self) -> None:
         """Note who trains from here on, and say so if it is another one than before."""
@@ -104,9 +122,13 @@ class Loop:
             "step": self.execution.step,
             "processes": self.processes.world,
             "device": _device_name(self.execution.device),
+            "torch": str(torch.__version__),
+            "processor": files.processor_name(),
+            "kernel": _kernel(self.execution),
         }
         parts = self.told["parts"]
-        other = [key for key in part if parts and key != "after" and parts[-1][key] != part[key]]
+        before = parts[-1] if parts else {}  # older ones say less
+        other = [key for key in part if key != "after" and before.get(key, part[key]) != part[key]]
         if other:
             self.say.changed(other)
         if other or not parts:
@@ -119,7 +141,12 @@ class Loop:
         trainer = Trainer(self.recipe, self.seed, data.train, data, self.execution, self.processes)
         if saved is not None:
             state = trainer.state()
-            given = {n: t for n, t in saved.tensors.items() if not n.startswith("best.")}
+            within = {n: t for n, t in saved.tensors.items() if n in ("losses", "generator")}
+            given = {
+                n: t
+                for n, t in saved.tensors.items()
+                if not n.startswith("best.") and n not in within
+            }
             if {n: t.shape for n, t in given.items()} != {n: t.shape for n, t in state.items()}:
                 raise CheckpointError(
                     f"the tensors in {self.checkpoints.folder} do not fit {self.recipe.model}: "
@@ -127,23 +154,36 @@ class Loop:
                 )
             for name, tensor in state.items():
                 tensor.copy_(given[name])
+            step, done = self.told["step"], self.told["epoch"] * trainer.steps + self.told["step"]
+            if int(trainer.step_number) != done or step >= trainer.steps or (step and not within):
+                raise CheckpointError(
+                    f"the tensors in {self.checkpoints.folder} are those after step "
+                    f"{int(trainer.step_number)}; expected {done}: start anew with --fresh"
+                )
+            if step:
+                trainer.go_on(within)
             self.best = {
                 name.removeprefix("best."): tensor.to(self.execution.device)
                 for name, tensor in saved.tensors.items()
                 if name.startswith("best.")
             }
-            self.say.resumed(self.told["phase"], self.told["epoch"])
+            self.say.resumed(self.told["phase"], self.told["epoch"], step, trainer.batch)
         if self.phases[self.told["phase"]] == "select":
             trainer.watch(self.data.validation)
         return trainer
 
-    def _phase(self, trainer: Trainer, started: float) -> float:
+    def _phase(self, trainer: Trainer) -> None:
         recipe, told = self.recipe, self.told
         phase = self.phases[told["phase"]]
         self.say.phase(phase, trainer.batch)
         while told["epoch"] < recipe.epochs:
             number = told["epoch"]
-            losses = trainer.epoch(number, self.say.step)
+
+            def stepped(epoch: int, step: int, steps: int) -> None:
+                self.say.step(epoch, step, steps)
+                self._look(trainer, step + 1)
+
+            losses = trainer.epoch(number, stepped, told["step"])
             self._check(losses, trainer, number)
             entry: dict[str, Any] = {
                 "phase": phase,
@@ -154,21 +194,46 @@ class Loop:
             last = number + 1 == recipe.epochs
             if phase == "select" and (last or (number + 1) % recipe.evaluate_every == 0):
                 self._evaluate(trainer, entry)
-            now = time.perf_counter()
-            entry["seconds"] = now - started
-            told["seconds"] += now - started
-            started = now
+            lap = self._lap()
+            entry["seconds"] = told["spent"] + lap
+            told["seconds"] += lap
             told["history"].append(entry)
-            told["epoch"] = number + 1
+            told.update(epoch=number + 1, step=0, spent=0.0)
             self.say.epoch(entry, told["best"])
             self.board.epoch(entry, len(told["history"]))
-            if last or (number + 1) % self.checkpoint_every == 0:
+            asked, due = self._wanted()
+            if last or due or (number + 1) % self.checkpoint_every == 0:
                 self._save(trainer)
                 # What a checkpoint takes belongs to the run, too.
-                now = time.perf_counter()
-                told["seconds"] += now - started
-                started = now
-        return started
+                told["seconds"] += self._lap()
+            if asked is not None:
+                self.stop.obey(asked)
+
+    def _look(self, trainer: Trainer, done: int) -> None:
+        """In the middle of an epoch: save what is due, and stop if that was asked for."""
+        if done == trainer.steps or (self.processes.world > 1 and done % _LOOKED):
+            return
+        asked, due = self._wanted()
+        if not due:
+            return
+        told, within = self.told, trainer.within()
+        self._check(within["losses"][:done].tolist(), trainer, told["epoch"])
+        lap = self._lap()
+        told["seconds"] += lap
+        told.update(step=done, spent=told["spent"] + lap)
+        self._save(trainer, within)
+        if asked is not None:
+            self.stop.obey(asked)
+
+    def _wanted(self) -> tuple[signal.Signals | None, bool]:
+        """The signal that asks to stop, and whether to save: the same in all processes."""
+        late = time.perf_counter() - self.saved >= self.checkpoint_seconds
+        found = [self.stop.asked == number for number in SIGNALS] + [late and self.processes.first]
+        if self.processes.world > 1:
+            told = torch.tensor(found, dtype=torch.int64, device=self.processes.device)
+            found = self.processes.sum(told).bool().tolist()
+        asked = [number for number, one in zip(SIGNALS, found, strict=False) if one]
+        return (asked[-1] if asked else None), any(found)
 
     def _check(self, losses: list[float], trainer: Trainer, number: int) -> None:
         bad = next((i for i, loss in enumerate(losses) if not abs(loss) < float("inf")), None)
@@ -203,15 +268,16 @@ class Loop:
             }
             self.best = {n: t.clone() for n, t in trainer.evaluated.state_dict().items()}
 
-    def _save(self, trainer: Trainer) -> None:
-        if not self.processes.first:
-            return
-        tensors = trainer.state() | {f"best.{name}": t for name, t in self.best.items()}
-        self.board.flush()
-        self.told["choices"] = engines.kept()
-        self.checkpoints.save(self.told, tensors)
+    def _save(self, trainer: Trainer, within: Mapping[str, Tensor] | None = None) -> None:
+        if self.processes.first:
+            best = {f"best.{name}": tensor for name, tensor in self.best.items()}
+            self.board.flush()
+            self.told["choices"] = engines.kept()
+            self.told["convolutions"] = trainer.convolutions or self.told["convolutions"]
+            self.checkpoints.save(self.told, {**trainer.state(), **best, **(within or {})})
+        self.saved = time.perf_counter()
 
-    def _finish(self, trainer: Trainer, started: float) -> Record:
+    def _finish(self, trainer: Trainer) -> Record:
         told, split, best = self.told, self.data.test, self.told["best"]
         retrained = self.phases[-1] == "retrain"
         if not retrained:
@@ -221,8 +287,8 @@ class Loop:
         predicted = [found for found, _ in (trainer.predict(split), *turned)]
         errors = [100 * int((found != split.y).sum()) / len(split.y) for found in predicted]
         classes = torch.cat(predicted)
-        self.checkpoints.save_weights(trainer.evaluated.state_dict())
-        told["seconds"] += time.perf_counter() - started
+        weights = self.checkpoints.save_weights(trainer.evaluated.state_dict())
+        told["seconds"] += self._lap()
         record = Record(
             recipe=self.recipe.name,
             seed=self.seed,
@@ -251,12 +317,23 @@ class Loop:
             channels_last=self.execution.channels_last,
             parts=told["parts"],
             shared=self.shared,
-            convolutions=trainer.convolutions or None,
+            convolutions=trainer.convolutions or told["convolutions"] or None,
             choices=engines.kept(),
             angle_errors=errors if angles else None,
+            weights_sha256=weights,
         )
         self.say.finished(record)
         return record
+
+
+def _kernel(execution: Execution) -> str:
+    """What is compiled for the convolutions: other kernels round another way."""
+    if execution.device.type == "cpu":
+        return files.printable(native.identity(execution.dtype))[:200]
+    try:
+        return f"triton {metadata.version('triton')}"
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def _device_name(device: torch.device) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from econv.progress import Progress
 from econv.recipes import Recipe
 from econv.records import Record
+from econv.train.errors import when
 
 
 class RunMessages:
@@ -45,11 +46,10 @@ class RunMessages:
     def __exit__(self, *reason: object) -> None:
         self.bar.__exit__(*reason)
 
-    def resumed(self, phase: int, epoch: int) -> None:
+    def resumed(self, phase: int, epoch: int, step: int, batch: int) -> None:
         before = self.recipe.epochs * sum(self.per_epoch[:phase])
-        self.bar.skip(before + epoch * self.per_epoch[phase])
-        retraining = " of retraining" if phase else ""
-        self.bar.say(f"{self.title}: going on after epoch {epoch}{retraining}")
+        self.bar.skip(before + epoch * self.per_epoch[phase] + step * batch)
+        self.bar.say(f"{self.title}: going on after {when(phase, epoch, step)}")
 
     def changed(self, what: Sequence[str]) -> None:
         names = ", ".join(what)

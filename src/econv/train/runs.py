@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ def run(
     progress: bool = True,
     tensorboard: Path | str | None = None,
     checkpoint_every: int = 10,
+    checkpoint_minutes: float = 5.0,
     step: str | None = None,
     precision: str | None = None,
     channels_last: bool | None = None,
@@ -65,6 +68,8 @@ def run(
         progress: whether to say on stderr how far it is.
         tensorboard: a folder for TensorBoard's event files.
         checkpoint_every: epochs from one checkpoint to the next.
+        checkpoint_minutes: and minutes, however long an epoch takes. The last two are kept, and
+            what stops a run (Ctrl-C, SIGTERM) leaves one of where it was.
         step: how a step is run: ``"eager"``; ``"graph"``, all of it in a CUDA graph; ``"compile"``,
             the network through `torch.compile` too. By default ``"graph"`` on one GPU, otherwise
             ``"eager"``.
@@ -82,6 +87,8 @@ def run(
         raise ValueError(f"expected a seed from 0 to 2**32 - 1; got {seed}")
     if checkpoint_every < 1:
         raise ValueError(f"expected checkpoint_every of at least 1; got {checkpoint_every}")
+    if not checkpoint_minutes > 0:
+        raise ValueError(f"expected checkpoint_minutes above 0; got {checkpoint_minutes}")
     shared = _shared(shared)
     records_room.revision()  # what is wrong with it is said before training, not after
     processes = Processes.join(device)
@@ -94,58 +101,89 @@ def run(
             files.check_folder(wanted)
 
     processes.together(places, OSError)  # before hours of training, not after
-    if data is None:
-        data = load(recipe.dataset, root=root, source=source, recreated=recreated)
-    elif recreated:
-        raise ValueError("expected recreated without data: those at hand are what they are")
-    identity = {
-        "settings": recipe.settings(),
-        "seed": seed,
-        "data_sha256": _fingerprint(data),
-        "precision": execution.precision,
-    }
-    done = _finished(identity, place, processes) if resume else None
-    if done is not None:
-        return done
-    checkpoints = Checkpoints(folder, identity, processes)
-    saved = checkpoints.load() if resume else None
+    with _held(folder, processes):
+        if data is None:
+            data = load(recipe.dataset, root=root, source=source, recreated=recreated)
+        elif recreated:
+            raise ValueError("expected recreated without data: those at hand are what they are")
+        identity = {
+            "settings": recipe.settings(),
+            "seed": seed,
+            "data_sha256": _fingerprint(data),
+            "precision": execution.precision,
+        }
+        done = _finished(identity, place, processes) if resume else None
+        if done is not None:
+            return done
+        checkpoints = Checkpoints(folder, identity, processes)
+        saved = checkpoints.load() if resume else None
 
-    def ready() -> None:
-        if not resume and processes.first:
-            clear(folder, place)
-        if when_ready is not None:
-            when_ready()
+        def ready() -> None:
+            if not resume and processes.first:
+                clear(folder, place)
+            if when_ready is not None:
+                when_ready()
 
-    trained = len(saved.told["history"]) if saved is not None else 0
-    events = None
-    if tensorboard is not None and processes.first:
-        events = Path(tensorboard) / recipe.name / str(seed)
-    with (
-        watched(processes, checkpoints.describe),
-        convolution_precision(execution),
-        torch.random.fork_rng(
-            devices=[execution.device] if execution.device.type == "cuda" else []
-        ),
-        open_board(events, first_step=trained + 1) as board,
-    ):
-        loop = Loop(
-            recipe,
-            seed,
-            data,
-            execution,
-            processes,
-            checkpoints,
-            checkpoint_every,
-            board,
-            progress,
-            shared,
-        )
-        record = loop.train(saved, started, ready)
-        if processes.first:
-            records_room.save(record, Path(records))
-            checkpoints.remove()
-        processes.wait()
-    return record
+        trained = len(saved.told["history"]) if saved is not None else 0
+        events = None
+        if tensorboard is not None and processes.first:
+            events = Path(tensorboard) / recipe.name / str(seed)
+        with (
+            watched(processes, checkpoints.describe),
+            convolution_precision(execution),
+            torch.random.fork_rng(
+                devices=[execution.device] if execution.device.type == "cuda" else []
+            ),
+            open_board(events, first_step=trained + 1) as board,
+        ):
+            loop = Loop(
+                recipe,
+                seed,
+                data,
+                execution,
+                processes,
+                checkpoints,
+                checkpoint_every,
+                checkpoint_minutes,
+                board,
+                progress,
+                shared,
+            )
+            record = loop.train(saved, started, ready)
+            if processes.first:
+                records_room.save(record, Path(records))
+                checkpoints.remove()
+            processes.wait()
+        return record
+
+
+@contextmanager
+def _held(folder: Path, processes: Processes) -> Iterator[None]:
+    """The output folder for this run alone; what a killed one left half-written goes."""
+    with ExitStack() as stack:
+
+        def hold() -> None:
+            missing = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.callback(_remove_empty, missing)
+            if not stack.enter_context(files.locked(folder / "lock")):
+                print(f"{folder}: cannot be locked here", file=sys.stderr, flush=True)
+            files.remove_leftovers(folder, least_age=0.0)
+
+        try:
+            processes.together(hold, files.InUseError)
+        except files.InUseError as error:
+            raise files.InUseError(
+                f"{error}: wait for it, end it, or name another folder as output"
+            ) from None
+        yield
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Folders that were made for nothing: a run that is refused leaves none."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def _finished(identity: dict[str, Any], path: Path, processes: Processes) -> Record | None:

@@ -100,6 +100,7 @@ class Trainer:
         self.lanes = torch.arange(local, device=device) + processes.rank * local
         self.order = torch.arange(count, device=device)
         self.losses = torch.zeros(self.steps, device=device, dtype=dtype)
+        self.generator: Tensor | None = None  # torch's own on a GPU, as an epoch's middle left it
         self.step_number = torch.zeros(1, dtype=torch.int64, device=device)
         self.mean, self.deviation = (
             torch.tensor(values, device=device, dtype=dtype).view(1, -1, 1, 1)
@@ -200,6 +201,19 @@ class Trainer:
                 found |= {f"{owner}.{name}": t for name, t in module.state_dict().items()}
         return found | {f"optimizer.{name}": t for name, t in self.optimizer.state.items()}
 
+    def within(self) -> dict[str, Tensor]:
+        """What the next step depends on besides, in the middle of an epoch."""
+        losses = self.processes.sum(self.losses.clone()) / self.processes.world
+        found = {"losses": losses}
+        if self.execution.device.type == "cuda":
+            found["generator"] = torch.cuda.get_rng_state(self.execution.device)
+        return found
+
+    def go_on(self, within: dict[str, Tensor]) -> None:
+        """Take up what :meth:`within` gave."""
+        self.losses.copy_(within["losses"])
+        self.generator = within.get("generator")
+
     def images(self, x: Tensor, drawn: Tensor | None = None, degrees: float = 0.0) -> Tensor:
         """Pictures of bytes as the network reads them, augmented as drawn, or turned."""
         images = x.to(self.execution.dtype) / 255
@@ -267,8 +281,13 @@ class Trainer:
             parameter.grad = None
         return found
 
-    def epoch(self, number: int, tick: Callable[[int, int, int], None]) -> list[float]:
-        """Train for one epoch, counted from 0; the losses of its steps."""
+    def epoch(
+        self, number: int, tick: Callable[[int, int, int], None], first: int = 0
+    ) -> list[float]:
+        """Train for one epoch, counted from 0; the losses of its steps.
+
+        Of an epoch that goes on, ``first`` steps were done before.
+        """
         count = len(self.order)
         self.order.copy_(permutation(count, self.seed, number, self.execution.device))
         if self.augmentation:
@@ -276,7 +295,9 @@ class Trainer:
             self.drawn.copy_(self.augmentation.draw(self.seed, number, everyone))
         if self.execution.device.type == "cuda":
             torch.cuda.manual_seed(self.seed * 1_000_003 + number)
-        for step in range(self.steps):
+            if first and self.generator is not None:
+                torch.cuda.set_rng_state(self.generator.cpu(), self.execution.device)
+        for step in range(first, self.steps):
             self.advance()
             tick(number, step, self.steps)
         losses = self.processes.sum(self.losses.clone()) / self.processes.world

@@ -62,6 +62,11 @@ def reason(dtype: torch.dtype = torch.float32) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def identity(dtype: torch.dtype = torch.float32) -> str:
+    """Which kernel there is, by source, compiler and processor, or why there is none."""
+    return reason(dtype) or Path(str(_library(_REALS[dtype])._name)).stem
+
+
 class Native(Torch):
     """A C++ kernel for the CPU, float32 and float64."""
 
