@@ -64,7 +64,7 @@ def test_what_is_kept_says_what_it_is_wherever_it_is_copied(mnist, tmp_path, mon
     monkeypatch.setitem(SOURCES, "mnist_rot", SOURCES["mnist_rot_recreated"])
     for name in ("mnist_rot", "mnist_rot_recreated"):
         found = data.load(name, source=tmp_path / "a.npz")
-        assert (found.name, found.recreated, found.unverified) == (name, True, False)
+        assert (found.name, found.recreated, found.unverified) == (name, True, True)
         assert all(map(torch.equal, all_images(found), all_images(made)))
 
 

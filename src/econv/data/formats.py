@@ -116,6 +116,9 @@ def read_amat(files: Files, members: Sequence[str]) -> Arrays:
     return Arrays(*train, *test)
 
 
+_LINE = 785 * 32  # bytes
+
+
 def _amat(member: str, files: Files) -> tuple[Array, Array]:
     images, labels = [], []
     rest = b""
@@ -125,6 +128,8 @@ def _amat(member: str, files: Files) -> tuple[Array, Array]:
             lines, newline, after = (rest + block).rpartition(b"\n")
             rest = after if block else b""
             lines = lines + newline if block else lines + newline + after
+            if len(rest) > _LINE:
+                raise WrongMemberError(member, f"expected lines of at most {_LINE} bytes")
             if lines.strip():
                 values = _numbers(member, lines)
                 classes = values[:, -1]

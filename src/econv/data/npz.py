@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from econv.arrays import Head, open_npz
 from econv.data.errors import BROKEN, DataError, reason
 from econv.data.formats import Array, Arrays, Found, as_idx, read_idx
 from econv.data.sources import SOURCES, Source
@@ -22,16 +24,21 @@ KEYS = ("train_x", "train_y", "test_x", "test_y")
 def read_npz(path: Path, name: str) -> Found:
     """The arrays of a file, checked, and what they are.
 
-    Official ones are recognised by checksums where they are known. Re-created ones are by theirs,
-    by the key ``recreated`` that every re-creation of ours carries, or by the file's name. Nothing
-    vouches for any others.
+    Official ones and some re-created ones are recognised by their checksums. Nothing vouches for
+    any others; those that stand in for the official ones say so by the key ``recreated``, as ours
+    do, or by the file's name.
     """
     source = SOURCES[name]
     try:
         with open_npz(path) as archive:
-            missing = [key for key in KEYS if key not in archive]
-            found = {key: archive[key] for key in KEYS if key in archive}
-            says = archive.get("recreated", np.False_)
+            missing = [key for key in KEYS if key not in archive.names]
+            if not missing:  # what is of another size is not read
+                _check(path, source, {key: archive.head(key) for key in KEYS})
+            found = {key: archive.read(key) for key in KEYS if not missing}
+            told = "recreated" in archive.names
+            says = archive.read("recreated", 64) if told else np.False_
+    except DataError:
+        raise
     except BROKEN as error:
         raise DataError(
             f"{path}: cannot be read as an .npz of plain arrays ({reason(error)}); it is "
@@ -42,10 +49,10 @@ def read_npz(path: Path, name: str) -> Found:
             f"{path}: expected the arrays {', '.join(KEYS)}; {', '.join(missing)} missing"
         )
     arrays = Arrays(
-        _images(path, "train_x", found["train_x"], source.train, source.shape),
-        _labels(path, "train_y", found["train_y"], source.train, source.classes),
-        _images(path, "test_x", found["test_x"], source.test, source.shape),
-        _labels(path, "test_y", found["test_y"], source.test, source.classes),
+        _first(found["train_x"]),
+        _labels(path, "train_y", found["train_y"], source.classes),
+        _first(found["test_x"]),
+        _labels(path, "test_y", found["test_y"], source.classes),
     )
     if says.dtype != np.bool_ or says.shape != ():
         raise DataError(
@@ -53,9 +60,10 @@ def read_npz(path: Path, name: str) -> Found:
         )
     if _official(arrays, source):
         return Found(arrays, recreated=False, unverified=False)
-    if says or (source.recreations and content_hash(arrays) in source.recreations):
+    if source.recreations and content_hash(arrays) in source.recreations:
         return Found(arrays, recreated=True, unverified=False)
-    return Found(arrays, recreated="recreated" in path.name.lower(), unverified=True)
+    # Anybody can write a key or a name: they say what it is, and vouch for nothing.
+    return Found(arrays, bool(says) or "recreated" in path.name.lower(), unverified=True)
 
 
 def content_hash(arrays: Arrays) -> str:
@@ -76,38 +84,33 @@ def _official(arrays: Arrays, source: Source) -> bool:
     return digests == known
 
 
-@contextlib.contextmanager
-def open_npz(path: Path) -> Iterator[Mapping[str, Array]]:
-    """Arrays by name, without unpickling anything."""
-    with path.open("rb") as stream:
-        archive = np.load(stream, allow_pickle=False)
-        if not isinstance(archive, Mapping):
-            raise ValueError("one array and no names")
-        yield archive
-
-
-def _images(path: Path, key: str, x: Array, count: int, shape: tuple[int, int, int]) -> Array:
-    channels, height, width = shape
-    if x.ndim == 3:
-        x = x[..., None]
-    if x.dtype != np.uint8 or x.shape != (count, height, width, channels):
-        raise DataError(
-            f"{path}: expected {key} as uint8 [{count}, {height}, {width}, {channels}]; got "
-            f"{x.dtype} {list(x.shape)}: this is another data set, or a part of it"
-        )
-    return _first(x)
+def _check(path: Path, source: Source, heads: Mapping[str, Head]) -> None:
+    """Raise :class:`DataError` where arrays are not of the size that they must have."""
+    channels, height, width = source.shape
+    for key, head in heads.items():
+        count = source.train if key.startswith("train") else source.test
+        shape = head.shape
+        if key.endswith("y"):
+            if not np.issubdtype(head.dtype, np.integer) or shape != (count,):
+                raise DataError(
+                    f"{path}: expected {key} as integers [{count}]; got {head.dtype} {list(shape)}"
+                )
+            continue
+        if len(shape) == 3:
+            shape = (*shape, 1)
+        if head.dtype != np.uint8 or shape != (count, height, width, channels):
+            raise DataError(
+                f"{path}: expected {key} as uint8 [{count}, {height}, {width}, {channels}]; got "
+                f"{head.dtype} {list(shape)}: this is another data set, or a part of it"
+            )
 
 
 def _first(x: Array) -> Array:
     """Channels first."""
-    return np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+    return np.ascontiguousarray((x[..., None] if x.ndim == 3 else x).transpose(0, 3, 1, 2))
 
 
-def _labels(path: Path, key: str, y: Array, count: int, classes: int) -> Array:
-    if not np.issubdtype(y.dtype, np.integer) or y.shape != (count,):
-        raise DataError(
-            f"{path}: expected {key} as integers [{count}]; got {y.dtype} {list(y.shape)}"
-        )
+def _labels(path: Path, key: str, y: Array, classes: int) -> Array:
     present = np.unique(y)
     if not np.array_equal(present, np.arange(classes)):
         raise DataError(
@@ -121,7 +124,7 @@ def npz_count(path: Path) -> int | None:
     """How many training images an .npz has, or None if it does not say."""
     try:
         with open_npz(path) as archive:
-            return int(archive["train_y"].size)
+            return math.prod(archive.head("train_y").shape)
     except BROKEN:
         return None
 
@@ -131,12 +134,14 @@ def derived(root: Path, key: str, make: Callable[[], Arrays], recreated: bool = 
 
     The file is one that :func:`read_npz` takes: it may be copied, and named as a source.
 
-    A file that cannot be read is made again, and a folder that cannot be written is done without.
+    A file that cannot be read, or that is not what was written, is made again; a folder that cannot
+    be written is done without.
     """
-    path = root / "derived" / f"{key}-2.npz"  # the number changes with the code that makes it
+    path = root / "derived" / f"{key}-3.npz"  # the number changes with the code that makes it
     with contextlib.suppress(*BROKEN), open_npz(path) as archive:
-        kept = {key: archive[key] for key in KEYS}
-        return Arrays(**{key: a if a.ndim == 1 else _first(a) for key, a in kept.items()})
+        kept = {name: archive.read(name) for name in (*KEYS, "recreated")}
+        if str(archive.read("sha256", 1024)) == _digest(kept):
+            return Arrays(**{n: kept[n] if kept[n].ndim == 1 else _first(kept[n]) for n in KEYS})
     print(f"making {path.name} in {path.parent}, once", file=sys.stderr, flush=True)
     arrays = make()
     with contextlib.suppress(OSError):
@@ -146,5 +151,15 @@ def derived(root: Path, key: str, make: Callable[[], Arrays], recreated: bool = 
             for name in KEYS:
                 array = getattr(arrays, name)
                 whole[name] = array if array.ndim == 1 else array.transpose(0, 2, 3, 1)
-            np.savez(stream, **whole)
+            np.savez(stream, **whole, sha256=np.array(_digest(whole)))
     return arrays
+
+
+def _digest(arrays: Mapping[str, Array]) -> str:
+    """SHA-256 over names, kinds, shapes and numbers."""
+    found = hashlib.sha256()
+    for name in sorted(arrays):
+        array = arrays[name]
+        found.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()

@@ -7,9 +7,9 @@ import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
-from econv.data.archives import again, check_md5, md5, open_inside, read_tar
+from econv.data.archives import Bounded, again, check_md5, md5, open_inside, read_tar
 from econv.data.download import fetched
 from econv.data.errors import BROKEN, DataError, reason
 from econv.data.formats import Arrays, Found, WrongMemberError
@@ -89,11 +89,16 @@ def official(name: str, root: Path, place: Path, download: bool) -> Found:
         path = where[member]
         try:
             if path.name.endswith((".tar.gz", ".tgz")) and path not in opened:
-                opened[path] = read_tar(path, [m for m in where if where[m] == path])
+                wanted = [m for m in where if where[m] == path]
+                opened[path] = read_tar(path, wanted, source.largest)
             inside = opened.get(path)
-            with io.BytesIO(inside[member]) if inside else open_inside(path, member) as stream:
+            with Bounded(
+                io.BytesIO(inside[member]) if inside else open_inside(path, member),
+                source.largest,
+                member,
+            ) as stream:
                 if member not in contents:
-                    yield stream
+                    yield cast(IO[bytes], stream)
                     return
                 data = stream.read()
             digest = hashlib.md5(data, usedforsecurity=False).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from econv.data.formats import Reader, read_amat, read_cifar, read_idx
@@ -32,6 +33,12 @@ class Source:
     read: Reader
     keep: bool = False  # what was read, because reading takes long
     recreations: tuple[str, ...] = ()  # SHA-256 of arrays that are known to stand in for these
+    number: int = 1  # bytes that a pixel takes in the files, at most
+
+    @property
+    def largest(self) -> int:
+        """Bytes that a file inside the archives can have: all images, their classes and a head."""
+        return max(self.train, self.test) * (math.prod(self.shape) + 2) * self.number + 64
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -84,6 +91,7 @@ _MNIST_ROT = Source(
     subfolders=("mnist_rotation_new",),
     read=read_amat,
     keep=True,
+    number=32,
     # Those that the records of the paper's tables were trained on.
     recreations=("6dd0cc6aa2e1cd141dab696a7e7cf1dacc1f35eece20f13690be7cebd4731f06",),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from econv.arrays import open_npz, read_npy
+
+_PIXELS = 1 << 26
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".npy", ".npz")
 
 
@@ -137,12 +141,12 @@ def _image_paths(paths: Sequence[Path], limit: int | None) -> list[Path]:
 def _read_images(path: Path, channels: int | None) -> Tensor:
     try:
         if path.suffix.lower() == ".npy":
-            return _as_images(np.load(path, allow_pickle=False), str(path))
+            return _as_images(read_npy(path), str(path))
         if path.suffix.lower() == ".npz":
-            with np.load(path, allow_pickle=False) as archive:
-                if len(archive.files) != 1:
-                    raise ValueError(f"expected one array; found {archive.files}")
-                return _as_images(archive[archive.files[0]], str(path))
+            with open_npz(path) as archive:
+                if len(archive.names) != 1:
+                    raise ValueError(f"expected one array; found {archive.names}")
+                return _as_images(archive.read(archive.names[0]), str(path))
         picture = _as_images(_read_picture(path), str(path))
         # Folders of photographs have grey ones among them.
         grey = picture.shape[1] == 1 and channels == 3
@@ -168,6 +172,8 @@ def _read_picture(path: Path) -> npt.NDArray[Any]:
             ) from None
         return np.asarray(imread(path))
     with Image.open(path) as picture:
+        if math.prod(picture.size) > _PIXELS:  # before any of them is decoded
+            raise ValueError(f"expected at most {_PIXELS} pixels; got {picture.size}")
         if picture.mode in ("P", "LA", "PA", "RGBA", "CMYK"):
             picture = picture.convert("L" if picture.mode == "LA" else "RGB")
         elif picture.mode == "1":
