@@ -1,9 +1,11 @@
 """Saved networks: two files, whole and readable, or a clear error; nothing is unpickled."""
 
+import functools
 import json
 import pickle
 import re
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -207,7 +209,7 @@ def test_wrong_arguments_are_refused(arguments, message, tmp_path):
         ({"lift.weight": torch.zeros(1, 3, 8)}, "lift.weight is [1, 3, 8], expected [1, 3, 9]"),
         (
             {"lift.weight": torch.zeros(1, 3, 9, dtype=torch.int64)},
-            "lift.weight is torch.int64, expected torch.float32",
+            "lift.weight is I64, expected BF16 or F16 or F32 or F64",
         ),
     ],
 )
@@ -215,6 +217,111 @@ def test_weights_that_do_not_fit_are_refused(changes, message, tmp_path):
     saved(tmp_path)
     without_metadata(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(f"does not fit ResNet: {message}")):
+        from_pretrained(tmp_path)
+
+
+BOMBS = {
+    "a group": ({"group": "p20000"}, "expected group of order 360 at most; got 'p20000'"),
+    "a group of many digits": ({"group": "p" + "9" * 5000}, "expected group of order 360 at most"),
+    "operators": (
+        {"options": {"operators": "order<=40"}},
+        "expected operators of order 12 at most; got 'order<=40'",
+    ),
+    "exponents": ({"options": {"operators": [[0, 0], [4000, 0]]}}, "operators of order 12 at most"),
+    "a size": ({"options": {"size": 51}}, "expected size of at most 25; got 51"),
+    "an accuracy": (
+        {"options": {"stencils": {"stencil_set": "central", "accuracy": 64}}},
+        "expected accuracy of at most 16; got 64",
+    ),
+    "several at once": (
+        {"group": "p360", "options": {"operators": "order<=8", "size": 21}},
+        "expected at most 200 times the work of a layer of p8",
+    ),
+    "a depth": ({"depth": 6_000_002}, "expected depth of at most"),
+    "a depth within that": ({"depth": 3002}, "tensors of model.safetensors; this one is larger"),
+    "widths": ({"fields": [4000] * 3}, "tensors of model.safetensors; this one is larger"),
+    "wider ones": ({"fields": [20_000] * 3}, "expected fields of at most"),
+    "classes": ({"num_classes": 10**30}, "expected num_classes of at most"),
+    "levels": (
+        {"options": functools.reduce(lambda a, _: [a], range(500), [])},
+        "at most 16 levels",
+    ),
+    "NaN": ({"drop_rate": float("nan")}, "expected numbers; got NaN"),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_configurations_that_ask_for_too_much_are_refused_at_once(tmp_path, bomb):
+    network = saved(tmp_path)
+    without_metadata(tmp_path)
+    from_pretrained(tmp_path)
+    arguments, message = BOMBS[bomb]
+    change(tmp_path, arguments={**network.config, "group": "p4", **arguments})
+    before = time.process_time()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_pretrained(tmp_path)
+    assert time.process_time() - before < 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": ' + b"[" * 500_000, "is nested too deeply"),
+        (b" " * (2 << 20), "expected a configuration of at most 1048576 bytes; got more"),
+        (b"\xff\xfe", "is not JSON"),
+        (b'{"format": 1e999}', "does not describe a network"),
+    ],
+)
+def test_configurations_that_no_network_has_are_refused(tmp_path, content, message):
+    saved(tmp_path)
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(tmp_path)
+
+
+def test_a_network_of_ones_own_takes_what_it_likes(tmp_path):
+    class Own(Pretrained):
+        def __init__(self, size, seed):
+            super().__init__()
+            self.config = {"size": size, "seed": seed}
+            self.weight = nn.Parameter(torch.zeros(size))
+
+        def forward(self, x):
+            return x
+
+    Own(224, 10**9).save_pretrained(tmp_path)
+    assert from_pretrained(tmp_path).weight.shape == (224,)
+    without_metadata(tmp_path)
+    change(tmp_path, arguments={"size": 10**5, "seed": 0})
+    with pytest.raises(ValueError, match="this one is larger"):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("classifier.weight", lambda x: x.to(torch.float8_e4m3fn), "is F8_E4M3, expected BF16 or"),
+        ("classifier.weight", lambda x: x.to(torch.complex64), "is C64, expected BF16 or"),
+        ("classifier.weight", lambda x: x * torch.nan, "has NaN or infinity"),
+        ("running_var", lambda x: x - 10, "is negative"),
+        ("running_mean", lambda x: x + torch.inf, "has NaN or infinity"),
+        ("num_batches_tracked", lambda x: x.int(), "is I32, expected I64"),
+        ("num_batches_tracked", lambda x: x - 100, "is negative"),
+    ],
+)
+def test_numbers_that_no_training_leaves_are_refused(tmp_path, name, change, message):
+    saved(tmp_path)
+    state = safetensors.load_file(tmp_path / "model.safetensors")
+    (chosen, *_) = [key for key in state if key.endswith(name)]
+    without_metadata(tmp_path, **{chosen: change(state[chosen])})
+    with pytest.raises(ValueError, match=f"does not fit .*: {re.escape(chosen)} {message}"):
+        from_pretrained(tmp_path)
+
+
+def test_a_flood_of_tensors_is_refused(tmp_path, monkeypatch):
+    saved(tmp_path)
+    monkeypatch.setattr(econv.pretrained, "_MOST_TENSORS", 5)
+    with pytest.raises(ValueError, match=r"expected at most 5 tensors; got \d\d"):
         from_pretrained(tmp_path)
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import numbers
 import re
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +22,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from econv.arrays import bounded
 from econv.basis import COORDINATES
-from econv.files import write_atomically
+from econv.files import printable, write_atomically
 from econv.groups import Group
 from econv.operators import OperatorSet, operator_set
 from econv.stencils import Central, Gaussian, Isotropic, StencilSet
@@ -30,6 +33,15 @@ __all__ = ["FORMAT", "Pretrained", "from_pretrained"]
 
 FORMAT = 2
 """The version of the files; readers refuse newer ones."""
+
+_MOST_CONFIG = 1 << 20  # bytes
+_MOST_TENSORS = 100_000
+_DEEPEST = 16  # lists and objects within one another
+_FLOATS = {"F16", "BF16", "F32", "F64"}
+# What files may ask of our own networks, before any of it is worked out.
+_LARGEST = {"accuracy": 16, "size": 25, "margin": 512, "image_size": 4096}
+_LARGEST_ORDERS = {"group": 360, "operators": 12}
+_MOST_WORK = 200  # times that of a layer of p8 with the paper's operators on 5×5
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _SETS: tuple[type[StencilSet], ...] = (Central, Gaussian, Isotropic)
@@ -117,18 +129,23 @@ class Pretrained(nn.Module):
             raise ValueError(
                 f"{paths[_CONFIG]}: expected a {cls.model_type()}; it is a {kind.model_type()}"
             )
-        state = _read_state(paths[_WEIGHTS], identity)
+        library = importlib.import_module(_safetensors().__name__.partition(".")[0])
         try:
-            network = kind(**_read(identity["arguments"]))
-        except (TypeError, ValueError) as error:
+            with library.safe_open(paths[_WEIGHTS], "pt") as file:
+                heads = _heads(paths[_WEIGHTS], file, identity)
+                network = _built(kind, paths[_CONFIG], identity["arguments"], heads)
+                _check_heads(network, heads, paths[_WEIGHTS])
+                # Copied: tensors in the file need not begin where fast kernels want them to.
+                state = {name: file.get_tensor(name).clone() for name in heads}
+        except library.SafetensorError as error:
             raise ValueError(
-                f"{paths[_CONFIG]}: arguments that {kind.model_type()} does not take: {error}"
+                f"{paths[_WEIGHTS]} is not a safetensors file, or truncated: {error}"
             ) from None
+        _check_values(state, paths[_WEIGHTS])
         # In format 1 nothing says what the numbers of a weight are: the first version's pixels.
         pixels = torch.tensor(COORDINATES.index("pixels"))
         told = [n for n in network.state_dict() if n.rpartition(".")[2] == "coordinates"]
         state = {**dict.fromkeys(told, pixels), **state}
-        _check_state(network, state, paths[_WEIGHTS])
         network.load_state_dict(state, assign=True)
         return network.to(device).eval()
 
@@ -186,7 +203,11 @@ def _find(source: str, name: str, options: Mapping[str, Any]) -> Path:
 def _read_config(path: Path) -> dict[str, Any]:
     """What identifies the network: ``model_type`` and ``arguments``."""
     try:
-        config = json.loads(path.read_bytes())
+        with path.open("rb") as stream:
+            content = bounded(stream, _MOST_CONFIG, "a configuration")
+        config = json.loads(content, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON, or truncated: {error}") from None
     if not isinstance(config, dict) or config.get("library_name") != "econv":
@@ -203,39 +224,151 @@ def _read_config(path: Path) -> dict[str, Any]:
     return {name: config[name] for name in ("model_type", "arguments")}
 
 
-def _read_state(path: Path, identity: Mapping[str, Any]) -> dict[str, Tensor]:
-    _safetensors()
-    library = importlib.import_module("safetensors")
-    try:
-        with library.safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            # Copied: tensors in the file need not begin where fast kernels want them to.
-            state = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except library.SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file, or truncated: {error}") from None
-    written = metadata.get("econv")
+def _no_number(word: str) -> Any:
+    raise ValueError(f"expected numbers; got {word}")
+
+
+_Heads = dict[str, tuple[list[int], str]]
+"""Shapes and kinds of tensors, as a file says them."""
+
+
+def _heads(path: Path, file: Any, identity: Mapping[str, Any]) -> _Heads:
+    """What the file holds; none of it is read yet."""
+    written = (file.metadata() or {}).get("econv")
     if written is not None and written != json.dumps(dict(identity), sort_keys=True):
         raise ValueError(f"{path} and {_CONFIG} beside it describe different networks")
-    return state
+    names = list(file.keys())
+    if len(names) > _MOST_TENSORS:
+        raise ValueError(f"{path}: expected at most {_MOST_TENSORS} tensors; got {len(names)}")
+    parts = {name: file.get_slice(name) for name in names}
+    return {name: (list(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
 
 
-def _check_state(network: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+def _built(kind: type[Network], path: Path, arguments: Mapping[str, Any], heads: _Heads) -> Network:
+    """The network of these arguments, if it is about as large as what the file holds."""
+    total = sum(math.prod(shape) for shape, _ in heads.values())
+    ours = "." not in kind.model_type()
+    _check_arguments(path, arguments, max(total, 4096) if ours else None)
+    thread, found = threading.get_ident(), [0, 0]
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or threading.get_ident() != thread:
+            return
+        found[0] += 1
+        found[1] += parameter.numel()
+        # Some are made and replaced again; a network that does not fit is told apart later.
+        if found[0] > 8 * len(heads) + 64 or found[1] > 8 * total + 4096:
+            raise ValueError(
+                f"expected a network of the {total} values in {len(heads)} tensors of {_WEIGHTS}; "
+                "this one is larger"
+            )
+
+    hook = nn.modules.module.register_module_parameter_registration_hook(registered)
+    try:
+        return kind(**_read(arguments))
+    except Exception as error:  # whatever a constructor makes of arguments that are not its own
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"{path}: arguments that {kind.model_type()} does not take: {reason}"
+        ) from None
+    finally:
+        hook.remove()
+
+
+def _check_arguments(path: Path, arguments: Mapping[str, Any], largest: int | None) -> None:
+    """Raise `ValueError` where arguments ask for more work than any network in use."""
+    work = {"group": 8, "operators": 9, "size": 5}
+    left: list[tuple[str, Any, int]] = [("arguments", arguments, 0)]
+    while left:
+        key, value, depth = left.pop()
+        if depth > _DEEPEST:
+            raise ValueError(f"{path}: expected arguments of at most {_DEEPEST} levels; got more")
+        if isinstance(value, dict):
+            left += [(name, item, depth + 1) for name, item in value.items()]
+        elif isinstance(value, list):
+            left += [(key, item, depth + 1) for item in value]
+        if largest is None:
+            continue  # what the user's own classes take is theirs to know
+        asked, most = _asked(key, value), _LARGEST.get(key, largest)
+        if isinstance(value, int) and abs(value) > most:
+            raise ValueError(f"{path}: expected {key} of at most {most}; got {_shown(value)}")
+        if asked is not None and asked > _LARGEST_ORDERS[key]:
+            limit = _LARGEST_ORDERS[key]
+            raise ValueError(
+                f"{path}: expected {key} of order {limit} at most; got {_shown(value)}"
+            )
+        if key == "group" and asked:
+            work["group"] = max(work["group"], asked)
+        elif asked is not None:
+            work["operators"] = max(work["operators"], (asked + 1) * (asked + 2) // 2)
+            work["size"] = max(work["size"], asked + 1)
+        elif key == "size" and isinstance(value, int):
+            work["size"] = max(work["size"], value)
+    product = work["group"] / 8 * work["operators"] / 9 * (work["size"] / 5) ** 2
+    if product > _MOST_WORK:
+        raise ValueError(
+            f"{path}: expected at most {_MOST_WORK} times the work of a layer of p8 with the "
+            f"paper's operators; {work} are {product:.0f} times that"
+        )
+
+
+def _asked(key: str, value: Any) -> int | None:
+    """The order of a group or of operators, if that is what an argument says."""
+    if key == "group" and isinstance(value, str):
+        digits = re.sub(r"\D", "", value)[:9]
+        return int(digits or 1)
+    if key != "operators":
+        return None
+    if isinstance(value, str):
+        found = re.fullmatch(r"order<=(\d{1,9})\d*", value)
+        return int(found[1]) if found else None
+    exponents = [item for item in value if isinstance(item, int)] if isinstance(value, list) else []
+    return sum(exponents) if exponents else None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 50 else f"{text[:45]} …"
+
+
+def _check_heads(network: nn.Module, heads: _Heads, path: Path) -> None:
+    """Raise `ValueError` if the file's tensors are not those of the network."""
     wanted = network.state_dict()
-    problems = [f"{name} is missing" for name in wanted if name not in state]
-    problems += [f"{name} is unknown" for name in state if name not in wanted]
+    # In format 1 nothing says what the numbers of a weight are.
+    problems = [
+        f"{name} is missing"
+        for name in wanted
+        if name not in heads and name.rpartition(".")[2] != "coordinates"
+    ]
+    problems += [f"{printable(name)[:80]} is unknown" for name in heads if name not in wanted]
     for name, value in wanted.items():
-        if name not in state:
+        if name not in heads:
             continue
-        found = state[name]
-        if found.shape != value.shape:
-            problems.append(f"{name} is {list(found.shape)}, expected {list(value.shape)}")
-        elif found.is_floating_point() != value.is_floating_point():
-            problems.append(f"{name} is {found.dtype}, expected {value.dtype}")
+        shape, kind = heads[name]
+        exact = {torch.int64: {"I64"}, torch.bool: {"BOOL"}}
+        kinds = _FLOATS if value.is_floating_point() else exact.get(value.dtype, {"I64"})
+        if shape != list(value.shape):
+            problems.append(f"{name} is {shape}, expected {list(value.shape)}")
+        elif kind not in kinds:
+            problems.append(f"{name} is {kind}, expected {' or '.join(sorted(kinds))}")
+    _refuse(problems, path, type(network).__name__)
+
+
+def _check_values(state: Mapping[str, Tensor], path: Path) -> None:
+    """Raise `ValueError` for numbers that no training leaves."""
+    problems = []
+    for name, value in state.items():
+        if not bool(torch.isfinite(value).all()):
+            problems.append(f"{name} has NaN or infinity")
+        elif name.endswith(("running_var", "num_batches_tracked")) and bool((value < 0).any()):
+            problems.append(f"{name} is negative")
+    _refuse(problems, path, "a network")
+
+
+def _refuse(problems: Sequence[str], path: Path, what: str) -> None:
     if problems:
         more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(
-            f"{path} does not fit {type(network).__name__}: {'; '.join(problems[:5])}{more}"
-        )
+        raise ValueError(f"{path} does not fit {what}: {'; '.join(problems[:5])}{more}")
 
 
 def _own(value: Tensor) -> Tensor:
