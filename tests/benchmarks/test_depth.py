@@ -1,4 +1,4 @@
-"""benchmarks/depth.py: a small run, and what its record says of the activations that docs advise."""
+"""benchmarks/depth.py: a small run, and what its record says of what docs advise."""
 
 import json
 
