@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-import econv
 from econv import Downsample2d, GroupActivation2d, GroupBatchNorm2d, GroupConv2d, LiftConv2d
 from econv.files import write_atomically
 from econv.testing import smooth_field, transform
+from recording import origin
 
 SMOOTHNESS = (1.0, 1.5)
 DEPTH, FIELDS = 6, 4
@@ -158,8 +156,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{time.perf_counter() - started:.0f} s")
     if args.json:
         content = {
-            "errors_by_activation": activations,
-            "errors_by_halving": halvings,
+            "origin": origin("cpu"),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "settings": {
                 "group": "p8",
                 "degrees": 45,
@@ -172,12 +170,8 @@ def main(arguments: list[str] | None = None) -> None:
                 "halved_disc_radius": HALVED_RADIUS,
                 "seeds": args.seeds,
             },
-            "versions": {
-                "econv": econv.__version__,
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-                "python": platform.python_version(),
-            },
+            "errors_by_activation": activations,
+            "errors_by_halving": halvings,
         }
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         write_atomically(args.json, text.encode())

@@ -478,7 +478,6 @@ def zoo(found: dict[str, Any]) -> str:
     return "\n".join([*table(head, rows), "", note])
 
 
-# For each file its tables: the name between the markers, the results, and what makes the table.
 def _best(rows: list[dict[str, Any]], **wanted: Any) -> str:
     """The rate with the lowest loss, and that loss; a dash where nothing was measured."""
     found = [r for r in rows if all(r[name] == value for name, value in wanted.items())]
@@ -538,6 +537,38 @@ def heads(found: dict[str, Any]) -> str:
     return "\n".join(table(head, [[f"`{p}`", _best(rows, pool=p, **own)] for p in pools]))
 
 
+def small(errors: list[float]) -> str:
+    """Errors at each smoothness, to the digits that seeds agree on."""
+    return " / ".join(f"{error:.4f}".lstrip("0") for error in errors)
+
+
+def depth_by_activation(found: dict[str, Any]) -> str:
+    """Errors after six layers, by what follows each of them."""
+    rows = found["errors_by_activation"]
+    functions = list(next(iter(rows.values())))
+    cells = [[name, *(small(row[each]) for each in functions)] for name, row in rows.items()]
+    return "\n".join([*table(["", *functions], cells), "", depth_note(found)])
+
+
+def depth_by_halving(found: dict[str, Any]) -> str:
+    """The same where maps are halved twice on the way."""
+    rows = found["errors_by_halving"]
+    columns = list(next(iter(rows.values())))
+    cells = [[f"`{name}`", *(small(row[c]) for c in columns)] for name, row in rows.items()]
+    return "\n".join([*table(["", *columns], cells), "", depth_note(found)])
+
+
+def depth_note(found: dict[str, Any]) -> str:
+    used = found["settings"]
+    told = " / ".join(f"{sigma:g}" for sigma in used["smoothness"])
+    return (
+        f"(Error at {used['degrees']}° after {used['depth']} layers of {used['group']} with norms, "
+        f"on fields of σ = {told} pixels; mean of {used['seeds']} networks; "
+        f"{code(found['origin'])}; `benchmarks/depth.py`.)"
+    )
+
+
+# For each file its tables: the name between the markers, the results, and what makes the table.
 TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
     "README.md": {
         "equivariance": ("equivariance.json", equivariance_table),
@@ -553,6 +584,10 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
         "learning rates": ("learning_rates.json", learning_rates),
         "lag of norms": ("learning_rates.json", lag_of_norms),
         "heads": ("learning_rates.json", heads),
+    },
+    "docs/choosing.md": {
+        "depth": ("depth.json", depth_by_activation),
+        "depth by halving": ("depth.json", depth_by_halving),
     },
     "docs/converting.md": {"pretrained": ("pretrained.json", pretrained_table)},
     "docs/engines.md": {

@@ -213,11 +213,11 @@ def limited(
         return function(x)
     counts = _counts(oversample, width)
     if oversample == 1:
-        return _blurred(function(x), lines, counts, (0, 0), 0)
+        return _blurred(x, lines, counts, (0, 0), 0, function)
     parts = []
     for halves in _HALVES[oversample]:
-        points = function(_blurred(x, lines, counts, halves, 0))
-        parts.append(_blurred(points, lines, counts, halves, 1))
+        points = _blurred(x, lines, counts, halves, 0)
+        parts.append(_blurred(points, lines, counts, halves, 1, function))
     return sum(parts[1:], parts[0]) / oversample
 
 
@@ -227,13 +227,17 @@ def _blurred(
     counts: dict[str, int],
     halves: tuple[int, int],
     back: int,
+    function: Function | None = None,
 ) -> Tensor:
-    """Weighted means of pixels, of those that there are; along an axis that is a ``half`` between
-    them, where n of them have n + 1, and with ``back`` from there to n.
+    """Weighted means of pixels, or of a function of them, of those that there are.
+
+    Along an axis that is a ``half`` between them, n of them have n + 1, and with ``back`` n + 1
+    have n.
     """
     names = ["odd" if half else "even" for half in halves]
     down, across = (
         counts[name] // 2 - half * back for name, half in zip(names, halves, strict=True)
     )
     taps = counts[names[0]], counts[names[1]]
-    return mean_of_pixels(x, lines[names[0]], lines[names[1]], taps, (down, across))
+    weights = lines[names[0]], lines[names[1]]
+    return mean_of_pixels(x, *weights, taps, (down, across), function)

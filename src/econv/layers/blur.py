@@ -5,6 +5,7 @@ torch's convolutions of single channels take many times as long where channels l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from econv.engines.devices import DTYPES, ran, works
 from econv.engines.problem import memory_format, transformed, watched
+from econv.layers import blur_native as native
 
 __all__ = ["mean_of_pixels"]
 
@@ -21,21 +23,35 @@ _KERNEL = "the kernel for means of pixels"
 
 
 def mean_of_pixels(
-    x: Tensor, rows: Tensor, columns: Tensor, taps: tuple[int, int], padding: tuple[int, int]
+    x: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    taps: tuple[int, int],
+    padding: tuple[int, int],
+    function: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Means with the weights ``rows`` down and ``columns`` across, as `conv2d` puts windows.
 
     Where a window reaches out of the image, of the pixels inside. ``taps`` is how many weights
-    there are, which tracers cannot tell.
+    there are, which tracers cannot tell; ``function`` is what is taken the means of.
 
     >>> half = torch.tensor([0.5, 0.5])
     >>> mean_of_pixels(torch.arange(4.0).view(1, 1, 2, 2), half, half, (2, 2), (0, 1)).tolist()
     [[[[1.0, 1.5, 2.0]]]]
     """
-    if not torch.compiler.is_compiling() and _has_kernel(x):
-        found: Tensor = _Mean.apply(x, rows.detach(), columns.detach(), taps, padding, None)
-        return found
-    return _by_convolution(x, rows, columns, taps, padding)
+    if torch.compiler.is_compiling() or not _has_kernel(x, taps):
+        x = x if function is None else function(x)
+        return _by_convolution(x, rows, columns, taps, padding)
+    given = (rows.detach(), columns.detach(), taps, padding)
+    if function is not None:
+        if x.device.type == "cpu" and (number := native.number_of(function)):
+            fused: Tensor = _MeanOf.apply(x, *given, number)
+            return fused
+        x = function(x)
+        if not _has_kernel(x, taps):
+            return _by_convolution(x, rows, columns, taps, padding)
+    found: Tensor = _Mean.apply(x, *given, None)
+    return found
 
 
 def _by_convolution(
@@ -48,8 +64,12 @@ def _by_convolution(
     return sums / inside.to(sums.dtype)
 
 
-def _has_kernel(x: Tensor) -> bool:
-    if watched(x) or transformed() or x.dtype not in DTYPES or not x.numel():
+def _has_kernel(x: Tensor, taps: tuple[int, int]) -> bool:
+    if watched(x) or transformed() or not x.numel():
+        return False
+    if x.device.type == "cpu":
+        return native.has_kernel(x, taps)
+    if x.dtype not in DTYPES:
         return False
     return memory_format(x) is torch.channels_last and works(_KERNEL, x.device)
 
@@ -69,12 +89,14 @@ class _Mean(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, columns)
         ctx.taps, ctx.before, ctx.adjoint, ctx.size = taps, before, size is not None, x.shape[2:]
-        last = torch.channels_last
-        found = zip(x.shape[2:], before, taps, strict=True)
-        sizes = size or tuple(n + 2 * pad - count + 1 for n, pad, count in found)
-        x = x.contiguous(memory_format=last)
-        y = torch.empty(*x.shape[:2], *sizes, dtype=x.dtype, device=x.device, memory_format=last)
-        fill = partial(_fill, x, y, rows, columns, before, ctx.adjoint)
+        on_cpu = x.device.type == "cpu"
+        form = memory_format(x) if on_cpu else torch.channels_last
+        x, y = _dense(x, form, size or _windows(x, taps, before))
+        given = (x, y, rows, columns, before)
+        if on_cpu:
+            native.fill(*given, form is torch.channels_last, ctx.adjoint)
+            return y
+        fill = partial(_fill, *given, ctx.adjoint)
         if works(_KERNEL, x.device) and ran(_KERNEL, x.device, fill):
             return y
         if not ctx.adjoint:
@@ -88,6 +110,55 @@ class _Mean(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         size = None if ctx.adjoint else ctx.size
         return _Mean.apply(gradient, *ctx.saved_tensors, ctx.taps, ctx.before, size), *[None] * 5
+
+
+class _MeanOf(torch.autograd.Function):
+    """The means of a function, of which nothing is kept but what it was applied to. On a CPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        taps: tuple[int, int],
+        before: tuple[int, int],
+        function: int,
+    ) -> Tensor:
+        ctx.save_for_backward(x, rows, columns)
+        ctx.taps, ctx.before, ctx.function = taps, before, function
+        form = memory_format(x)
+        x, y = _dense(x, form, _windows(x, taps, before))
+        native.fill(x, y, rows, columns, before, form is torch.channels_last, False, function)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, rows, columns = ctx.saved_tensors
+        size, form = x.shape[2:], memory_format(x)
+        if torch.is_grad_enabled():  # for derivatives of the second order and beyond
+            to_made = _Mean.apply(gradient, rows, columns, ctx.taps, ctx.before, size)
+            made = native.FUNCTIONS[ctx.function](x)
+            found = torch.autograd.grad(made, x, to_made, create_graph=True)[0]
+        else:
+            gradient, found = _dense(gradient, form, size)
+            inner, last = x.contiguous(memory_format=form), form is torch.channels_last
+            given = (gradient, found, rows, columns, ctx.before, last)
+            native.fill(*given, True, ctx.function, inner)
+        return found, *[None] * 5
+
+
+def _windows(x: Tensor, taps: tuple[int, int], before: tuple[int, int]) -> tuple[int, ...]:
+    """How many there are along each axis."""
+    found = zip(x.shape[2:], before, taps, strict=True)
+    return tuple(n + 2 * pad - count + 1 for n, pad, count in found)
+
+
+def _dense(x: Tensor, form: torch.memory_format, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """``x`` in a layout, and an image of another size in the same."""
+    shape: Any = (*x.shape[:2], *size)
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=form)
+    return x.contiguous(memory_format=form), y
 
 
 def _fill(*given: Any) -> None:

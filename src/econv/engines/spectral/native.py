@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from array import array
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,14 @@ from econv.files import processor as _processor
 from econv.fourier import butterflies
 from econv.plan import SpectralPlan
 
-__all__ = ["Native", "available", "reason"]
+__all__ = ["Native", "available", "means", "reason"]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
+_INCLUDED = Path(__file__).with_name("means.inc")  # at its end
 _LARGEST = 9  # size of the stencils that the kernel is instantiated for
 _REALS = {torch.float32: "float", torch.float64: "double"}
 _TUNED: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])  # the first that works
+_WRONG = {1: "another layout of its arguments", 2: "more taps than it knows", 3: "no memory"}
 _SECONDS = 300  # to compile in; it takes about three
 
 
@@ -110,10 +113,18 @@ class Native(Torch):
         job = array("q", [*program, *geometry, *numbers, *strides, *images])
         code = library.econv_spectral(job.buffer_info()[0], len(job))
         if code:
-            stencils = f"expected stencils of up to {_LARGEST}×{_LARGEST}; got {plan.basis.size}"
-            wrong = {1: "another layout of its arguments", 2: stencils, 3: "no memory"}
-            raise RuntimeError(f"the native kernel failed: {wrong.get(code, code)}")
+            raise RuntimeError(f"the native kernel failed: {_WRONG.get(code, code)}")
         return result, found
+
+
+def means(dtype: torch.dtype, job: Sequence[int]) -> None:
+    """Run `struct MeansJob` of means.inc."""
+    library = _library(_REALS[dtype])
+    if isinstance(library, str):
+        raise RuntimeError(f"the native kernel is not available: {library}")
+    numbers = array("q", job)
+    if code := library.econv_means(numbers.buffer_info()[0], len(numbers)):
+        raise RuntimeError(f"the native kernel failed: {_WRONG.get(code, code)}")
 
 
 def _dense_images(x: Tensor) -> Tensor:
@@ -210,7 +221,15 @@ def _library(real: str) -> Any:
     try:
         version = subprocess.run(asked, capture_output=True, timeout=60, check=True).stdout
         # What was tuned for this processor must not run on another that shares the folder.
-        parts = [_SOURCE.read_bytes(), version, compiler, real, openmp or "", _processor()]
+        parts = [
+            _SOURCE.read_bytes(),
+            _INCLUDED.read_bytes(),
+            version,
+            compiler,
+            real,
+            openmp or "",
+            _processor(),
+        ]
         key = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
         with _folder() as folder:
             path = Path(folder) / f"spectral-{real}-{key}.so"
@@ -222,7 +241,8 @@ def _library(real: str) -> Any:
             library = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return str(error)
-    library.econv_spectral.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    for function in (library.econv_spectral, library.econv_means):
+        function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     return library
 
 
