@@ -7,7 +7,7 @@ Filters are partial differential operators (PDO-eConvs, ICML 2020): turned exact
 from econv import models, testing
 from econv.basis import FilterBasis, filter_basis
 from econv.checking import checked
-from econv.conversion import ConversionError, convert, convert_detector
+from econv.conversion import ConversionError, convert, convert_detector, rebuild
 from econv.engines import engine
 
 # Here and not when first used: loading the module of this name later would hide the function.
@@ -98,6 +98,7 @@ __all__ = [
     "models",
     "operator_set",
     "parameter_groups",
+    "rebuild",
     "restrict",
     "stencil_set",
     "testing",

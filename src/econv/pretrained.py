@@ -7,6 +7,7 @@ what is not exactly a whole network is refused with the reason.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
@@ -14,7 +15,7 @@ import numbers
 import re
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -29,7 +30,7 @@ from econv.groups import Group
 from econv.operators import OperatorSet, operator_set
 from econv.stencils import Central, Gaussian, Isotropic, StencilSet
 
-__all__ = ["FORMAT", "Pretrained", "from_pretrained"]
+__all__ = ["FORMAT", "Pretrained", "Saved", "as_json", "from_json", "from_pretrained", "remade"]
 
 FORMAT = 2
 """The version of the files; readers refuse newer ones."""
@@ -49,7 +50,56 @@ _STENCILS = {kind.name: kind for kind in _SETS}
 Network = TypeVar("Network", bound="Pretrained")
 
 
-class Pretrained(nn.Module):
+class Saved:
+    """What can be saved: a network that knows what it was made of."""
+
+    def _made_of(self) -> tuple[str, Mapping[str, Any]]:
+        """The name of the kind of network, and the arguments that it was made with."""
+        raise NotImplementedError
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``config.json`` and ``model.safetensors`` to a folder, each in one move.
+
+        >>> import econv
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     econv.create_model("convnet6_p4").save_pretrained(folder)
+        ...     econv.from_pretrained(folder).group
+        Group('p4')
+        """
+        kind, arguments = self._made_of()
+        identity = {"model_type": kind, "arguments": as_json(arguments, "config")}
+        config = {"library_name": "econv", "format": FORMAT, "econv_version": _version()}
+        config.update(identity)
+        network: Any = self
+        state = {name: _own(value) for name, value in network.state_dict().items()}
+        metadata = {"format": "pt", "econv": json.dumps(identity, sort_keys=True)}
+        content = _safetensors().save(state, metadata)
+        # Should only the first file come to be, it says that it is not the second one's.
+        write_atomically(Path(folder) / _WEIGHTS, content)
+        text = json.dumps(config, indent=2) + "\n"
+        write_atomically(Path(folder) / _CONFIG, text.encode())
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        commit_message: str = "Add a network",
+    ) -> str:
+        """Upload what :meth:`save_pretrained` writes; returns the address of the commit."""
+        hub = _hub()
+        api = hub.HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            commit = api.upload_folder(
+                repo_id=repo_id, folder_path=folder, commit_message=commit_message
+            )
+        return str(commit.commit_url)
+
+
+class Pretrained(Saved, nn.Module):
     """A network that can be saved with what it was made of, and made again from that.
 
     A subclass keeps the arguments of its constructor in :attr:`config`; what can be written are
@@ -70,25 +120,8 @@ class Pretrained(nn.Module):
         ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
         return cls.__qualname__ if ours else f"{cls.__module__}.{cls.__qualname__}"
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` to a folder, each in one move.
-
-        >>> import econv
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     econv.create_model("convnet6_p4").save_pretrained(folder)
-        ...     econv.from_pretrained(folder).group
-        Group('p4')
-        """
-        identity = {"model_type": self.model_type(), "arguments": _written(self.config, "config")}
-        config = {"library_name": "econv", "format": FORMAT, "econv_version": _version()}
-        config.update(identity)
-        state = {name: _own(value) for name, value in self.state_dict().items()}
-        metadata = {"format": "pt", "econv": json.dumps(identity, sort_keys=True)}
-        content = _safetensors().save(state, metadata)
-        # Should only the first file come to be, it says that it is not the second one's.
-        write_atomically(Path(folder) / _WEIGHTS, content)
-        text = json.dumps(config, indent=2) + "\n"
-        write_atomically(Path(folder) / _CONFIG, text.encode())
+    def _made_of(self) -> tuple[str, Mapping[str, Any]]:
+        return self.model_type(), self.config
 
     @classmethod
     def from_pretrained(
@@ -117,64 +150,97 @@ class Pretrained(nn.Module):
             "local_files_only": local_files_only,
             "token": token,
         }
-        paths = {name: _find(str(source), name, options) for name in (_CONFIG, _WEIGHTS)}
-        identity = _read_config(paths[_CONFIG])
-        kind = Pretrained._kinds.get(identity["model_type"])
-        if kind is None:
-            raise ValueError(
-                f"{paths[_CONFIG]}: unknown model_type {identity['model_type']!r}; expected one of "
-                f"{sorted(Pretrained._kinds)}"
-            )
-        if not issubclass(kind, cls):
-            raise ValueError(
-                f"{paths[_CONFIG]}: expected a {cls.model_type()}; it is a {kind.model_type()}"
-            )
-        library = importlib.import_module(_safetensors().__name__.partition(".")[0])
-        try:
-            with library.safe_open(paths[_WEIGHTS], "pt") as file:
-                heads = _heads(paths[_WEIGHTS], file, identity)
-                network = _built(kind, paths[_CONFIG], identity["arguments"], heads)
-                _check_heads(network, heads, paths[_WEIGHTS])
-                # Copied: tensors in the file need not begin where fast kernels want them to.
-                state = {name: file.get_tensor(name).clone() for name in heads}
-        except library.SafetensorError as error:
-            raise ValueError(
-                f"{paths[_WEIGHTS]} is not a safetensors file, or truncated: {error}"
-            ) from None
-        _check_values(state, paths[_WEIGHTS])
-        # In format 1 nothing says what the numbers of a weight are: the first version's pixels.
-        pixels = torch.tensor(COORDINATES.index("pixels"))
-        told = [n for n in network.state_dict() if n.rpartition(".")[2] == "coordinates"]
-        state = {**dict.fromkeys(told, pixels), **state}
-        network.load_state_dict(state, assign=True)
+        network: Network = _from_files(str(source), options, cls)
         return network.to(device).eval()
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        commit_message: str = "Add a network",
-    ) -> str:
-        """Upload what :meth:`save_pretrained` writes; returns the address of the commit."""
-        hub = _hub()
-        api = hub.HfApi(token=token)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            commit = api.upload_folder(
-                repo_id=repo_id, folder_path=folder, commit_message=commit_message
-            )
-        return str(commit.commit_url)
+
+Make = Callable[..., nn.Module]
+_REMADE: dict[str, Make] = {}
 
 
-def from_pretrained(source: str | Path, **options: Any) -> Pretrained:
+def remade(name: str) -> Callable[[Make], Make]:
+    """Register what makes networks of a kind of another network, and of their arguments."""
+
+    def register(make: Make) -> Make:
+        _REMADE[name] = make
+        return make
+
+    return register
+
+
+def from_pretrained(
+    source: str | Path,
+    *,
+    model: nn.Module | None = None,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> Any:
     """The network in a folder or in a repository on the Hugging Face Hub, whatever its kind.
 
-    Options are those of :meth:`Pretrained.from_pretrained`.
+    Args:
+        source: a folder, or the name ``owner/name`` of a repository.
+        model: for a network that :func:`econv.convert` made, the one that it was made of, with any
+            weights; it is not changed.
+        device: where to put the network; the CPU by default.
+        options: of a repository, as :meth:`Pretrained.from_pretrained` has them.
     """
-    return Pretrained.from_pretrained(source, **options)
+    if model is None:
+        return Pretrained.from_pretrained(source, device=device, **options)
+    return _from_files(str(source), options, model=model).to(device).eval()
+
+
+def _from_files(
+    source: str,
+    options: Mapping[str, Any],
+    wanted: type[Pretrained] | None = None,
+    model: nn.Module | None = None,
+) -> Any:
+    """The network in the files: of a class, or made of another network."""
+    paths = {name: _find(source, name, options) for name in (_CONFIG, _WEIGHTS)}
+    identity = _read_config(paths[_CONFIG])
+    make = _maker(identity["model_type"], paths[_CONFIG], wanted, model)
+    library = importlib.import_module(_safetensors().__name__.partition(".")[0])
+    try:
+        with library.safe_open(paths[_WEIGHTS], "pt") as file:
+            heads = _heads(paths[_WEIGHTS], file, identity)
+            network = _built(make, paths[_CONFIG], identity, heads)
+            _check_heads(network, heads, paths[_WEIGHTS])
+            # Copied: tensors in the file need not begin where fast kernels want them to.
+            state = {name: file.get_tensor(name).clone() for name in heads}
+    except library.SafetensorError as error:
+        raise ValueError(
+            f"{paths[_WEIGHTS]} is not a safetensors file, or truncated: {error}"
+        ) from None
+    _check_values(state, paths[_WEIGHTS])
+    # In format 1 nothing says what the numbers of a weight are: the first version's pixels.
+    pixels = torch.tensor(COORDINATES.index("pixels"))
+    told = [n for n in network.state_dict() if n.rpartition(".")[2] == "coordinates"]
+    state = {**dict.fromkeys(told, pixels), **state}
+    network.load_state_dict(state, assign=True)
+    return network
+
+
+def _maker(name: str, path: Path, wanted: type[Pretrained] | None, model: nn.Module | None) -> Make:
+    """What makes networks of this kind, if the files may have one."""
+    kind, remake = Pretrained._kinds.get(name), _REMADE.get(name)
+    if kind is None and remake is None:
+        raise ValueError(
+            f"{path}: unknown model_type {name!r}; expected one of "
+            f"{sorted([*Pretrained._kinds, *_REMADE])}"
+        )
+    if remake is not None and model is not None:
+        return functools.partial(remake, model)
+    if remake is not None:
+        raise ValueError(
+            f"{path}: a {name} is made of another network: expected it as "
+            "econv.from_pretrained(…, model=…)"
+        )
+    assert kind is not None
+    if wanted is None:
+        raise ValueError(f"{path}: expected a network made of {type(model).__name__}; got a {name}")
+    if not issubclass(kind, wanted):
+        raise ValueError(f"{path}: expected a {wanted.model_type()}; it is a {kind.model_type()}")
+    return kind
 
 
 # ------------------------------------------------------------------------------------ files
@@ -244,10 +310,11 @@ def _heads(path: Path, file: Any, identity: Mapping[str, Any]) -> _Heads:
     return {name: (list(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
 
 
-def _built(kind: type[Network], path: Path, arguments: Mapping[str, Any], heads: _Heads) -> Network:
-    """The network of these arguments, if it is about as large as what the file holds."""
+def _built(make: Make, path: Path, identity: Mapping[str, Any], heads: _Heads) -> nn.Module:
+    """The network that is told, if it is about as large as what the file holds."""
+    name, arguments = identity["model_type"], identity["arguments"]
     total = sum(math.prod(shape) for shape, _ in heads.values())
-    ours = "." not in kind.model_type()
+    ours = "." not in name
     _check_arguments(path, arguments, max(total, 4096) if ours else None)
     thread, found = threading.get_ident(), [0, 0]
 
@@ -265,12 +332,10 @@ def _built(kind: type[Network], path: Path, arguments: Mapping[str, Any], heads:
 
     hook = nn.modules.module.register_module_parameter_registration_hook(registered)
     try:
-        return kind(**_read(arguments))
+        return make(**from_json(arguments))
     except Exception as error:  # whatever a constructor makes of arguments that are not its own
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(
-            f"{path}: arguments that {kind.model_type()} does not take: {reason}"
-        ) from None
+        raise ValueError(f"{path}: arguments that {name} does not take: {reason}") from None
     finally:
         hook.remove()
 
@@ -378,7 +443,7 @@ def _own(value: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------- arguments
 
 
-def _written(value: Any, name: str) -> Any:
+def as_json(value: Any, name: str) -> Any:
     """An argument as JSON has it."""
     if value is None or isinstance(value, bool | str):
         return value
@@ -395,26 +460,26 @@ def _written(value: Any, name: str) -> Any:
     if isinstance(value, StencilSet) and type(value) in _STENCILS.values():
         return {"stencil_set": value.name, **asdict(value)}  # type: ignore[call-overload]
     if isinstance(value, Mapping):
-        return {str(key): _written(item, f"{name}.{key}") for key, item in value.items()}
+        return {str(key): as_json(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [_written(item, name) for item in value]
+        return [as_json(item, name) for item in value]
     raise ValueError(
         f"expected {name} as numbers, strings, a group, operators or stencils, which a file can "
         f"hold; got {type(value).__name__}"
     )
 
 
-def _read(value: Any) -> Any:
+def from_json(value: Any) -> Any:
     """The argument that JSON holds."""
     if isinstance(value, dict):
-        items = {key: _read(item) for key, item in value.items()}
+        items = {key: from_json(item) for key, item in value.items()}
         if "stencil_set" not in items:
             return items
         name = items.pop("stencil_set")
         if name not in _STENCILS:
             raise ValueError(f"unknown stencil_set {name!r}: expected one of {sorted(_STENCILS)}")
         return _STENCILS[name](**items)
-    return [_read(item) for item in value] if isinstance(value, list) else value
+    return [from_json(item) for item in value] if isinstance(value, list) else value
 
 
 # --------------------------------------------------------------------------------- libraries

@@ -7,7 +7,7 @@ the source's weights where that is wanted (`fit`) and reported (`report`). `conv
 for all of it.
 """
 
-from econv.conversion.convert import MATCHES, convert
+from econv.conversion.convert import MATCHES, convert, rebuild
 from econv.conversion.detection import convert_detector
 from econv.conversion.fit import fit_filter
 from econv.conversion.network import ConvertedNetwork
@@ -24,4 +24,5 @@ __all__ = [
     "convert",
     "convert_detector",
     "fit_filter",
+    "rebuild",
 ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,18 +25,28 @@ from econv.conversion.offers import offer
 from econv.conversion.operations import convert_node, is_image, is_leaf, pair_with_training
 from econv.conversion.outputs import check_outputs
 from econv.conversion.plan import ATTENTION, Emission, Plan, multiply_adds, parameters, positions_of
+from econv.conversion.recipe import Recipe, described
 from econv.conversion.refusals import explained
 from econv.conversion.report import Accuracy, Cost, Line, Report, Turn, Unsmoothed
-from econv.conversion.structure import Written, divide
-from econv.conversion.trace import Call, ConversionError, name_of, trace, value_of
+from econv.conversion.structure import Written, divide, leaves
+from econv.conversion.trace import (
+    Call,
+    ConversionError,
+    Trace,
+    arguments_of,
+    name_of,
+    trace,
+    value_of,
+)
 from econv.conversion.widths import Sizes, match_widths
 from econv.groups import Group, GroupLike
 from econv.layers import ConvOptions
 from econv.layers.normalisation import calibrate
 from econv.layers.orientations import read_statistics
+from econv.pretrained import remade
 from econv.testing import equivariance_error, transform
 
-__all__ = ["MATCHES", "convert"]
+__all__ = ["MATCHES", "convert", "rebuild"]
 
 MATCHES = ("params", "flops", "width", "fields")
 _OPTIONS = {"stencils", "accuracy", "init", "engine"}
@@ -53,6 +65,7 @@ def convert(
     pool: str | None = None,
     options: ConvOptions | None = None,
     smooth: bool = False,
+    methods: Sequence[str] = (),
     measure: bool = True,
 ) -> ConvertedNetwork:
     """Make a convolutional network equivariant.
@@ -103,6 +116,9 @@ def convert(
             ``pretrained``), poolings that halve :class:`~econv.Downsample2d` of eight taps, and
             images are blurred before strides. The report says what each of the source's would
             cost.
+        methods: names of methods that ``forward`` does not call, such as ``"embed"`` or
+            ``"predict"``: they are methods of the converted network, too, with outputs as those of
+            ``forward``. Each is traced with the example, as many of its arguments as it takes.
         measure: whether to run both networks to report their errors under rotations, and the
             converted one in float64 if that under a symmetry of the pixels is above rounding.
 
@@ -149,22 +165,88 @@ def convert(
     unknown = set(options or {}) - _OPTIONS
     if unknown:
         raise ValueError(f"expected options among {sorted(_OPTIONS)}; got {sorted(unknown)}")
+    recipe = Recipe(
+        *(found, match, pool, strict, pretrained, smooth, options or {}, _methods(model, methods)),
+        tuple(map(described, inputs)),
+    )
+    return _converted(model, recipe, inputs, given, pretrained, measure)
+
+
+def rebuild(model: nn.Module, recipe: Mapping[str, Any]) -> ConvertedNetwork:
+    """Make the modules of a conversion again: nothing is chosen, fitted or measured.
+
+    Weights are new, and those of the network that gave the recipe can be loaded.
+
+    Args:
+        model: what was converted, with any weights; it is not changed.
+        recipe: the :attr:`~econv.conversion.ConvertedNetwork.recipe` of a converted network, also
+            one that was kept as JSON.
+
+    >>> cnn = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    >>> network = convert(cnn, "p4", "width", example_input=torch.randn(1, 3, 16, 16))
+    >>> again = rebuild(cnn, network.recipe)
+    >>> again.load_state_dict(network.state_dict())
+    <All keys matched successfully>
+    """
+    found = Recipe.read(recipe)
+    network = _converted(model, found, found.inputs(), None, False, False)
+    if found.num_classes is not None:
+        network.reset_classifier(found.num_classes)
+    return network
+
+
+@remade(ConvertedNetwork.__name__)
+def _rebuild(model: nn.Module, **recipe: Any) -> ConvertedNetwork:
+    return rebuild(model, recipe)
+
+
+def _methods(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """The names of methods, if the network has them."""
+    given = (names,) if isinstance(names, str) else tuple(names)
+    for name in given:
+        ours = hasattr(nn.Module, name) or name.startswith("_")
+        if ours or not inspect.ismethod(getattr(model, name, None)):
+            raise ValueError(
+                f"expected methods of {type(model).__name__} beside forward; got {name!r}"
+            )
+    return given
+
+
+def _converted(
+    model: nn.Module,
+    recipe: Recipe,
+    inputs: tuple[Any, ...],
+    given: Given | None,
+    pretrained: bool,
+    measure: bool,
+) -> ConvertedNetwork:
+    """The network of a recipe; with ``pretrained``, with the weights of its source."""
+    found, match, strict = recipe.group, recipe.match, recipe.strict
+    examples = [x for x in inputs if is_image(x)]
     _check_source(model, strict)
     if is_leaf(model):  # one layer: what is traced must contain it
         model = nn.Sequential(model).train(model.training)
     try:
-        plan = _plan(model, inputs, found, pool, options or {}, strict, pretrained, smooth)
+        plan = _plan(model, inputs, recipe)
     except ConversionError as error:
         raise explained(error, model) from error.__cause__
-    sizes = _choose(plan, match, model)
+    sizes = _choose(plan, match, model) if recipe.scale is None else Sizes(recipe.scale)
     own = next(model.parameters(), torch.empty(0))
     where = {"device": own.device, "dtype": own.dtype}
     network, lines, accuracy = _build(plan, sizes, where, model, pretrained, given)
-    outputs = check_outputs(plan, network, inputs)
-    kind = _output_kind(plan)
+    results = plan.trace.results
+    outputs = check_outputs(network, inputs, results[0])
+    kind = _output_kind(plan, results[0])
     errors = _errors(model, network, inputs, found, kind, measure)
     if strict and measure:
         _check_exact(network, inputs, found, kind, errors["error"])
+    for name, result in zip(recipe.methods, results[1:], strict=True):
+        method, read = getattr(network, name), arguments_of(getattr(model, name), inputs)
+        check_outputs(method, read, result, name)
+        if strict and measure:
+            turns = _output_kind(plan, result)
+            change = _error(method, read, found, turns, _turn(read, found))
+            _check_exact(method, read, found, turns, change, name)
     costs = _costs(plan, match, sizes, model, len(examples[0]))
     report = Report(
         group=found.name,
@@ -188,7 +270,8 @@ def convert(
     missed = report.missed()
     if missed is not None:
         report = replace(report, notes=(*report.notes, missed))
-    return network.describe_as(group=found, output_kind=kind.kind, report=report)
+    made_by = replace(recipe, scale=sizes.scale)
+    return network.describe_as(group=found, output_kind=kind.kind, report=report, made_by=made_by)
 
 
 def _check_source(model: nn.Module, strict: bool) -> None:
@@ -212,20 +295,13 @@ def _hooks(module: nn.Module) -> list[Any]:
     return [hook for hook in found if not type(hook).__module__.startswith("torch.nn.utils.")]
 
 
-def _plan(
-    model: nn.Module,
-    inputs: tuple[Any, ...],
-    group: Group,
-    pool: str,
-    options: ConvOptions,
-    strict: bool,
-    pretrained: bool,
-    smooth: bool,
-) -> Plan:
+def _plan(model: nn.Module, inputs: tuple[Any, ...], recipe: Recipe) -> Plan:
+    group, pool = recipe.group, recipe.pool
     if pool != ATTENTION:
         read_statistics(pool, group.order, "pool")  # what is unknown fails before it is traced
-    found = trace(model, inputs, is_leaf)
-    plan = Plan(found, group, pool, options, strict, pretrained, smooth)
+    found = trace(model, inputs, is_leaf, recipe.methods)
+    _check_methods(found)
+    plan = Plan(found, group, pool, recipe.options, recipe.strict, recipe.fitted, recipe.smooth)
     ends = find_ends(found.graph, found.modules)
     plan.heads, plan.inner = ends.heads, ends.inner
     pair_with_training(plan)
@@ -234,6 +310,17 @@ def _plan(
     if not any(part.out for part in plan.parts.values()):
         raise ConversionError("", "it has no convolution that could lift the image")
     return plan
+
+
+def _check_methods(found: Trace) -> None:
+    """Refuse methods that the converted network has already, with group features."""
+    called = {call.method for call in found.passes[0].calls if not call.path and call.method}
+    for one in found.passes[1:]:
+        if one.method in called:
+            raise ValueError(
+                f"expected methods that forward does not call; {one.method} is one that it does: "
+                "the converted network has it already"
+            )
 
 
 def _sizes(plan: Plan, match: str, model: nn.Module) -> Sizes:
@@ -320,7 +407,7 @@ def _build(
                 plan.notes.append(f"{name}: its blocks are not the source's, its weights are new")
     else:
         _draw_anew(plan, modules)
-    divided = divide(_write(plan, sizes, modules))
+    divided = divide(*(_write(plan, sizes, modules, i) for i in range(len(plan.trace.passes))))
     network = assemble(model, divided, modules, lambda n: _own_copy(plan.trace.attribute(n)))
     for name, part in plan.parts.items():
         if part.source is not None:
@@ -397,29 +484,32 @@ def _freeze(layer: nn.Module, source: nn.Module | None) -> None:
                 found.requires_grad_(parameter.requires_grad)
 
 
-def _write(plan: Plan, sizes: Sizes, modules: dict[str, nn.Module]) -> Written:
-    """The flat graph of the converted network."""
-    emission = Emission(sizes, plan)
-    places = {node: place for place, node in enumerate(plan.trace.graph.nodes)}
+def _write(plan: Plan, sizes: Sizes, modules: dict[str, nn.Module], number: int) -> Written:
+    """The flat graph of the converted network, or that of a method."""
+    found = plan.trace.passes[number]
+    emission = Emission(sizes, plan, plan.trace.results[number])
+    places, top = found.order, found.top
     origin: dict[fx.Node, tuple[int, Call | None]] = {}
-    for node, step in plan.steps:
+    steps = [(node, step) for node, step in plan.steps if node in places]
+    for node, step in sorted(steps, key=lambda pair: places[pair[0]]):
         new = step(emission)
         if new is not None:
             emission.found[node] = new
         for written in reversed(emission.graph.nodes):
             if written in origin:
                 break
-            origin[written] = places[node], plan.trace.call_of.get(node)
+            origin[written] = places[node], top if node.op == "output" else found.call_of.get(node)
     emission.graph.lint()
     return Written(
         emission.graph,
-        plan.trace.calls,
+        found.calls,
         origin,
         emission.found,
         plan.trace.names,
         frozenset(plan.trace.constants),
         lambda name: not any(modules[name].state_dict()),
         lambda name: repr(modules[name]),
+        top,
     )
 
 
@@ -461,9 +551,8 @@ class _Output:
         return image.reshape(1, -1, *image.shape[-2:])
 
 
-def _output_kind(plan: Plan) -> _Output:
-    (output,) = (node for node in plan.trace.graph.nodes if node.op == "output")
-    first = output.all_input_nodes[0]
+def _output_kind(plan: Plan, result: Any) -> _Output:
+    first = next(leaf for leaf in leaves(result) if isinstance(leaf, fx.Node))
     value = plan.value(first)
     shape = value_of(first)
     pixels = isinstance(shape, Tensor) and shape.ndim == 4 and value.has_pixels
@@ -621,7 +710,12 @@ _ROUNDING = 1e-6
 
 
 def _check_exact(
-    network: nn.Module, inputs: tuple[Any, ...], group: Group, kind: _Output, error: float | None
+    network: nn.Module,
+    inputs: tuple[Any, ...],
+    group: Group,
+    kind: _Output,
+    error: float | None,
+    method: str = "",
 ) -> None:
     """Refuse a network that a quarter turn or a flip changes by more than rounding can."""
     element = _turn(inputs, group)
@@ -639,7 +733,7 @@ def _check_exact(
         if not error > _ROUNDING or _is_random(precise, wide):
             return
     raise ConversionError(
-        "",
+        method,
         f"a symmetry of the pixels changes the output by {error:.2g}, far above rounding: "
         "something in it knows where up is; strict=False converts it all the same",
     )

@@ -6,6 +6,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,8 +14,10 @@ from torch import Tensor, fx, nn
 from torch.fx.graph_module import reduce_graph_module
 
 from econv.conversion.fusion import switched
+from econv.conversion.recipe import Recipe
 from econv.conversion.structure import Divided, parent_of
 from econv.groups import Group
+from econv.pretrained import Saved
 
 if TYPE_CHECKING:
     from torch.fx.graph import PythonCode
@@ -75,7 +78,7 @@ class ConvertedPart(fx.GraphModule):
         return next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
 
 
-class ConvertedNetwork(ConvertedPart):
+class ConvertedNetwork(ConvertedPart, Saved):
     """An equivariant network made by :func:`~econv.convert`.
 
     Its parts have the names that they have in the source, and are called where the source calls
@@ -86,6 +89,7 @@ class ConvertedNetwork(ConvertedPart):
     group: Group
     report: Report
     output_kind: str
+    made_by: Recipe
     former: Mapping[str, str]
     """Names that parts with numbers had in earlier versions, and those that they have."""
 
@@ -93,6 +97,17 @@ class ConvertedNetwork(ConvertedPart):
         """Say what the network is: its group, output_kind and report. Copies say it too."""
         vars(self).update(told)
         return self
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What was asked for and the widths that were chosen, in numbers and texts that JSON has.
+
+        :func:`econv.rebuild` makes the same modules of it and of the source.
+        """
+        return self.made_by.written()
+
+    def _made_of(self) -> tuple[str, Mapping[str, Any]]:
+        return ConvertedNetwork.__name__, self.recipe
 
     @property
     def get_classifier(self) -> Callable[..., Any]:
@@ -136,6 +151,7 @@ class ConvertedNetwork(ConvertedPart):
                 )
             self.set_submodule(known.name, layer.train(self.training))
             vars(self)["num_classes"] = num_classes
+            vars(self)["made_by"] = replace(self.made_by, num_classes=num_classes)
 
         return reset, get
 
@@ -296,7 +312,8 @@ class _Assembly:
         self.layers: dict[str, nn.Module] = {}
         self.tensors: dict[str, Tensor] = {}
         made: dict[str, Tensor] = {}
-        for path, graph in divided.graphs.items():
+        methods = [(path, graph) for (path, _), graph in divided.methods.items()]
+        for path, graph in [*divided.graphs.items(), *methods]:
             for node in graph.nodes:
                 name = f"{path}.{node.target}" if path else str(node.target)
                 old = flat.get(name, name)

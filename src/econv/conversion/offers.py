@@ -54,7 +54,7 @@ def _when(entry: dict[str, Any]) -> str:
 def _channels(plan: Plan, sizes: Sizes) -> dict[tuple[str, str], int]:
     """The channels of what each module and method gives, and of what a module reads first."""
     found: dict[tuple[str, str], int] = {}
-    for call in plan.trace.calls:
+    for call in plan.trace.passes[0].calls:
         first = next(iter(call.arguments.values()), None)
         for when, node in ((call.method, call.result), ("before", first)):
             if isinstance(node, fx.Node) and isinstance(value_of(node), Tensor):

@@ -8,16 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from econv.conversion.plan import Plan
 from econv.conversion.trace import ConversionError, value_of
 
 __all__ = ["check_outputs"]
 
 
 def check_outputs(
-    plan: Plan, network: nn.Module, inputs: tuple[Any, ...]
+    network: nn.Module, inputs: tuple[Any, ...], result: Any, method: str = ""
 ) -> tuple[tuple[int, ...], ...]:
     """Run a converted network on the example; its outputs have the source's shapes.
+
+    Args:
+        network: the network, or the graph of a method of it.
+        inputs: what it is given.
+        result: what it returns, in nodes of the source.
+        method: the name of the method.
 
     Returns:
         The shapes of the tensors that it returns.
@@ -25,15 +30,14 @@ def check_outputs(
     Raises:
         ConversionError: with both shapes, where they differ.
     """
-    (output,) = (node for node in plan.trace.graph.nodes if node.op == "output")
-    expected = torch.fx.node.map_arg(output.args[0], value_of)
+    expected = torch.fx.node.map_arg(result, value_of)
     modes = {module: module.training for module in network.modules()}
     try:
         with torch.no_grad():
             found = network.eval()(*_where(network, inputs))
     except Exception as error:
         raise ConversionError(
-            "",
+            method,
             f"the converted network does not run on the example input: {type(error).__name__}: "
             f"{error}",
         ) from error
@@ -43,7 +47,7 @@ def check_outputs(
     wanted, given = _shapes(expected), _shapes(found)
     if wanted != given:
         raise ConversionError(
-            "", f"it would return {_described(given)}; the source returns {_described(wanted)}"
+            method, f"it would return {_described(given)}; the source returns {_described(wanted)}"
         )
     return tuple(given)
 

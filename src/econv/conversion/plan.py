@@ -138,7 +138,9 @@ class PlannedModule:
 class Emission:
     """The converted graph while it is written."""
 
-    def __init__(self, sizes: Sizes, plan: Plan) -> None:
+    def __init__(self, sizes: Sizes, plan: Plan, result: Any = None) -> None:
+        self.result = result
+        """What is returned, in nodes of the source."""
         self.graph = fx.Graph()
         self.sizes = sizes
         self.plan = plan
@@ -413,7 +415,18 @@ class Plan:
                 raise ConversionError("", "it returns a list of parts of a feature map")
             if value.kind == "fields":
                 pooled[read] = self._scalars(read, value)
-        self.steps.append((node, lambda e: e.copy(node, pooled)))
+
+        def step(e: Emission) -> fx.Node:
+            here: dict[fx.Node, fx.Node] = {}
+
+            def read(found: fx.Node) -> fx.Node:
+                if found not in here:
+                    here[found] = pooled[found](e) if found in pooled else e[found]
+                return here[found]
+
+            return e.graph.output(fx.node.map_arg(e.result, read))
+
+        self.steps.append((node, step))
 
     def _scalars(self, node: fx.Node, value: Value) -> Step:
         """A step that returns group features as the channels that the source returns."""

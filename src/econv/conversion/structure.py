@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from econv.conversion.trace import Call
+from econv.conversion.trace import Call, ConversionError
 from econv.layers.checks import expect
 
 __all__ = ["Divided", "Written", "divide", "leaves", "parent_of", "remove_unused"]
@@ -44,6 +44,8 @@ class Written:
     """Whether a converted module has neither parameters nor buffers."""
     describe: Callable[[str], str]
     """A converted module in words, which are the same for those that compute the same."""
+    top: Call | None = None
+    """The call of the method that it is the graph of; none for ``forward``."""
 
 
 @dataclass
@@ -62,9 +64,25 @@ class Divided:
     """Modules whose operations stand in the graph of the caller, and why."""
 
 
-def divide(written: Written) -> Divided:
-    """Divide a flat graph, which loses what nothing reads."""
-    return _Division(written).run()
+def divide(written: Written, *methods: Written) -> Divided:
+    """Divide a flat graph, which loses what nothing reads; and those of methods beside it.
+
+    What methods call are the parts that ``forward`` calls, where their calls are the same.
+    """
+    division = _Division(written)
+    divided = division.run()
+    for other in methods:
+        division = _Division(other, division)
+        found = division.run()
+        divided = Divided(
+            {**divided.graphs, **found.graphs},
+            {**divided.methods, **found.methods},
+            found.renamed,
+            found.aliases,
+            divided.inlined,
+        )
+        division.divided = divided
+    return divided
 
 
 def parent_of(name: str) -> str:
@@ -103,8 +121,12 @@ def _is_plain(leaf: Any) -> bool:
 
 
 class _Division:
-    def __init__(self, written: Written) -> None:
+    def __init__(self, written: Written, base: _Division | None = None) -> None:
         self.written = written
+        self.base = base
+        """The division of ``forward``, and of methods before this one."""
+        self.placed: dict[str, str] = {}
+        """Where modules are that the source does not have."""
         self.bad: dict[Call, str] = {}
         """Calls without a graph of their own, and why; "" where the call is a module's."""
         self.given = {c: self._flat(list(c.arguments.values())) for c in written.calls}
@@ -122,9 +144,16 @@ class _Division:
 
     def run(self) -> Divided:
         self._find_bad()
+        top = self.written.top
+        if top in self.bad:
+            raise ConversionError(
+                top.method if top else "", f"its graph is not one of its own: {self.bad[top]}"
+            )
         for call, reason in list(self.bad.items()):
             if not call.method:
                 self._refuse(call.path, reason)
+        for path, reason in self.base.divided.inlined.items() if self.base else ():
+            self._refuse(path, reason)
         while (differs := self._write()) is not None:
             self._refuse(differs, "its calls are not the same")
         for call, reason in self.bad.items():
@@ -223,8 +252,18 @@ class _Division:
         """Write all graphs; or say which module has calls that are not the same."""
         self.divided = Divided()
         self.told: dict[str, list[Any]] = {}
+        self.placed = {}
+        if self.base is not None:
+            self.divided.renamed = dict(self.base.divided.renamed)
+            self.divided.aliases = dict(self.base.divided.aliases)
+            self.told = dict(self.base.told)
+            self.placed = dict(self.base.placed)
         self.differs: str | None = None
         self.items = self._items()
+        top = self.written.top
+        if top is not None:
+            self.divided.methods["", top.method] = self._graph_of(top)[0]
+            return self.differs
         self.divided.graphs[""] = self._graph_of(None)[0]
         methods = {(c.path, c.method): c for c in reversed(self.written.calls) if c.method}
         for (path, method), call in methods.items():
@@ -285,15 +324,15 @@ class _Division:
                     made.target = self._name_of_module(str(item.target), path)
                     if str(item.target) not in self.written.names:
                         inserted[made] = self.written.describe(str(item.target))
-        if top is not None:
-            graph.output(passed(top.result))
+        if top is not self.written.top:
+            graph.output(passed(top.result if top else None))
         remove_unused(graph)
         return graph, _told(graph, inserted)
 
     def _part(self, call: Call) -> None:
         """Write the graph of a call, or find it equal to that of an earlier one."""
         divided = self.divided
-        if call.path not in divided.graphs:
+        if call.path not in self.told:
             divided.graphs[call.path], self.told[call.path] = self._graph_of(call)
             return
         before = dict(divided.renamed), dict(divided.aliases)
@@ -305,7 +344,11 @@ class _Division:
     def _name_of_module(self, name: str, path: str) -> str:
         """What a module is called where it is used."""
         divided, source = self.divided, self.written.names
-        if name not in source and len(self.callers[name]) == 1:
+        place = self.placed.get(name)
+        if place is not None and _within(place, path):
+            return _relative(place, path)
+        if name not in source and len(self.callers[name]) == 1 and place is None:
+            self.placed[name] = name
             if _within(name, path) and parent_of(name) == path:
                 return _relative(name, path)
             # It moves: what calls it has it, and lists that it stood in have their own items only.
@@ -314,8 +357,10 @@ class _Division:
             else:
                 leaf = name.rpartition(".")[2].removeprefix(f"{path.rpartition('.')[2]}_")
             new = self._free(f"{path}.{leaf}" if path else leaf, name)
-            divided.renamed[name] = new
-        elif _within(name, path):
+            divided.renamed[name] = self.placed[name] = new
+        elif place is None and _within(name, path):
+            if name not in source:
+                self.placed[name] = name
             return _relative(name, path)
         else:
             names = [n for n in source.get(name, ()) if parent_of(n) == path]

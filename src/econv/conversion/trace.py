@@ -16,8 +16,9 @@ import operator
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ __all__ = [
     "Answer",
     "Call",
     "ConversionError",
+    "Pass",
     "Trace",
+    "arguments_of",
     "calls_of",
     "line_of",
     "live_nodes",
@@ -103,7 +106,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     start: int
-    """How many nodes there were before."""
+    """How many operations of its pass there were before."""
     result: Any = None
 
     @property
@@ -112,6 +115,37 @@ class Call:
         bound = self.signature.bind(*self.args, **self.kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)
+
+
+@dataclass(eq=False)
+class Pass:
+    """A run through ``forward``, or through another method of the network after it.
+
+    Operations that an earlier pass has had with the same arguments are the same nodes.
+    """
+
+    method: str = ""
+    order: dict[fx.Node, int] = field(default_factory=dict)
+    """The nodes that belong to it, and their places in it."""
+    calls: list[Call] = field(default_factory=list)
+    """Every call that was followed, callers first."""
+    call_of: dict[fx.Node, Call] = field(default_factory=dict)
+    """The call that made a node; for the call of a leaf that call itself."""
+
+    @property
+    def top(self) -> Call | None:
+        """The call of the method; none for ``forward``, which is not followed as one."""
+        found = (c for c in self.calls if not c.path and c.method == self.method and not c.caller)
+        return next(found, None) if self.method else None
+
+    def close(self) -> None:
+        """Take in what its nodes read that was made before it."""
+        stack = list(self.order)
+        while stack:
+            for read in stack.pop().all_input_nodes:
+                if read not in self.order:
+                    self.order[read] = -1
+                    stack.append(read)
 
 
 class Trace:
@@ -124,14 +158,15 @@ class Trace:
         answers: list[Answer],
         arguments: list[inspect.Parameter],
         constants: dict[str, Tensor],
-        calls: list[Call],
-        call_of: dict[fx.Node, Call],
+        passes: list[Pass],
     ) -> None:
         self.graph = graph
-        self.calls = calls
-        """Every call that was followed, callers first."""
-        self.call_of = call_of
-        """The call that made a node; for the call of a leaf that call itself."""
+        self.passes = passes
+        """That of ``forward`` first."""
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        returned: Any = output.args[0]
+        self.results: tuple[Any, ...] = returned if len(passes) > 1 else (returned,)
+        """What each pass returns."""
         self.model = model
         self.modules = dict(model.named_modules())
         names: dict[nn.Module, list[str]] = {}
@@ -184,8 +219,15 @@ def plain_name(target: Any) -> str:
     return str(target if isinstance(target, str) else target.__name__).strip("_")
 
 
-def trace(model: nn.Module, inputs: tuple[Any, ...], is_leaf: Callable[[nn.Module], bool]) -> Trace:
+def trace(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    is_leaf: Callable[[nn.Module], bool],
+    methods: tuple[str, ...] = (),
+) -> Trace:
     """Trace a network in eval mode on these inputs; modules that are leaves stay whole.
+
+    After ``forward`` come the methods, with the first of the inputs, as many as each takes.
 
     ``if x.shape != y.shape: x = pad(x, …)`` is answered as if the sizes differed, wherever that
     does nothing if they do not: the graph is then the source's on every size.
@@ -196,7 +238,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...], is_leaf: Callable[[nn.Modul
         raise ConversionError("", f"its arguments have no names of their own: {signature}")
     if len(inputs) > len(names):
         raise ValueError(f"expected at most {len(names)} example inputs; got {len(inputs)}")
-    source = _Source(model, names, is_leaf)
+    source = _Source(model, names, is_leaf, methods)
     found = source.trace(inputs)
     differ = _always_differ(source, inputs, found)
     if differ:
@@ -217,8 +259,10 @@ class _Source:
         model: nn.Module,
         names: list[inspect.Parameter],
         is_leaf: Callable[[nn.Module], bool],
+        methods: tuple[str, ...],
     ) -> None:
         self.names = names
+        self.methods = methods
         self.is_leaf = is_leaf
         self.model = model
         self.blank = _without_numbers(model).eval()
@@ -241,6 +285,8 @@ class _Source:
             if not self.is_leaf(module):
                 tracer.follow_methods(name, module)
         before = set(vars(blank))
+        if self.methods:
+            blank.__class__ = _with_passes(type(blank), self.methods, tracer)
         try:
             with torch.no_grad(), followed():
                 graph = tracer.trace(blank, concrete_args=given)
@@ -263,9 +309,36 @@ class _Source:
             tracer.answers,
             self.names,
             {n: v for n, v in constants.items() if isinstance(v, Tensor)},
-            tracer.calls,
-            tracer.call_of,
+            tracer.closed(graph),
         )
+
+
+def arguments_of(method: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The first of these arguments, as many as a method takes."""
+    parameters = list(inspect.signature(method).parameters.values())
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return given
+    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return given[: len(by_place)]
+
+
+def _with_passes(kind: type[nn.Module], methods: tuple[str, ...], tracer: _Tracer) -> Any:
+    """The same class, whose ``forward`` has these methods run, too."""
+    within: list[nn.Module] = []
+
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self in within:  # a method calls it
+            return kind.forward(self, *args, **kwargs)
+        within.append(self)
+        found = [kind.forward(self, *args, **kwargs)]
+        for name in methods:
+            tracer.begin_pass(name)
+            method = getattr(self, name)
+            found.append(method(*arguments_of(method, args)))
+        return tuple(found)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 # Questions about sizes
@@ -479,8 +552,11 @@ class _Tracer(fx.Tracer):
         self.differ = differ
         self.path: list[str] = []
         self.answers: list[Answer] = []
-        self.calls: list[Call] = []
-        self.call_of: dict[fx.Node, Call] = {}
+        self.passes = [Pass()]
+        self.known: dict[str, list[fx.Node]] = {}
+        """The nodes of each operation with certain arguments."""
+        self.again: Counter[str] = Counter()
+        """How many of them this pass has had."""
         self.inside: list[Call] = []
         self.running = False
         self.where = ""
@@ -494,6 +570,20 @@ class _Tracer(fx.Tracer):
         self.answers.append(answer)
         return answer.value
 
+    def begin_pass(self, method: str) -> None:
+        """What follows belongs to another run through the network."""
+        self.passes.append(Pass(method))
+        self.again.clear()
+
+    def closed(self, graph: fx.Graph) -> list[Pass]:
+        """The passes that made a graph, whose output belongs to all."""
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        for found in self.passes:
+            found.order.pop(output, None)
+            found.close()
+            found.order[output] = len(graph.nodes)
+        return self.passes
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self.is_leaf(m)
 
@@ -506,6 +596,8 @@ class _Tracer(fx.Tracer):
     ) -> Any:
         if self.running:  # tracing patches every module, also those that run to be seen
             return forward(*args, **kwargs)
+        if m is self.root:  # a method that runs the whole network
+            return m.forward(*args, **kwargs)
         self.path.append(self.path_of_module(m))
         self.where = self.path[-1]
         call = self._begin(self.path[-1], "", inspect.signature(m.forward), args, kwargs)
@@ -552,8 +644,9 @@ class _Tracer(fx.Tracer):
     ) -> Call:
         caller = self.inside[-1] if self.inside else None
         given = _nodes(args), _nodes(kwargs)
-        call = Call(path, method, caller, signature, *given, start=len(self.graph.nodes))
-        self.calls.append(call)
+        here = self.passes[-1]
+        call = Call(path, method, caller, signature, *given, start=len(here.order))
+        here.calls.append(call)
         self.inside.append(call)
         return call
 
@@ -587,11 +680,20 @@ class _Tracer(fx.Tracer):
         return value_of(obj.node).keys()
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        node = super().create_node(*args, **kwargs)
+        here = self.passes[-1]
+        key = repr(fx.node.map_arg(args[:4], str))
+        earlier = self.known.setdefault(key, [])
+        self.again[key] += 1
+        same = len(self.passes) > 1 and len(earlier) >= self.again[key]
+        node = earlier[self.again[key] - 1] if same else super().create_node(*args, **kwargs)
+        here.order[node] = len(here.order)
+        if self.inside:
+            here.call_of[node] = self.inside[-1]
+        if same:
+            return node
+        earlier.append(node)
         node.meta["owner"] = self._here()
         node.meta["place"] = _place()
-        if self.inside:
-            self.call_of[node] = self.inside[-1]
         if node.op != "output" and "value" not in node.meta:
             node.meta["value"] = self._run(node)
         return node
