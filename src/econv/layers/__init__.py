@@ -25,6 +25,7 @@ from econv.layers.convolution import (
     VectorConv2d,
 )
 from econv.layers.fields import Curl2d, FieldConv2d
+from econv.layers.frames import GroupWindows2d
 from econv.layers.fused import norm_relu, norm_relu_conv
 from econv.layers.normalisation import (
     GroupBatchNorm2d,
@@ -81,6 +82,7 @@ __all__ = [
     "GroupPool2d",
     "GroupUpsampleConv2d",
     "GroupWindowConv2d",
+    "GroupWindows2d",
     "LiftConv2d",
     "NearestResize2d",
     "PDOConv2d",
