@@ -201,6 +201,8 @@ class Plan:
     """What stands before layers, wherever these are called: modules without parameters."""
     reads: dict[str, str] = field(default_factory=dict)
     """Of which kind is what layers read at their first call."""
+    scores: dict[str, list[str]] = field(default_factory=dict)
+    """Of what pools orientations by attention, the modules that score them beside it."""
     used: set[str] = field(default_factory=set)
     blanks: dict[tuple[Any, ...], nn.Module] = field(default_factory=dict)
     in_training: dict[fx.Node, fx.Node] = field(default_factory=dict)

@@ -15,7 +15,15 @@ from econv.conversion.widths import Width
 from econv.conversion.windows import Windows
 from econv.layers import GroupWindows2d, Recentre2d
 
-__all__ = ["about_centre", "as_map", "in_frames", "in_its_place", "map_step", "module_step", "smooth_step"]
+__all__ = [
+    "about_centre",
+    "as_map",
+    "in_frames",
+    "in_its_place",
+    "map_step",
+    "module_step",
+    "smooth_step",
+]
 
 
 def in_its_place(plan: Plan, node: fx.Node, make: Callable[[], nn.Module]) -> str:

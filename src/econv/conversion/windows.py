@@ -39,7 +39,7 @@ class Windows:
         before = None
         if type(given).__name__ == "Conv2dSame":  # ⌈n / stride⌉ samples, as TensorFlow pads
             return cls(kernel, stride, reach, dilation, same=True)
-        elif type(given).__name__ == "Conv2dStaticSamePadding":  # as long as the image it is for
+        if type(given).__name__ == "Conv2dStaticSamePadding":  # as long as the image it is for
             sides = getattr(given.static_padding, "padding", (0, 0, 0, 0))
             padding = equal((sides[0] + sides[1], sides[2] + sides[3]), "its paddings are unequal")
             before = equal((sides[0], sides[2]), "its paddings are unequal")

@@ -14,7 +14,7 @@ business of `basis`, how a convolution is run that of `engines`.
 """
 
 from econv.layers.activations import GroupActivation2d, group_activation
-from econv.layers.attention import GroupAttentionPool2d
+from econv.layers.attention import GroupAttentionPool2d, GroupFrameScore2d
 from econv.layers.convolution import (
     ConvOptions,
     GroupConv2d,
@@ -74,6 +74,7 @@ __all__ = [
     "GroupBatchNorm2d",
     "GroupConv2d",
     "GroupDropout2d",
+    "GroupFrameScore2d",
     "GroupGroupNorm2d",
     "GroupInstanceNorm2d",
     "GroupLayerNorm2d",

@@ -28,6 +28,7 @@ from econv.conversion.plan import (
 from econv.conversion.registry import rule
 from econv.conversion.steps import in_frames
 from econv.conversion.trace import ConversionError, name_of, value_of
+from econv.conversion.upright import attended
 from econv.conversion.widths import Sizes, Width, join, runs
 from econv.conversion.windows import Windows
 from econv.layers import (
@@ -332,9 +333,14 @@ def _read_out(
     """A 1×1 convolution or linear map that ends the network: orientations are pooled before it."""
     read: Any = node.args[0]
     name = name or str(node.target)
-    pool = plan.pooled(read, value, name, plan.reduce)
+    learned = plan.reduce == ATTENTION
+    pool = (
+        attended(plan, node, value, name)
+        if learned
+        else plan.pooled(read, value, name, plan.reduce)
+    )
     into = value.widths
-    each = 1 if plan.reduce == ATTENTION else GroupPool2d(plan.group, plan.reduce).outputs
+    each = 1 if learned else GroupPool2d(plan.group, plan.reduce).outputs
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         bias = module.bias is not None

@@ -81,9 +81,7 @@ def _pooled_in_frames(
     before, _ = in_frames(plan, node, windows, beside, **options)
     read: Any = node.args[0]
     name = in_its_place(plan, node, lambda: kind(windows.kernel, windows.stride))
-    return plan.emit(
-        node, plan.value(read), lambda e: e.module(name, e.module(before, e[read]))
-    )
+    return plan.emit(node, plan.value(read), lambda e: e.module(name, e.module(before, e[read])))
 
 
 def _pooled(
