@@ -37,6 +37,12 @@ MOST = 512
 _ROWS = 20_000
 """About so many pixels of a layer's output are looked at."""
 
+_EXACT = 1e-3
+"""A layer that misses so little, relative to its deviation, stays as it is."""
+
+_FEW = 16
+"""On so many images that is seen."""
+
 _RIDGE = 1e-3
 """How much the filter-wise fit counts against the images, relative to the mean square feature."""
 
@@ -98,7 +104,10 @@ def fit_on_images(
             elif isinstance(module, GroupBatchNorm2d) and name in moments:
                 _match_moments(module, x, moments[name], kept.channels(part.into))
             elif isinstance(module, PDOConv2d) and name in targets:
-                found = _fit_convolution(module, x, targets[name], kept.channels(part.out))
+                channels = kept.channels(part.out)
+                found = _as_it_is(module, x, targets[name], channels)
+                if found is None or found > _EXACT:
+                    found = _fit_convolution(module, x, targets[name], channels)
             elif isinstance(module, nn.Conv2d | nn.Linear) and name in targets:
                 found = _fit_read_out(module, x, targets[name])
             if found is not None:
@@ -107,13 +116,13 @@ def fit_on_images(
 
         return fit
 
-    def _attend(module: GroupAttentionPool2d, x: Tensor, name: str) -> Tensor | None:
+    def _attend(module: GroupAttentionPool2d, x: Tensor, name: str) -> Tensor | float:
         """Fit what weighs orientations, and score them anew."""
         scores = plan.scores.get(name, [])
         others: list[Any] = [(modules[score], seen.pop(score)) for score in scores]
         _find_upright(module, x, others)
         found = [(given * score.weight).sum((2, 3)) for score, given in others]
-        return torch.stack(found).sum(0) if found else None
+        return torch.stack(found).sum(0) if found else 0.0
 
     for name, part in plan.parts.items():
         fitted = _fitted(modules[name])
@@ -177,6 +186,21 @@ def _observed(
 
 
 # One layer
+
+
+def _as_it_is(layer: PDOConv2d, x: Tensor, target: Target, channels: Tensor) -> float | None:
+    """The misfit of a layer with the weight that it has, on a few of the images."""
+    order = layer.group.order
+    wanted = target.output[:_FEW]
+    if wanted.shape[1] <= int(channels.max()) or x.ndim != 4:
+        return None
+    wanted = wanted[:, channels.to(x.device)]
+    found = layer.forward(x[:_FEW])[:, ::order].flatten(2)  # without hooks
+    if found.shape[1] != wanted.shape[1] or found.shape[2] <= int(target.pixels.max()):
+        return None
+    left = (found[:, :, target.pixels.to(x.device)] - wanted).double()
+    spread = (wanted - wanted.mean((0, 2), keepdim=True)).double().norm()
+    return float(left.norm() / spread) if spread > 0 else None
 
 
 def _fit_convolution(layer: PDOConv2d, x: Tensor, target: Target, channels: Tensor) -> float | None:

@@ -63,7 +63,7 @@ class GroupAttentionPool2d(WithConstants):
         """Let all orientations weigh the same."""
         nn.init.zeros_(self.weight)
 
-    def forward(self, x: Tensor, scores: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, scores: Tensor | float = 0.0) -> Tensor:
         """Pool ``[batch, fields * order, height, width]``, or ``[batch, fields * order]``.
 
         ``scores`` of the orientations, ``[batch, order]``, are added to the layer's own:
@@ -177,7 +177,7 @@ def score(x: Tensor, weight: Tensor, frames: Tensor, side: int) -> Tensor:
 
 
 def weigh(
-    x: Tensor, weight: Tensor, places: Tensor, order: int, scores: Tensor | None = None
+    x: Tensor, weight: Tensor, places: Tensor, order: int, scores: Tensor | float = 0.0
 ) -> Tensor:
     """The mean of ``[batch, fields * order, …]`` over orientations, weighed.
 
@@ -187,5 +187,5 @@ def weigh(
     by_field = x.unsqueeze(-1).flatten(2).mean(2)
     relative = by_field.unflatten(1, (-1, order))[:, :, places]  # [batch, fields, A, k]
     own = (relative * weight[:, None]).sum((1, 3))
-    weights = (own if scores is None else own + scores).softmax(1)
+    weights = (own + scores).softmax(1)
     return torch.einsum("bfg...,bg->bf...", x.unflatten(1, (-1, order)), weights)

@@ -28,16 +28,16 @@ class GroupWindows2d(nn.Module):
     Args:
         group: a :class:`~econv.Group` or its name.
         extent: pixels from the first to the last that a window reads.
-        stride: pixels from one window to the next.
+        step: pixels from one window to the next.
         padding: pixels before and after the image along each axis, as the plain layer has them;
-            or ``"same"`` for ⌈n / stride⌉ windows, as TensorFlow pads.
+            or ``"same"`` for ⌈n / step⌉ windows, as TensorFlow pads.
         reach: further pixels that the windows here have before and after those.
         fill: what lies outside of the image.
         ceil_mode: as in torch's poolings.
         lifts: whether it reads an image ``[batch, channels, …]``, each channel of which becomes a
             field.
 
-    >>> windows = GroupWindows2d("p4", extent=3, stride=2, padding=(1, 1))
+    >>> windows = GroupWindows2d("p4", extent=3, step=2, padding=(1, 1))
     >>> windows(torch.randn(1, 8, 56, 56)).shape[2:], windows(torch.randn(1, 8, 57, 57)).shape[2:]
     (torch.Size([57, 57]), torch.Size([59, 59]))
     """
@@ -48,7 +48,7 @@ class GroupWindows2d(nn.Module):
         self,
         group: GroupLike,
         extent: int,
-        stride: int,
+        step: int,
         padding: tuple[int, int] | str = (0, 0),
         reach: tuple[int, int] = (0, 0),
         fill: float = 0.0,
@@ -57,7 +57,7 @@ class GroupWindows2d(nn.Module):
     ) -> None:
         super().__init__()
         self.group = Group(group)
-        self.extent, self.stride = positive("extent", extent), positive("stride", stride)
+        self.extent, self.step = positive("extent", extent), positive("step", step)
         self.padding = padding if padding == "same" else _pair("padding", padding, " or 'same'")
         self.reach = _pair("reach", reach)
         self.fill, self.ceil_mode, self.lifts = float(fill), bool(ceil_mode), bool(lifts)
@@ -71,9 +71,11 @@ class GroupWindows2d(nn.Module):
     def points(self, size: int) -> tuple[int, int]:
         """The first point of an axis in the frame of the images, and how many there are."""
         if isinstance(self.padding, str):
-            windows = (size + self.stride - 1) // self.stride
-            lacking = (windows - 1) * self.stride + self.extent - size
-            before = lacking * (lacking > 0) // 2
+            windows = (size + self.step - 1) // self.step
+            lacking = (windows - 1) * self.step + self.extent - size
+            if self.extent < self.step:  # it is none where nothing lacks, said without a question
+                lacking = lacking * ((lacking + self.step) // self.step)
+            before = lacking // 2
         else:
             before, after = self.padding
             space = size + before + after - self.extent
@@ -84,10 +86,10 @@ class GroupWindows2d(nn.Module):
                 )
             if self.ceil_mode:
                 # As in torch, no window starts in the padding at the far end.
-                space += min(self.stride - 1, self.extent - after - 1)
-            windows = space // self.stride + 1
+                space += min(self.step - 1, self.extent - after - 1)
+            windows = space // self.step + 1
         earlier, later = self.reach
-        filled = (windows - 1) * self.stride + self.extent
+        filled = (windows - 1) * self.step + self.extent
         return -before - earlier, filled + earlier + later
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,7 +110,7 @@ class GroupWindows2d(nn.Module):
         return points_in_frames(x, self.corners, *given, self.fill, self.lifts)
 
     def extra_repr(self) -> str:
-        text = f"{self.group.name}, extent={self.extent}, stride={self.stride}"
+        text = f"{self.group.name}, extent={self.extent}, step={self.step}"
         options = {
             "padding": (self.padding, (0, 0)),
             "reach": (self.reach, (0, 0)),
@@ -141,30 +143,31 @@ def points_in_frames(
     """Of each orientation the points, a pixel apart, that are ``rows`` and ``columns`` (the first
     and how many) in its own frame.
     """
+    (top, height), (left, width) = rows, columns
+    below, beside = x.shape[2] - height - top, x.shape[3] - width - left
     found = []
     for element, (down, right) in enumerate(corners):
         own = x if lifts else x[:, element :: len(corners)]
-        found.append(_axis(_axis(own, 2, down, *rows, fill), 3, right, *columns, fill))
+        if abs(down) == abs(right) == 1.0:
+            own = _pixels(own, 2, top if down > 0 else below, height, fill)
+            own = _pixels(own, 3, left if right > 0 else beside, width, fill)
+        else:
+            own, in_rows = _between(own, 2, ((1 + down) * top + (1 - down) * below) / 2, height)
+            start = ((1 + right) * left + (1 - right) * beside) / 2
+            own, in_columns = _between(own, 3, start, width)
+            own = torch.where(in_rows[:, None] & in_columns, own, fill)
+        found.append(own)
     return torch.stack(found, 2).flatten(1, 2)
 
 
-def _axis(x: Tensor, dim: int, turned: float, first: int, size: int, fill: float) -> Tensor:
-    """``size`` points from ``first`` on, or as far from the other end where ``turned`` is −1."""
-    whole = x.shape[dim]
-    opposite = whole - size - first
-    if turned in (1.0, -1.0):
-        return _pixels(x, dim, first if turned > 0 else opposite, size, fill)
-    # Between pixels: linearly, and beyond the outermost ones as these.
-    start = ((1 + turned) * first + (1 - turned) * opposite) / 2
+def _between(x: Tensor, dim: int, start: float, size: int) -> tuple[Tensor, Tensor]:
+    """Points of an axis from ``start`` on, linearly between pixels, and which are inside."""
     position = torch.arange(size, device=x.device, dtype=torch.float64) + start
-    low = position.floor()
-    shape = (-1, *[1] * (3 - dim))
-    weight = (position - low).to(x.dtype).reshape(shape)
-    before, after = (
-        x.index_select(dim, (low.long() + more).clamp(0, whole - 1)) for more in (0, 1)
-    )
-    inside = ((position >= -0.5) & (position <= whole - 0.5)).reshape(shape)
-    return torch.where(inside, before * (1 - weight) + after * weight, fill)
+    low, last = position.floor(), x.shape[dim] - 1
+    weight = (position - low).to(x.dtype).reshape(-1, *[1] * (3 - dim))
+    before, after = (x.index_select(dim, (low.long() + n).clamp(0, last)) for n in (0, 1))
+    mixed = before * (1 - weight) + after * weight
+    return mixed, (position >= -0.5) & (position <= last + 0.5)
 
 
 def _pixels(x: Tensor, dim: int, start: int, size: int, fill: float) -> Tensor:
