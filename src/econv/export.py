@@ -32,6 +32,7 @@ from econv.layers import (
     GroupAttentionPool2d,
     GroupBatchNorm2d,
     GroupDropout2d,
+    GroupFrameScore2d,
     GroupGroupNorm2d,
     GroupInstanceNorm2d,
     GroupLayerNorm2d,
@@ -40,6 +41,7 @@ from econv.layers import (
     GroupPReLU2d,
     GroupUpsampleConv2d,
     GroupWindowConv2d,
+    GroupWindows2d,
     NearestResize2d,
     PDOConv2d,
     Recentre2d,
@@ -49,9 +51,10 @@ from econv.layers import (
     Upsample2d,
 )
 from econv.layers.activations import limited
-from econv.layers.attention import weigh
+from econv.layers.attention import score, weigh
 from econv.layers.checks import expect
 from econv.layers.fields import curl
+from econv.layers.frames import points_in_frames
 from econv.layers.orientations import pool_orientations
 from econv.layers.sampling import halve, nearest_pixels, points_about_centre, smoothed
 from econv.layers.window import jets
@@ -142,6 +145,16 @@ def plain_borders(layer: PDOConv2d) -> tuple[list[nn.Module], dict[str, Any]]:
 @plain_form.register
 def _(layer: GroupAttentionPool2d) -> nn.Module:
     return _graph(_Attention(layer), "OrientationAttention")
+
+
+@plain_form.register
+def _(layer: GroupFrameScore2d) -> nn.Module:
+    return _graph(_FrameScore(layer), "FrameScore")
+
+
+@plain_form.register
+def _(layer: GroupWindows2d) -> nn.Module:
+    return _graph(_InFrames(layer), "WindowsInFrames")
 
 
 @plain_form.register
@@ -405,8 +418,33 @@ class _Attention(_Fixed):
         super().__init__(weight=layer.weight, places=layer.places)
         self.order = layer.group.order
 
+    def forward(self, x: Tensor, scores: Tensor | float = 0.0) -> Tensor:
+        return weigh(x, self.weight, self.places, self.order, scores)
+
+
+class _FrameScore(_Fixed):
+    weight: Tensor
+    frames: Tensor
+
+    def __init__(self, layer: GroupFrameScore2d) -> None:
+        super().__init__(weight=layer.weight, frames=layer.frames)
+        self.side = layer.side
+
     def forward(self, x: Tensor) -> Tensor:
-        return weigh(x, self.weight, self.places, self.order)
+        return score(x, self.weight, self.frames, self.side)
+
+
+class _InFrames(nn.Module):
+    """The points that windows fill in the frame of each orientation, for every size."""
+
+    def __init__(self, layer: GroupWindows2d) -> None:
+        super().__init__()
+        self.points, self.corners = layer.points, layer.corners
+        self.fill, self.lifts = layer.fill, layer.lifts
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = (self.points(x.shape[2]), self.points(x.shape[3]))
+        return points_in_frames(x, self.corners, *given, self.fill, self.lifts)
 
 
 class _Window(_Fixed):

@@ -9,7 +9,7 @@ it can be. No labels are asked for, and nothing is trained.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from econv.layers import (
     GroupAttentionPool2d,
     GroupBatchNorm2d,
     GroupConv2d,
+    GroupFrameScore2d,
     GroupUpsampleConv2d,
     LiftConv2d,
     PDOConv2d,
@@ -36,8 +37,17 @@ MOST = 512
 _ROWS = 20_000
 """About so many pixels of a layer's output are looked at."""
 
+_EXACT = 1e-3
+"""A layer that misses so little, relative to its deviation, stays as it is."""
+
+_FEW = 16
+"""On so many images that is seen."""
+
 _RIDGE = 1e-3
 """How much the filter-wise fit counts against the images, relative to the mean square feature."""
+
+_ROWS_UPRIGHT = 3072
+"""So many orientations of images are told apart, all together."""
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 _SHARPEST = tuple(2.0**n for n in range(-1, 9))
@@ -81,22 +91,38 @@ def fit_on_images(
     fits: dict[str, float] = {}
     handles: dict[str, Any] = {}
 
-    def before(name: str, part: PlannedModule) -> Callable[..., None]:
-        def fit(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    seen: dict[str, Tensor] = {}
+
+    def before(name: str, part: PlannedModule) -> Callable[..., Any]:
+        def fit(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
             handles.pop(name).remove()  # what is called twice is fitted to its first call
             x, found = inputs[0].detach(), None
-            if isinstance(module, GroupAttentionPool2d):
-                _find_upright(module, x)
+            if isinstance(module, GroupFrameScore2d):
+                seen[name] = module.features(x)
+            elif isinstance(module, GroupAttentionPool2d):
+                return inputs[0], _attend(module, x, name)
             elif isinstance(module, GroupBatchNorm2d) and name in moments:
                 _match_moments(module, x, moments[name], kept.channels(part.into))
             elif isinstance(module, PDOConv2d) and name in targets:
-                found = _fit_convolution(module, x, targets[name], kept.channels(part.out))
+                channels = kept.channels(part.out)
+                found = _as_it_is(module, x, targets[name], channels)
+                if found is None or found > _EXACT:
+                    found = _fit_convolution(module, x, targets[name], channels)
             elif isinstance(module, nn.Conv2d | nn.Linear) and name in targets:
                 found = _fit_read_out(module, x, targets[name])
             if found is not None:
                 fits[name] = found
+            return None
 
         return fit
+
+    def _attend(module: GroupAttentionPool2d, x: Tensor, name: str) -> Tensor | float:
+        """Fit what weighs orientations, and score them anew."""
+        scores = plan.scores.get(name, [])
+        others: list[Any] = [(modules[score], seen.pop(score)) for score in scores]
+        _find_upright(module, x, others)
+        found = [(given * score.weight).sum((2, 3)) for score, given in others]
+        return torch.stack(found).sum(0) if found else 0.0
 
     for name, part in plan.parts.items():
         fitted = _fitted(modules[name])
@@ -118,7 +144,10 @@ def _fitted(layer: nn.Module) -> nn.Module | None:
     """The module in a part of the network that can be fitted."""
     if isinstance(layer, GroupUpsampleConv2d):
         return layer.conv
-    kinds = (PDOConv2d, GroupBatchNorm2d, GroupAttentionPool2d, nn.Conv2d, nn.Linear)
+    kinds = (
+        *(PDOConv2d, GroupBatchNorm2d, GroupAttentionPool2d, GroupFrameScore2d),
+        *(nn.Conv2d, nn.Linear),
+    )
     return next((module for module in layer.modules() if isinstance(module, kinds)), None)
 
 
@@ -157,6 +186,21 @@ def _observed(
 
 
 # One layer
+
+
+def _as_it_is(layer: PDOConv2d, x: Tensor, target: Target, channels: Tensor) -> float | None:
+    """The misfit of a layer with the weight that it has, on a few of the images."""
+    order = layer.group.order
+    wanted = target.output[:_FEW]
+    if wanted.shape[1] <= int(channels.max()) or x.ndim != 4:
+        return None
+    wanted = wanted[:, channels.to(x.device)]
+    found = layer.forward(x[:_FEW])[:, ::order].flatten(2)  # without hooks
+    if found.shape[1] != wanted.shape[1] or found.shape[2] <= int(target.pixels.max()):
+        return None
+    left = (found[:, :, target.pixels.to(x.device)] - wanted).double()
+    spread = (wanted - wanted.mean((0, 2), keepdim=True)).double().norm()
+    return float(left.norm() / spread) if spread > 0 else None
 
 
 def _fit_convolution(layer: PDOConv2d, x: Tensor, target: Target, channels: Tensor) -> float | None:
@@ -327,47 +371,74 @@ def _regression(features: Tensor, wanted: Tensor, start: Tensor) -> tuple[Tensor
     return weight, mean - weight @ middle
 
 
-def _find_upright(layer: GroupAttentionPool2d, x: Tensor) -> None:
+class Upright:
+    """What tells the frame of the images from others: its features, orientation by orientation."""
+
+    def __init__(self, images: int, order: int) -> None:
+        self.number, self.order = images, order
+        self.rows: list[Tensor] = []
+        self.deviations: list[Tensor] = []
+
+    def add(self, features: Tensor) -> None:
+        """Features ``[images, order, …]`` of each orientation in its own frame."""
+        rows = features[: self.number].flatten(2).flatten(0, 1).double()
+        rows = rows - rows.mean(0)
+        variance = rows.square().mean(0)
+        # What hardly varies is not blown up; all maps weigh alike, however many numbers they have.
+        deviation = (variance + 1e-2 * variance.mean() + 1e-12).sqrt() * rows.shape[1] ** 0.5
+        self.rows.append(rows / deviation)
+        self.deviations.append(deviation)
+
+    def weights(self) -> list[Tensor]:
+        """Of each of the features, whose weighted sum is largest in the frame of the images.
+
+        A ridge regression of +1 in that frame, and of what makes the sum zero in the others. How
+        strong the ridge is, and how sharply the scores then differ, is found on images that were
+        left out.
+        """
+        rows = torch.cat(self.rows, 1)
+        wanted = torch.full((self.order,), -1 / (self.order - 1), dtype=rows.dtype)
+        wanted[0] = 1.0
+        wanted = wanted.to(rows.device).repeat(len(rows) // self.order)
+        values, vectors = torch.linalg.eigh(rows @ rows.T)
+        values = values.clamp_min(0)
+        seen = vectors.T @ wanted
+        best: tuple[float, Tensor] | None = None
+        for ridge in _RIDGES:
+            damped = values + ridge * values.mean()
+            dual = vectors @ (seen / damped)
+            out = _left_out(vectors, damped, dual, wanted, self.order)
+            for sharpness in _SHARPEST:
+                score = float((out * sharpness).log_softmax(1)[:, 0].mean())
+                if best is None or score > best[0]:
+                    best = (score, sharpness * dual)
+        assert best is not None
+        return [a.T @ best[1] / b for a, b in zip(self.rows, self.deviations, strict=True)]
+
+
+def _find_upright(
+    layer: GroupAttentionPool2d, x: Tensor, others: Sequence[tuple[GroupFrameScore2d, Tensor]] = ()
+) -> None:
     """Let the frame of the images stand out among the orientations.
 
-    Features relative to each orientation are told apart by a ridge regression of +1 in the frame of
-    the images, and of what makes the sum zero in the others. How sharply the weights then differ is
-    found on images that were left out.
+    ``others`` score maps beside the layer's own input, of which the features are given.
     """
     order = layer.group.order
     if order == 1:
         return
-    features = x.unsqueeze(-1).flatten(2).mean(2).unflatten(1, (-1, order)).double()
-    relative = (
-        features[:, :, layer.places.to(x.device)].transpose(1, 2).flatten(2)
-    )  # [n, A, (f, k)]
-    rows = relative.flatten(0, 1)
-    deviation = rows.std(0).clamp_min(1e-6)
-    rows = (rows - rows.mean(0)) / deviation
-    wanted = torch.full((order,), -1 / (order - 1), dtype=rows.dtype, device=x.device)
-    wanted[0] = 1.0
-    wanted = wanted.repeat(len(x))
-    values, vectors = torch.linalg.eigh(rows @ rows.T)
-    values = values.clamp_min(0)
-    seen = vectors.T @ wanted
-    best: tuple[float, Tensor] | None = None
-    for ridge in _RIDGES:
-        damped = values + ridge * values.mean()
-        inverse = vectors @ (vectors / damped).T
-        dual = vectors @ (seen / damped)
-        out = _left_out(inverse, dual, wanted, order)
-        for sharpness in _SHARPEST:
-            score = float((out * sharpness).log_softmax(1)[:, 0].mean())
-            if best is None or score > best[0]:
-                best = (score, sharpness * (rows.T @ dual) / deviation)
-    assert best is not None
-    layer.weight.copy_(best[1].view_as(layer.weight))
+    features = x.unsqueeze(-1).flatten(2).mean(2).unflatten(1, (-1, order))
+    found = Upright(min(len(x), max(2, _ROWS_UPRIGHT // order)), order)
+    found.add(features[:, :, layer.places.to(x.device)].transpose(1, 2))  # [n, A, f, k]
+    for _, given in others:
+        found.add(given)
+    modules = (layer, *(score for score, _ in others))
+    for module, weight in zip(modules, found.weights(), strict=True):
+        module.weight.copy_(weight.view_as(module.weight))
 
 
-def _left_out(inverse: Tensor, dual: Tensor, wanted: Tensor, order: int) -> Tensor:
+def _left_out(vectors: Tensor, damped: Tensor, dual: Tensor, wanted: Tensor, order: int) -> Tensor:
     """The scores of every image from all the others, ``[images, order]``."""
-    number = len(dual) // order
-    blocks = inverse.unflatten(0, (number, order)).unflatten(2, (number, order))
-    own = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [images, order, order]
-    missed = torch.linalg.solve(own, dual.unflatten(0, (number, order)))
-    return wanted.unflatten(0, (number, order)) - missed
+    apart = vectors.unflatten(0, (-1, order))
+    own = torch.einsum("nav,nbv->nab", apart / damped, apart)
+    missed = torch.linalg.solve(own, dual.unflatten(0, (-1, order)))
+    return wanted.unflatten(0, (-1, order)) - missed

@@ -199,12 +199,23 @@ class Plan:
     """What another convolution or linear map reads."""
     finer: set[fx.Node] = field(default_factory=set)
     """Convolutions that give the finer map, of which the source lays channels out as pixels."""
+    before: dict[str, str] = field(default_factory=dict)
+    """What stands before layers, wherever these are called: modules without parameters."""
+    reads: dict[str, str] = field(default_factory=dict)
+    """Of which kind is what layers read at their first call."""
+    scores: dict[str, list[str]] = field(default_factory=dict)
+    """Of what pools orientations by attention, the modules that score them beside it."""
     used: set[str] = field(default_factory=set)
     blanks: dict[tuple[Any, ...], nn.Module] = field(default_factory=dict)
     in_training: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """What each node is when the source is trained, where that is the same graph."""
 
     # What rules ask
+
+    @property
+    def in_frames(self) -> bool:
+        """Whether each orientation reads windows where the source does in an image turned so."""
+        return self.fitted and self.group.order > 1 and not self.smooth
 
     def value(self, argument: Any) -> Value:
         """The value of an argument of a node."""

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 
 from econv.conversion.arguments import check_map
 from econv.conversion.plan import Emission, Plan, PlannedModule, Step, Value, describe
-from econv.conversion.trace import ConversionError, owner
-from econv.layers import Recentre2d
+from econv.conversion.trace import ConversionError, owner, value_of
+from econv.conversion.widths import Width
+from econv.conversion.windows import Windows
+from econv.layers import GroupWindows2d, Recentre2d
 
-__all__ = ["about_centre", "as_map", "in_its_place", "map_step", "module_step", "smooth_step"]
+__all__ = [
+    "about_centre",
+    "as_map",
+    "in_frames",
+    "in_its_place",
+    "map_step",
+    "module_step",
+    "smooth_step",
+]
 
 
 def in_its_place(plan: Plan, node: fx.Node, make: Callable[[], nn.Module]) -> str:
@@ -91,6 +102,44 @@ def as_map(
         return e.method("unsqueeze", x, 1)
 
     return step
+
+
+def in_frames(
+    plan: Plan,
+    node: fx.Node,
+    windows: Windows,
+    beside: str,
+    *,
+    reach: tuple[int, int] = (0, 0),
+    fill: float = 0.0,
+    ceil_mode: bool = False,
+) -> tuple[str, Value]:
+    """Add what lets every orientation read the windows of the source in its own frame.
+
+    Returns:
+        The name of the module, and what it gives: group features, of images too.
+    """
+    read, value = plan.first(node)
+    lifts = value.kind == "image"
+    widths = value.widths
+    if lifts:
+        widths = (Width(int(value_of(read).shape[1]), beside),)
+        widths[0].fix(widths[0].channels)
+    name = plan.insert(
+        beside,
+        "windows",
+        lambda: GroupWindows2d(
+            plan.group,
+            windows.extent,
+            windows.stride,
+            windows.sides,
+            reach,
+            fill,
+            ceil_mode,
+            lifts,
+        ),
+    )
+    return name, replace(value, kind="fields", widths=widths)
 
 
 def about_centre(

@@ -19,6 +19,10 @@ class Windows:
     padding: int
     """Of both ends of an axis together."""
     dilation: int = 1
+    before: int | None = None
+    """How many pixels of the padding are before the image; half of them, if nothing is said."""
+    same: bool = False
+    """Whether the padding depends on the size, as TensorFlow's does."""
 
     @property
     def extent(self) -> int:
@@ -32,16 +36,29 @@ class Windows:
         stride = equal(given.stride or given.kernel_size, "its strides are unequal")
         dilation = equal(getattr(given, "dilation", 1), "its dilations are unequal")
         reach = dilation * (kernel - 1)
+        before = None
         if type(given).__name__ == "Conv2dSame":  # ⌈n / stride⌉ samples, as TensorFlow pads
-            padding = reach
-        elif type(given).__name__ == "Conv2dStaticSamePadding":  # as long as the image it is for
+            return cls(kernel, stride, reach, dilation, same=True)
+        if type(given).__name__ == "Conv2dStaticSamePadding":  # as long as the image it is for
             sides = getattr(given.static_padding, "padding", (0, 0, 0, 0))
             padding = equal((sides[0] + sides[1], sides[2] + sides[3]), "its paddings are unequal")
+            before = equal((sides[0], sides[2]), "its paddings are unequal")
         elif isinstance(given.padding, str):
             padding = reach if given.padding == "same" else 0
         else:
             padding = 2 * equal(given.padding, "its paddings are unequal")
-        return cls(kernel, stride, padding, dilation)
+        return cls(kernel, stride, padding, dilation, before)
+
+    @property
+    def sides(self) -> tuple[int, int] | str:
+        """The padding before and after the image, or ``"same"``."""
+        before = self.padding // 2 if self.before is None else self.before
+        return "same" if self.same else (before, self.padding - before)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether they lie symmetrically, each about a pixel, on images of every size."""
+        return self.stride == 1 and self.padding % 2 == 0 and self.extent % 2 == 1
 
     def left_over(self, side: int) -> int:
         """Pixels of an axis beyond the last window, as torch puts them."""

@@ -14,7 +14,7 @@ business of `basis`, how a convolution is run that of `engines`.
 """
 
 from econv.layers.activations import GroupActivation2d, group_activation
-from econv.layers.attention import GroupAttentionPool2d
+from econv.layers.attention import GroupAttentionPool2d, GroupFrameScore2d
 from econv.layers.convolution import (
     ConvOptions,
     GroupConv2d,
@@ -25,6 +25,7 @@ from econv.layers.convolution import (
     VectorConv2d,
 )
 from econv.layers.fields import Curl2d, FieldConv2d
+from econv.layers.frames import GroupWindows2d
 from econv.layers.fused import norm_relu, norm_relu_conv
 from econv.layers.normalisation import (
     GroupBatchNorm2d,
@@ -73,6 +74,7 @@ __all__ = [
     "GroupBatchNorm2d",
     "GroupConv2d",
     "GroupDropout2d",
+    "GroupFrameScore2d",
     "GroupGroupNorm2d",
     "GroupInstanceNorm2d",
     "GroupLayerNorm2d",
@@ -81,6 +83,7 @@ __all__ = [
     "GroupPool2d",
     "GroupUpsampleConv2d",
     "GroupWindowConv2d",
+    "GroupWindows2d",
     "LiftConv2d",
     "NearestResize2d",
     "PDOConv2d",

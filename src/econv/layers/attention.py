@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from econv.engines import memory_format
 from econv.groups import Group, GroupLike
 from econv.layers.checks import check_fields, positive
 from econv.layers.constants import WithConstants
 
-__all__ = ["GroupAttentionPool2d"]
+__all__ = ["GroupAttentionPool2d", "GroupFrameScore2d"]
 
 
 class GroupAttentionPool2d(WithConstants):
@@ -62,25 +63,129 @@ class GroupAttentionPool2d(WithConstants):
         """Let all orientations weigh the same."""
         nn.init.zeros_(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Pool ``[batch, fields * order, height, width]``, or ``[batch, fields * order]``."""
+    def forward(self, x: Tensor, scores: Tensor | float = 0.0) -> Tensor:
+        """Pool ``[batch, fields * order, height, width]``, or ``[batch, fields * order]``.
+
+        ``scores`` of the orientations, ``[batch, order]``, are added to the layer's own:
+        :class:`GroupFrameScore2d` makes them of other maps.
+        """
         check_fields(
             x[:, :, None, None] if x.ndim == 2 else x, self.fields, self.group, self.weight
         )
-        pooled = weigh(x, self.weight, self.places, self.group.order)
+        pooled = weigh(x, self.weight, self.places, self.group.order, scores)
         return pooled if x.ndim == 2 else pooled.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
         return f"{self.fields}, {self.group.name}"
 
 
-def weigh(x: Tensor, weight: Tensor, places: Tensor, order: int) -> Tensor:
+class GroupFrameScore2d(WithConstants):
+    """Scores orientations by a linear map of coarse maps, each turned to its own frame.
+
+    ``[batch, fields * order, height, width]`` → ``[batch, order]``. The map of every orientation is
+    averaged to ``side`` × ``side`` cells and turned back by that orientation; all are then read by
+    one set of weights. In the orientation in which the image is upright that is what a plain
+    network sees of an upright image. At initialisation all scores are zero.
+
+    Args:
+        fields: fields of the feature map.
+        group: a :class:`~econv.Group` or its name.
+        side: cells along each side.
+        device: as in `Linear`.
+        dtype: as in `Linear`.
+
+    >>> score = GroupFrameScore2d(4, "p4")
+    >>> score(torch.randn(2, 16, 9, 9)).shape, score.weight.shape
+    (torch.Size([2, 4]), torch.Size([4, 16]))
+    """
+
+    input_kind = "regular"
+    output_kind = "regular"
+    frames: Tensor
+
+    def __init__(
+        self,
+        fields: int,
+        group: GroupLike,
+        side: int = 4,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.fields, self.side = positive("fields", fields), positive("side", side)
+        self.group = Group(group)
+        self.weight = nn.Parameter(torch.empty(fields, side * side, device=device, dtype=dtype))
+        self._refresh_constants()
+        self.reset_parameters()
+
+    def _constants(self) -> dict[str, np.ndarray]:
+        return {"frames": cells_in_frames(self.group, self.side)}
+
+    def _constants_like(self, name: str) -> Tensor:
+        return self.weight
+
+    def reset_parameters(self) -> None:
+        """Let all orientations score the same."""
+        nn.init.zeros_(self.weight)
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the weights read: ``[batch, order, fields, side * side]``."""
+        cells = cells_of(x, self.side, self.group.order)
+        return torch.einsum("nfap,aqp->nafq", cells, self.frames)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Score the orientations of ``[batch, fields * order, height, width]``."""
+        check_fields(x, self.fields, self.group, self.weight)
+        return score(x, self.weight, self.frames, self.side)
+
+    def extra_repr(self) -> str:
+        return f"{self.fields}, {self.group.name}, side={self.side}"
+
+
+def cells_in_frames(group: Group, side: int) -> np.ndarray:
+    """How the cells in the frame of each orientation are made of those of the map.
+
+    ``[order, side², side²]``: permutations for symmetries of the pixels, and linear interpolation
+    for other elements; beyond the outermost cells their values are taken.
+    """
+    middle = (side - 1) / 2
+    rows, columns = np.divmod(np.arange(side * side), side)
+    places = np.stack([columns - middle, middle - rows])  # x to the right, y up
+    turned = np.asarray(group.matrices) @ places
+    found = np.zeros((group.order, side * side, side * side))
+    for element, (x, y) in enumerate(turned):
+        column, row = ((v + middle).round(9).clip(0, side - 1) for v in (x, -y))
+        for down in (0, 1):
+            for right in (0, 1):
+                r, c = np.floor(row) + down, np.floor(column) + right
+                weight = (1 - abs(row - r)) * (1 - abs(column - c))
+                inside = weight > 0
+                at = (r * side + c).astype(int)
+                found[element, np.flatnonzero(inside), at[inside]] += weight[inside]
+    return found
+
+
+def cells_of(x: Tensor, side: int, order: int) -> Tensor:
+    """Means over ``side`` × ``side`` cells of a map, ``[batch, fields, order, side²]``."""
+    return functional.adaptive_avg_pool2d(x, side).flatten(2).unflatten(1, (-1, order))
+
+
+def score(x: Tensor, weight: Tensor, frames: Tensor, side: int) -> Tensor:
+    """What :class:`GroupFrameScore2d` computes."""
+    turned = torch.einsum("fq,aqp->fap", weight, frames)
+    return torch.einsum("nfap,fap->na", cells_of(x, side, len(frames)), turned)
+
+
+def weigh(
+    x: Tensor, weight: Tensor, places: Tensor, order: int, scores: Tensor | float = 0.0
+) -> Tensor:
     """The mean of ``[batch, fields * order, …]`` over orientations, weighed.
 
     The score of A is the sum over fields and relative elements k of ``weight`` times the feature
-    at A·k, whose index is ``places[A, k]``.
+    at A·k, whose index is ``places[A, k]``; other scores are added.
     """
     by_field = x.unsqueeze(-1).flatten(2).mean(2)
     relative = by_field.unflatten(1, (-1, order))[:, :, places]  # [batch, fields, A, k]
-    weights = (relative * weight[:, None]).sum((1, 3)).softmax(1)
+    own = (relative * weight[:, None]).sum((1, 3))
+    weights = (own + scores).softmax(1)
     return torch.einsum("bfg...,bg->bf...", x.unflatten(1, (-1, order)), weights)

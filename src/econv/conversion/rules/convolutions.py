@@ -26,7 +26,9 @@ from econv.conversion.plan import (
     positions_of,
 )
 from econv.conversion.registry import rule
+from econv.conversion.steps import in_frames
 from econv.conversion.trace import ConversionError, name_of, value_of
+from econv.conversion.upright import attended
 from econv.conversion.widths import Sizes, Width, join, runs
 from econv.conversion.windows import Windows
 from econv.layers import (
@@ -83,7 +85,7 @@ def _reaching(plan: Plan, windows: Windows, side: int) -> OperatorsLike:
     support takes back some of the blur. Where all turns are turns of the pixels, all products of
     derivatives along the axes are to be had: they span every filter of a support.
     """
-    between = plan.group.order > 1 and windows.between(side)
+    between = plan.group.order > 1 and windows.between(side) and not plan.in_frames
     support = windows.kernel + (2 * between if windows.kernel % 2 else 1)
     if support == 1:
         return "order<=0"
@@ -188,6 +190,18 @@ def _convolve(plan: Plan, node: fx.Node, module: Any, name: str) -> Value:
     side = int(min(value_of(read).shape[2:]))
     operators, size, note = _operators(plan, windows, side)
     options = _conv_options(plan, windows, module, operators, size, side)
+    plan.reads[name] = value.kind
+    blur = _blurred(plan, windows, name)
+    if blur is not None:
+        plan.before[name] = blur
+    zeros = getattr(module, "padding_mode", "zeros") == "zeros"
+    exact = plan.in_frames and zeros and not windows.symmetric and size >= windows.kernel
+    if exact:
+        more = windows.dilation * (size - windows.kernel)
+        reach = windows.dilation * ((size - windows.kernel) // 2)
+        plan.before[name], value = in_frames(plan, node, windows, name, reach=(reach, more - reach))
+        options["padding"] = "valid"
+        options.pop("centred", None)
     into = value.widths
     if into:
         out = _grouped_width(name, module, value)
@@ -202,11 +216,11 @@ def _convolve(plan: Plan, node: fx.Node, module: Any, name: str) -> Value:
         own = {**options, "groups": _groups(sizes, into, out, module)}
         return GroupConv2d(sizes.fields(into), fields, plan.group, **own, **where)
 
-    fit = _fit_convolution(windows, side, into, out)
+    fit = _fit_convolution(windows, 0 if exact else side, into, out)
     plan.add_part(PlannedModule(name, make, module, positions_of(node, module), into, out, fit))
     if note:
         plan.notes.append(f"{name}: its operators fit into a small map{note}")
-    return _maybe_head(plan, node, name, Value("fields", IMAGE, out), _blurred(plan, windows, name))
+    return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
 
 
 def _blurred(plan: Plan, windows: Windows, name: str) -> str | None:
@@ -257,11 +271,10 @@ def _sub_pixels(plan: Plan, node: fx.Node, module: Any, name: str, factor: int) 
     return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
 
 
-def _maybe_head(
-    plan: Plan, node: fx.Node, name: str, value: Value, before: str | None = None
-) -> Value:
+def _maybe_head(plan: Plan, node: fx.Node, name: str, value: Value) -> Value:
     """The output of a layer; pooled over orientations where it is what the network returns."""
     read: Any = node.args[0]
+    before = plan.before.get(name)
 
     def layer(e: Emission) -> fx.Node:
         return e.module(name, e[read] if before is None else e.module(before, e[read]))
@@ -276,9 +289,10 @@ def _maybe_head(
 def _again(plan: Plan, node: fx.Node, value: Value) -> Value:
     """A layer that the source calls a second time."""
     part = plan.parts[str(node.target)]
-    if part.kept or bool(part.into) != (value.kind == "fields") or node in plan.heads:
+    if part.kept or plan.reads[part.name] != value.kind or node in plan.heads:
         raise ConversionError("", "it is called twice, on tensors that turn differently")
-    join(part.into, value.widths)
+    if value.kind == "fields":
+        join(part.into, value.widths)
     part.positions += positions_of(node, plan.module(node))
     return _maybe_head(plan, node, part.name, replace(value, widths=part.out))
 
@@ -319,9 +333,14 @@ def _read_out(
     """A 1×1 convolution or linear map that ends the network: orientations are pooled before it."""
     read: Any = node.args[0]
     name = name or str(node.target)
-    pool = plan.pooled(read, value, name, plan.reduce)
+    learned = plan.reduce == ATTENTION
+    pool = (
+        attended(plan, node, value, name)
+        if learned
+        else plan.pooled(read, value, name, plan.reduce)
+    )
     into = value.widths
-    each = 1 if plan.reduce == ATTENTION else GroupPool2d(plan.group, plan.reduce).outputs
+    each = 1 if learned else GroupPool2d(plan.group, plan.reduce).outputs
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         bias = module.bias is not None
@@ -583,6 +602,8 @@ def _fit_convolution(
     def fit(kept: Any, layer: nn.Module) -> float | None:
         about_centre = bool(getattr(layer, "centred", False)) and windows.dilation == 1
         left = windows.left_over(side) if about_centre else 0
+        if not side:  # each orientation reads the windows in its own frame
+            left = 1 - windows.kernel % 2
         return kept.fit_filters(layer, windows.kernel, left, into, out, window)
 
     return fit
