@@ -31,13 +31,16 @@ _ROUNDING = 1e-5  # what is less is that of float32, and exact
 
 
 def plot_angles(
-    curves: AngleCurve | Mapping[str, AngleCurve], title: str = "Equivariance error over the angle"
+    curves: AngleCurve | Mapping[str, AngleCurve],
+    title: str = "Equivariance error over the angle",
+    logarithmic: bool = True,
 ) -> Figure:
-    """Error over the angle, on a logarithmic scale around a circle and on a linear one beside it.
+    """Error over the angle, around a circle and, as it is noticed, on a linear scale beside it.
 
-    The circle reaches from 1e-7, where rounding lies, to the largest error; its spokes are at the
-    angles of the group of the first curve. The linear scale has what is noticed: the share of
-    images whose class changes, or for outputs that are no scores the error itself.
+    The circle reaches from 1e-7, where rounding lies, to the largest error; or from nothing, in
+    percent, if not ``logarithmic``. Its spokes are at the angles of the group of the first curve.
+    The linear scale has the share of images whose class changes, or for outputs that are no scores
+    the error itself.
     """
     named = {"error": curves} if isinstance(curves, AngleCurve) else dict(curves)
     if not named:
@@ -55,11 +58,13 @@ def plot_angles(
     style: dict[str, Any]
     for (name, curve), colour, marker in zip(named.items(), COLOURS, MARKERS, strict=False):
         angles = np.radians(curve.angles)
-        radius = np.log10(np.maximum(found[name], 10.0**low)) - low
+        decades = np.log10(np.maximum(found[name], 10.0**low)) - low
+        radius = decades if logarithmic else 100 * found[name]
         linear = 100 * (np.asarray(curve.changed) if scores else found[name])
         degrees = np.asarray(curve.angles)
         # A line to the centre and back would hide that only single angles are exact.
-        line = np.where(found[name] > _ROUNDING, radius, np.nan)
+        single = logarithmic & (found[name] <= _ROUNDING)
+        line = np.where(single, np.nan, radius)
         if _goes_round(curve.angles):
             angles, radius, line = (np.append(a, a[0]) for a in (angles, radius, line))
             degrees, linear = np.append(degrees, degrees[0] + 360), np.append(linear, linear[0])
@@ -71,16 +76,27 @@ def plot_angles(
     group = next(iter(named.values())).group
     count = group.rotations if group is not None and 3 <= group.rotations <= 24 else 8
     axis.set_thetagrids([360 * k / count for k in range(count)])
-    axis.set_rlim(0, high - low)
-    ticks = range(1, high - low + 1)
-    labels = [f"$10^{{{low + t}}}$" if (high - low - t) % 2 == 0 else "" for t in ticks]
-    axis.set_rgrids(list(ticks), labels, angle=360 / count / 2, fontsize=9, color="0.35")
+    if logarithmic:
+        rings = list(range(1, high - low + 1))
+        labels = [f"$10^{{{low + t}}}$" if (high - low - t) % 2 == 0 else "" for t in rings]
+        axis.set_rlim(0, high - low)
+    else:
+        largest = 100 * float(shown.max()) if shown.size else 100.0
+        step = 10.0 ** math.floor(math.log10(largest / 2))
+        rings = [n * step for n in range(1, math.floor(largest / step) + 1)]
+        labels = [
+            f"{ring:g} %" if n % max(1, len(rings) // 4) == 0 else ""
+            for n, ring in enumerate(rings, 1)
+        ]
+        axis.set_rlim(0, 1.05 * largest)
+    axis.set_rgrids(rings, labels, angle=360 / count / 2, fontsize=9, color="0.35")
     axis.grid(color="0.85")
-    axis.set_title("relative error, logarithmic", pad=18, fontsize=11)
-    caption = f"centre: $10^{{{low}}}$ or less"
+    scale = "logarithmic" if logarithmic else "linear"
+    axis.set_title(f"relative error, {scale}", pad=18, fontsize=11)
+    captions = [f"centre: $10^{{{low}}}$ or less"] if logarithmic else []
     if group is not None:
-        caption += f"; labelled: the angles of {group.name}"
-    axis.set_xlabel(caption, fontsize=9, color="0.35", labelpad=10)
+        captions.append(f"labelled: the angles of {group.name}")
+    axis.set_xlabel("; ".join(captions), fontsize=9, color="0.35", labelpad=10)
     beside.set_title(
         "images whose class changes, %" if scores else "relative error, %", fontsize=11
     )

@@ -459,12 +459,26 @@ def _digit_rows() -> list[Recipe]:
     }
     # The mean over the image keeps the answer where the digit turns; the early pooling, time.
     shared = (("pooled_after", (1,)), ("readout", "mean"), ("dropout", 0.1))
-    ours = (*shared, ("fields", (4, 6, 6, 8, 8, 10)), ("pool", "max"))
+    smooth: Items = (("activation", "silu"), ("antialias", 0.7), ("pool", "mean+std"))
+    ours = (*shared, ("fields", (4, 6, 6, 8, 8, 10)), *smooth)
     twin = (*shared, ("fields", (20,) * 6))
-    return [
-        Recipe("digits_p8", row="PDO-eConv, p8", model="convnet6_p8", model_options=ours, **common),
-        Recipe("digits_cnn", row="CNN", model="convnet6", model_options=twin, **common),
-    ]
+    upright = {
+        **common,
+        "table": 4,
+        "dataset": "digits_upright",
+        "test_angles": 24,
+        "minimum_seeds": 3,
+    }
+    found = []
+    for name, row, model, options in (
+        ("p8", "PDO-eConv, p8", "convnet6_p8", ours),
+        ("cnn", "CNN", "convnet6", twin),
+    ):
+        plain = Recipe(f"digits_{name}", row=row, model=model, model_options=options, **common)
+        row = f"{row}, embedded digits"
+        own: dict[str, Any] = {"row": row, "model": model, "model_options": options}
+        found += [plain, Recipe(f"digits_upright_{name}", **own, **upright)]
+    return found
 
 
 RECIPES: dict[str, Recipe] = {

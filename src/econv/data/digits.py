@@ -1,4 +1,4 @@
-"""The embedded default: real digits that come with a package, each turned once and for good."""
+"""The embedded default: real digits that come with a package, as they are or each turned."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ _LONGEST = 5000 * 785 * 4  # bytes: what is larger is another file
 _MD5 = "6a6dab69682d018c65e9c04a15bc7b1e"  # of the text inside
 
 
-def digits(place: Path | None, seed: int) -> Dataset:
+def digits(place: Path | None, seed: int, upright: bool = False) -> Dataset:
     x, y = embedded(place)
     order = stratified(y, seed)
-    x = turned(x, np.arange(len(y)), seed)
+    if not upright:
+        x = turned(x, np.arange(len(y)), seed)
     splits = (np.sort(part) for part in np.split(order, [3000, 4000]))
     train, validation, test = (to_split(x[part], y[part]) for part in splits)
-    return Dataset.of("digits", train, validation, test, classes=10)
+    name = "digits_upright" if upright else "digits"
+    return Dataset.of(name, train, validation, test, classes=10)
 
 
 def embedded(place: Path | None) -> tuple[Array, Array]:

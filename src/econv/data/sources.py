@@ -148,5 +148,5 @@ SOURCES = {
     ),
 }
 
-NAMES = ("digits", *SOURCES)
+NAMES = ("digits", "digits_upright", *SOURCES)
 """The data sets that :func:`econv.data.load` knows."""
