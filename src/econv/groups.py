@@ -89,6 +89,11 @@ class Group:
         """The number of elements."""
         return self.rotations * (2 if self.mirrored else 1)
 
+    @property
+    def steps(self) -> int:
+        """In how many equal steps the rotations of the plane go round; 0 in space."""
+        return self.rotations if self.dimension == 2 else 0
+
     @cached_property
     def matrices(self) -> FloatArray:
         """The elements as orthogonal matrices, ``[order, d, d]``."""
