@@ -594,12 +594,12 @@ def test_widths_that_leave_no_gaussian_on_the_support_are_refused(width):
 
 
 @pytest.mark.parametrize("stencils", [Isotropic(), Isotropic(8), Gaussian()], ids=repr)
-@pytest.mark.parametrize("exponents", [(1, 0, 0), (1,), (0, 0, 0)])
-def test_operators_in_other_dimensions_are_refused(stencils, exponents):
-    with pytest.raises(ValueError, match=f"2 dimensions for {stencils.name} stencils"):
-        stencils.weights(exponents, 3)
-    with pytest.raises(ValueError, match="2 dimensions"):
-        stencils.stencil(Polynomial.monomial(exponents))
+@pytest.mark.parametrize("aspect", [(2.0,), (2.0, 1.0)])
+def test_pixels_of_other_dimensions_are_refused(stencils, aspect):
+    with pytest.raises(ValueError, match="one number as the aspect"):
+        stencils.weights_on((1, 0), 3, aspect)
+    with pytest.raises(ValueError, match="expected an aspect of 1 or 2 numbers in 3 dimensions"):
+        stencils.weights_on((1, 0, 0), 3, aspect[0])
 
 
 @pytest.mark.parametrize("stencils", ["isotropic", "gaussian"])

@@ -37,22 +37,37 @@ def test_multiplications_grow_with_the_order_of_the_group(group, multiplications
 @pytest.mark.parametrize("operators", ["paper", "order<=2", "order<=4", "order<=0", [(1, 0)]])
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_steps_give_the_filters(group, operators, kinds):
+    check_steps(group, operators, kinds)
+
+
+@pytest.mark.parametrize("kinds", LAYERS)
+@pytest.mark.parametrize(
+    ("group", "operators"),
+    [("C4v", "order<=3"), ("D3d", "order<=2"), ("T", "order<=3"), ("Th", [(1, 0, 0), (0, 2, 0)]),
+     ("O", "order<=2"), ("O", [(0, 0, 0), (2, 1, 1)]), ("I", "order<=2"), ("Td", "order<=0")],
+)  # fmt: skip
+def test_the_steps_give_the_filters_in_space(group, operators, kinds):
+    check_steps(group, operators, kinds)
+
+
+def check_steps(group, operators, kinds):
     """Analysis, stencils, features, blocks and synthesis of unit weights, against the basis."""
     basis = filter_basis(group, operators)
     found = spectral_plan(basis, *kinds)
     weights = np.random.default_rng(0).normal(size=found.weight_map.shape[0])
     spectral = weights @ found.weight_map
-    filters = np.zeros((found.synthesis.shape[1], found.analysis.shape[0], basis.size, basis.size))
+    pixels = (basis.size,) * basis.operators.dimension
+    filters = np.zeros((found.synthesis.shape[1], found.analysis.shape[0], *pixels))
     for block in found.blocks:
         matrix = spectral[block.entries] * block.signs  # [inner, columns]
         for row in range(block.rows):
             for k, feature in enumerate(block.features[row]):
-                for t in range(2):
+                for t in range(found.feature_factors.shape[1]):
                     stencil = found.stencils[found.feature_stencils[feature, t]]
                     slot = found.feature_slots[feature, t]
                     factor = found.feature_factors[feature, t] * matrix[k]
-                    filters[block.slots[row], slot] += factor[:, None, None] * stencil
-    filters = np.einsum("ao,oiyx,ib->abyx", found.synthesis, filters, found.analysis)
+                    filters[block.slots[row], slot] += np.multiply.outer(factor, stencil)
+    filters = np.einsum("ao,oi...,ib->ab...", found.synthesis, filters, found.analysis)
     wanted = expected_filters(basis, kinds, weights)
     assert np.abs(filters - wanted).max() <= 1e-12 * max(1.0, np.abs(wanted).max())
     assert np.abs(wanted).max() > 1e-3
@@ -63,35 +78,42 @@ def expected_filters(basis, kinds, weights):
     group, synthesis = basis.group, basis.synthesis  # [order, s, size, size]
     count = synthesis.shape[1]
     if kinds == ("scalar", "regular"):
-        return np.einsum("s,asyx->ayx", weights, synthesis)[:, None]
+        return np.einsum("s,as...->a...", weights, synthesis)[:, None]
     reflections = np.where(np.arange(group.order) < group.rotations, 1.0, -1.0)
     if kinds == ("pseudoscalar", "regular"):
-        return np.einsum("s,asyx,a->ayx", weights, synthesis, reflections)[:, None]
+        return np.einsum("s,as...,a->a...", weights, synthesis, reflections)[:, None]
     if kinds == ("vector", "regular"):
         frames = group.matrices[group.inverse]
-        return np.einsum("cs,asyx,acd->adyx", weights.reshape(2, count), synthesis, frames)
+        return np.einsum("cs,as...,acd->ad...", weights.reshape(-1, count), synthesis, frames)
     weights = weights.reshape(-1, group.order, count)
-    fields = np.zeros((len(weights), group.order, group.order, basis.size, basis.size))
+    fields = np.zeros((len(weights), group.order, group.order, *synthesis.shape[2:]))
     for a in range(group.order):
         for k in range(group.order):
-            filters = np.einsum("cs,syx->cyx", weights[:, k], synthesis[a])
+            filters = np.einsum("cs,s...->c...", weights[:, k], synthesis[a])
             fields[:, a, group.product[a, k]] += filters
     if kinds[1] == "regular":
         return fields[0]
     if kinds[1] == "scalar":
         return fields.sum(axis=1)
     if kinds[1] == "pseudoscalar":
-        return np.einsum("a,cabyx->cbyx", reflections, fields)
-    return np.einsum("adc,cabyx->dbyx", group.matrices, fields)
+        return np.einsum("a,cab...->cb...", reflections, fields)
+    return np.einsum("adc,cab...->db...", group.matrices, fields)
 
 
 @pytest.mark.parametrize("kinds", LAYERS)
-@pytest.mark.parametrize("group", ["p3", "p4", "p8", "p3m"])
+@pytest.mark.parametrize("group", ["p3", "p4", "p8", "p3m", "Th", "O"])
 def test_the_adjoint_of_the_adjoint_is_the_layer(group, kinds):
     found = spectral_plan(filter_basis(group), *kinds)
     assert found.adjoint.adjoint is found
     twice = found.adjoint_map @ found.adjoint.adjoint_map
     assert np.abs(twice - np.eye(found.weights)).max() <= 1e-12
+
+
+@pytest.mark.parametrize(("group", "cost"), [("T", 32), ("O", 64), ("I", 244), ("Ih", 488)])
+def test_multiplications_in_space_are_those_of_the_irreps_for_each_operator(group, cost):
+    found = spectral_plan(filter_basis(group), "regular", "regular")
+    assert len(found.stencils) == 10
+    assert found.multiplications == 10 * cost
 
 
 def test_a_plan_that_is_made_again_is_the_adjoint_of_its_adjoint():

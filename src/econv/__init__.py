@@ -4,7 +4,7 @@ Filters are partial differential operators (PDO-eConvs, ICML 2020): turned exact
 ``pn`` or ``pnm``, and brought to the pixel grid by finite-difference stencils.
 """
 
-from econv import models, testing
+from econv import models, solids, testing
 from econv.basis import FilterBasis, filter_basis
 from econv.checking import checked
 from econv.conversion import ConversionError, convert, convert_detector, rebuild
@@ -100,6 +100,7 @@ __all__ = [
     "parameter_groups",
     "rebuild",
     "restrict",
+    "solids",
     "stencil_set",
     "testing",
 ]

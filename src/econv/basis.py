@@ -19,6 +19,7 @@ import numpy as np
 from econv.groups import FloatArray, Group, GroupLike, frozen
 from econv.operators import OperatorSet, OperatorsLike, Polynomial, monomials, operator_set
 from econv.stencils import (
+    Aspect,
     Central,
     Gaussian,
     Isotropic,
@@ -38,7 +39,7 @@ INITIALISATIONS = ("relu", "silu", "gelu", "softplus", "paper")
 """``"paper"``: He on the canonical filter (section 4.4). The others: the same times one scalar that
 makes the gain of a convolution followed by that function 1."""
 
-_TORUS = 24  # pixels along each side of the periodic image that gains are computed on
+_TORUS = {2: 24, 3: 12}  # pixels along each side of the periodic image that gains are computed on
 _WIDTH = 32  # its fields: in a finite network gains fluctuate, and their typical value is lower
 _DEPTH = 50  # layers of the network, fed with white noise, whose mean gain is computed
 
@@ -80,8 +81,9 @@ class FilterBasis:
     operators: OperatorSet
     stencils: StencilSet
     size: int
-    aspect: float = 1.0
-    """Height of a pixel over its width. Spacings are sides of a square of the same area."""
+    aspect: Aspect = 1.0
+    """Height of a pixel over its width, in space depth and height over width. Spacings are sides of
+    a square of the same area, or a cube of the same volume."""
     coordinates: str = "orthonormal"
 
     @cached_property
@@ -139,7 +141,7 @@ class FilterBasis:
 
         The filter in frame A is Σ_j weight[j] · synthesis[A, j].
         """
-        return frozen(np.einsum("sj,gjyx->gsyx", self.canonical, self.turned))
+        return frozen(np.einsum("sj,gj...->gs...", self.canonical, self.turned))
 
     def to_coefficients(self, spacing: float) -> FloatArray:
         """The matrix from weights to the paper's β on a grid of the given spacing.
@@ -221,7 +223,9 @@ class FilterBasis:
     def _he_power(self) -> tuple[FloatArray, tuple[int, ...], tuple[Any, ...]]:
         """The mean squared symbol of each orientation, its axes, and where its constant is."""
         axes = tuple(range(-self.operators.dimension, 0))
-        torus = (max(_TORUS, 2 * self.size),) * self.operators.dimension
+        torus = (
+            max(_TORUS.get(self.operators.dimension, 24), 2 * self.size),
+        ) * self.operators.dimension
         spectra = np.abs(np.fft.fftn(self.synthesis, torus, axes=axes)) ** 2
         power = spectra.sum(axis=1) * (2.0 / len(self.operators))  # [order, *torus]
         return power, axes, (...,) + (0,) * self.operators.dimension
@@ -303,18 +307,19 @@ def basis_of(digest: str) -> FilterBasis | None:
 
 def filter_basis(
     group: GroupLike,
-    operators: OperatorsLike = "paper",
+    operators: OperatorsLike | None = None,
     stencils: StencilsLike = "isotropic",
     size: int | None = None,
     accuracy: int = 2,
-    aspect: float = 1.0,
+    aspect: Aspect = 1.0,
     coordinates: str = "orthonormal",
 ) -> FilterBasis:
     """The filter basis of a group, an operator set and a stencil set, made once per process.
 
-    ``size`` is the support of the filters, the smallest odd one that holds every turned operator
-    by default; ``aspect`` the height of a pixel over its width; ``coordinates`` are those of a
-    weight, ``"orthonormal"`` or ``"pixels"``.
+    ``operators`` are the paper's nine by default, in space the ten of ``"order<=2"``; ``size`` is
+    the support of the filters, the smallest odd one that holds every turned operator by default;
+    ``aspect`` the height of a pixel over its width, in space depth and height over width;
+    ``coordinates`` are those of a weight, ``"orthonormal"`` or ``"pixels"``.
     """
     if coordinates not in COORDINATES:
         raise ValueError(f"expected coordinates as one of {COORDINATES}; got {coordinates!r}")
@@ -322,11 +327,18 @@ def filter_basis(
     return _filter_basis(
         found,
         operator_set(operators, found.dimension),
-        stencil_set(stencils, accuracy, found.rotations),
+        stencil_set(stencils, accuracy, found.steps),
         size,
-        float(aspect),
+        _aspect(aspect),
         coordinates,
     )
+
+
+def _aspect(given: Aspect) -> Aspect:
+    if not isinstance(given, tuple | list):
+        return float(given)
+    found = tuple(float(length) for length in given)
+    return 1.0 if set(found) == {1.0} else found
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -335,7 +347,7 @@ def _filter_basis(
     operators: OperatorSet,
     stencils: StencilSet,
     size: int | None,
-    aspect: float,
+    aspect: Aspect,
     coordinates: str,
 ) -> FilterBasis:
     columns = monomials(operators.order, operators.dimension)

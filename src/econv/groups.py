@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Group", "GroupLike", "Irrep", "frozen"]
+__all__ = ["Group", "GroupLike", "Irrep", "frozen", "rotation"]
 
 FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]
@@ -25,10 +25,11 @@ _MIRROR = np.diag([1.0, -1.0])
 
 
 class Group:
-    """A finite subgroup S of O(2), called by the paper's names.
+    """A finite subgroup S of O(2), called by the paper's names, or of O(3).
 
     ``Group("pn")`` holds the n rotations by 2πk/n, anticlockwise; ``Group("pnm")`` holds these and,
     at index n + k, the same rotations times the reflection diag(1, −1). Element 0 is the identity.
+    Groups of space, such as ``Group("O")``, are those of :class:`econv.solids.PointGroup`.
 
     Groups are values: equal by name, hashable, picklable, and one object per name in a process.
     Wherever the library asks for a group, its name will do.
@@ -52,33 +53,51 @@ class Group:
     """Whether the group contains reflections."""
 
     _known: ClassVar[dict[str, Group]] = {}
+    _kinds: ClassVar[list[type[Group]]] = []  # those of other spaces make themselves known
+
+    def __init_subclass__(cls) -> None:
+        Group._kinds.append(cls)
 
     def __new__(cls, name: GroupLike) -> Group:
         if isinstance(name, Group):
             return name
-        if isinstance(name, str) and name in cls._known:
-            return cls._known[name]
-        match = _NAME.fullmatch(name) if isinstance(name, str) else None
-        if match is None:
-            raise ValueError(
-                f"unknown group {name!r}: expected 'pn' (n rotations) or 'pnm' (with reflections) "
-                "with a whole number n ≥ 1, such as 'p4', 'p8' or 'p6m'"
-            )
-        group = super().__new__(cls)
-        group.__dict__.update(
-            name=name, dimension=2, rotations=int(match[1]), mirrored=bool(match[2])
+        if isinstance(name, str) and name in Group._known:
+            return Group._known[name]
+        kinds: list[type[Group]] = [Group, *Group._kinds]
+        for kind in kinds:
+            properties = kind._read(name) if isinstance(name, str) else None
+            if properties is not None:
+                group = object.__new__(kind)
+                group.__dict__.update(name=name, **properties)
+                return Group._known.setdefault(name, group)
+        raise ValueError(
+            f"unknown group {name!r}: expected 'pn' (n rotations) or 'pnm' (with reflections) "
+            "with a whole number n ≥ 1, such as 'p4', 'p8' or 'p6m'; for volumes 'Cn', 'Cnv', "
+            "'Cnh', 'Dn', 'Dnh', 'Dnd', 'T', 'Td', 'Th', 'O', 'Oh', 'I' or 'Ih'"
         )
-        return cls._known.setdefault(name, group)
+
+    @classmethod
+    def _read(cls, name: str) -> dict[str, Any] | None:
+        """What a name says of a group of this kind; nothing if it is none."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        return {"dimension": 2, "rotations": int(match[1]), "mirrored": bool(match[2])}
 
     @property
     def order(self) -> int:
         """The number of elements."""
         return self.rotations * (2 if self.mirrored else 1)
 
+    @property
+    def steps(self) -> int:
+        """In how many equal steps the rotations of the plane go round; 0 in space."""
+        return self.rotations if self.dimension == 2 else 0
+
     @cached_property
     def matrices(self) -> FloatArray:
         """The elements as orthogonal matrices, ``[order, d, d]``."""
-        turns = np.stack([_rotation(k, self.rotations) for k in range(self.rotations)])
+        turns = np.stack([rotation(k, self.rotations) for k in range(self.rotations)])
         return frozen(np.concatenate([turns, turns @ _MIRROR]) if self.mirrored else turns)
 
     @cached_property
@@ -111,6 +130,11 @@ class Group:
         return tuple(int(element) for element in np.flatnonzero(whole))
 
     @cached_property
+    def generators(self) -> tuple[int, ...]:
+        """Elements whose products are all elements."""
+        return (1 % self.rotations, *[self.rotations] * self.mirrored)
+
+    @cached_property
     def irreps(self) -> tuple[Irrep, ...]:
         """The real irreducible representations, each verified when it is built."""
         n, order = self.rotations, self.order
@@ -126,7 +150,7 @@ class Group:
             lines.append(("alternating·determinant", alternating * determinant))
         found = [Irrep(self, name, values[:, None, None], 1) for name, values in lines]
         for frequency in range(1, (n + 1) // 2):
-            planes = np.stack([_rotation(frequency * k, n) for k in range(n)])
+            planes = np.stack([rotation(frequency * k, n) for k in range(n)])
             if self.mirrored:
                 planes = np.concatenate([planes, planes @ _MIRROR])
             # Without reflections a plane of C_n is one complex line: over the reals it occurs once.
@@ -162,7 +186,8 @@ class Group:
         [0, 2, 4, 6]
         """
         inner = Group(subgroup)
-        if self.rotations % inner.rotations or (inner.mirrored and not self.mirrored):
+        other = inner.dimension != self.dimension
+        if other or self.rotations % inner.rotations or (inner.mirrored and not self.mirrored):
             raise ValueError(
                 f"{inner.name} is not a subgroup of {self.name}: its number of rotations must "
                 f"divide {self.rotations}"
@@ -242,9 +267,9 @@ class Irrep:
         identity = np.eye(self.dimension)
         orthogonal = np.abs(matrices @ matrices.swapaxes(1, 2) - identity).max()
         # A map that respects multiplication by the generators respects every product.
-        generators = [1 % group.rotations] + [group.rotations] * group.mirrored
         multiplicative = max(
-            np.abs(matrices @ matrices[b] - matrices[group.product[:, b]]).max() for b in generators
+            np.abs(matrices @ matrices[b] - matrices[group.product[:, b]]).max()
+            for b in group.generators or (0,)
         )
         if not (orthogonal <= 1e-12 and multiplicative <= 1e-12):  # so that a NaN fails
             raise ValueError(
@@ -258,7 +283,7 @@ class Irrep:
         return int(self.matrices.shape[-1])
 
 
-def _rotation(k: int, n: int) -> FloatArray:
+def rotation(k: int, n: int) -> FloatArray:
     """The rotation by 2πk/n, exact for quarter turns and symmetric to the last bit for all."""
     cosine, sine = _unit_vector(k % n, n)
     return np.array([[cosine, -sine], [sine, cosine]])

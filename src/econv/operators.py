@@ -215,17 +215,20 @@ class OperatorSet:
 OperatorsLike = OperatorSet | str | Iterable[Sequence[int]]
 
 
-def operator_set(operators: OperatorsLike, dimension: int = 2) -> OperatorSet:
+def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> OperatorSet:
     """Read an operator set: ``"paper"``, ``"order<=N"``, or a list of exponent tuples.
 
     ``"paper"`` is 1, ∂x, ∂y, ∂xx, ∂xy, ∂yy, ∂xxy, ∂xyy, ∂xxyy (two dimensions only);
     ``"order<=N"`` all monomials up to total order N, a set that is closed under every group.
+    The default is ``"paper"`` in the plane, and ``"order<=2"`` in space, ten operators.
 
     >>> [str(p) for p in operator_set("order<=1").polynomials]
     ['1', '∂x', '∂y']
     >>> operator_set([(0, 0), (2, 0), (0, 2)]).name
     '1,∂xx,∂yy'
     """
+    if operators is None:
+        operators = "paper" if dimension == 2 else "order<=2"
     if isinstance(operators, OperatorSet):
         found = operators
     elif isinstance(operators, str) and operators == "paper":

@@ -5,7 +5,8 @@ In five steps, for each pixel:
 
 1. *analysis*: the channels of each input field are transformed to its irreducible pieces;
 2. *stencils*: fixed stencils, the same for every channel, differentiate what came out;
-3. *features*: sums of at most two derivatives each (Clebsch–Gordan) transform by one irrep;
+3. *features*: sums of derivatives (Clebsch–Gordan), of at most two in the plane, transform by one
+   irrep;
 4. *blocks*: Schur's lemma leaves one matrix product for each irrep, over the input fields;
 5. *synthesis*: the irreducible pieces of each output field are transformed back to its channels.
 
@@ -30,6 +31,7 @@ import numpy as np
 from econv.basis import FilterBasis, basis_of, filter_basis
 from econv.fourier import KINDS, Copy, commutant, couple, decompose, representation, transform
 from econv.groups import FloatArray, IntArray, frozen
+from econv.harmonics import pieces as harmonic_pieces
 from econv.operators import Polynomial, action, monomials
 from econv.stencils import harmonic
 
@@ -138,20 +140,21 @@ class SpectralPlan:
 
     @property
     def feature_stencils(self) -> IntArray:
-        """Feature f is Σ_t factor[f, t] · stencil[f, t] applied to slot[f, t]: ``[features, 2]``.
+        """Feature f is Σ_t factor[f, t] · stencil[f, t] applied to slot[f, t].
 
-        A feature of one term has the factor 0 in the other.
+        ``[features, terms]``: two in the plane, and more in space; one that a feature lacks has the
+        factor 0.
         """
         return self._features_and_blocks[0]
 
     @property
     def feature_slots(self) -> IntArray:
-        """The slots of the input's spectrum that each feature reads, ``[features, 2]``."""
+        """The slots of the input's spectrum that each feature reads, ``[features, terms]``."""
         return self._features_and_blocks[1]
 
     @property
     def feature_factors(self) -> FloatArray:
-        """The factors of the terms of each feature, 1, −1 or 0, ``[features, 2]``."""
+        """The factors of the terms, ``[features, terms]``; in the plane they are 1, −1 or 0."""
         return self._features_and_blocks[2]
 
     @property
@@ -308,7 +311,7 @@ def _irreducible_stencils(
         first = sum(len(copy.basis) for copy in copies)
         copies.append(Copy(index, frozen(unit[first : first + len(weights)].copy())))
     parity = np.concatenate([np.full(len(w), (-1.0) ** degree) for _, degree, w in pieces])
-    mirrored = stencils[:, ::-1, ::-1] * parity[:, None, None]
+    mirrored = (np.flip(stencils, tuple(range(1, stencils.ndim))).T * parity).T
     if not np.abs(mirrored - stencils).max() <= 1e-12 * np.abs(stencils).max():
         raise ParityError(
             f"expected stencils that are even or odd, as the spectral engine needs them; {basis!r} "
@@ -318,7 +321,14 @@ def _irreducible_stencils(
 
 
 def _harmonics(degree: int, names: list[tuple[int, ...]]) -> Iterator[FloatArray]:
-    """Operators of one degree that turn by a phase alone, as rows over the monomials."""
+    """Operators of one degree that turn by a phase alone, in space as spherical harmonics do.
+
+    They are rows over the monomials.
+    """
+    if len(names[0]) != 2:
+        for _, rows in harmonic_pieces(degree, len(names[0])):
+            yield from rows
+        return
     for q in range(degree // 2 + 1):
         terms = harmonic(degree - q, q)
         row = np.array([complex(terms.coefficient(e)) for e in names])
@@ -348,10 +358,14 @@ def _orthonormalised(
 def _reduced(pieces: list[tuple[int, int, FloatArray]]) -> list[tuple[int, int, FloatArray]]:
     """Other bases of what the pieces of one irrep and symmetry span, with more taps that are zero.
 
+    In the plane; in space, where no engine counts taps, they stay what they are.
+
     Each piece but one loses the tap that counts most in that one, with all taps that mirror it.
     They still have length one, and stand nearly at right angles; otherwise nothing changes.
     """
     found = list(pieces)
+    if pieces[0][2].ndim != 3:
+        return found
     families: dict[tuple[int, ...], list[int]] = {}
     for n, (index, degree, weights) in enumerate(pieces):
         families.setdefault((index, degree % 2, *_mirrored(weights[0])), []).append(n)
@@ -414,17 +428,18 @@ def _features_and_blocks(
                 if irrep not in wanted:
                     continue
                 rows = []
+                sizes = np.abs(coefficients[coefficients != 0])
+                # Where all terms weigh the same, the spectral weights take the scale.
+                equal = np.allclose(sizes, sizes[0])
+                if not equal and group.dimension == 2:
+                    raise ArithmeticError(f"unequal Clebsch–Gordan coefficients in {group}")
                 for table in coefficients:
                     terms = np.argwhere(table)
                     values = table[tuple(terms.T)]
-                    # All terms weigh the same, and the spectral weights take the scale.
-                    if len(terms) > 2 or not np.allclose(np.abs(values), np.abs(values[0])):
-                        raise ArithmeticError(f"unequal Clebsch–Gordan coefficients in {group}")
                     rows.append(len(stencils))
-                    padding = [0] * (2 - len(terms))
-                    stencils.append([int(operator_slots[a]) for a, _ in terms] + padding)
-                    slots.append([int(input_slots[b]) for _, b in terms] + padding)
-                    factors.append([float(np.sign(v)) for v in values] + [0.0] * len(padding))
+                    stencils.append([int(operator_slots[a]) for a, _ in terms])
+                    slots.append([int(input_slots[b]) for _, b in terms])
+                    factors.append([float(np.sign(v) if equal else v) for v in values])
                 features.setdefault(irrep, []).append(rows)
     blocks: list[Block] = []
     count = 0
@@ -450,10 +465,15 @@ def _features_and_blocks(
             signs = np.tile(np.sign(sign).T, (len(couplings), len(copies)))
             found = Block(irrep, couplings.reshape(1, -1), copies.reshape(1, -1), entries, signs)
         blocks.append(found)
+    most = max(2, *map(len, factors))
+
+    def padded(rows: list[Any], dtype: type) -> Any:
+        return frozen(np.array([row + [0] * (most - len(row)) for row in rows], dtype=dtype))
+
     return (
-        frozen(np.array(stencils, dtype=np.int64)),
-        frozen(np.array(slots, dtype=np.int64)),
-        frozen(np.array(factors)),
+        padded(stencils, np.int64),
+        padded(slots, np.int64),
+        padded(factors, np.float64),
         tuple(blocks),
         count,
     )
@@ -466,7 +486,7 @@ def _atoms(plan: SpectralPlan) -> _Atoms:
         for k, n in np.ndindex(block.entries.shape):
             for row in range(block.rows):
                 feature, out = block.features[row, k], block.slots[row, n]
-                for t in range(2):
+                for t in range(plan.feature_factors.shape[1]):
                     factor = block.signs[k, n] * plan.feature_factors[feature, t]
                     if factor:
                         place = out * stencils + plan.feature_stencils[feature, t]

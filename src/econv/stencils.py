@@ -6,8 +6,9 @@ This room knows nothing of groups, filters or tensors.
 Arrays of weights have one axis per coordinate, the last one x. x points right along its axis;
 y points up, against its axis, because rows run downwards; a third coordinate runs along its axis.
 
-Pixels may be rectangles: their ``aspect`` is height over width, 1 for squares. Lengths are in sides
-of a square of the same area, so that derivatives mean the same on every grid.
+Pixels may be rectangles: their ``aspect`` is height over width, 1 for squares; in space it is the
+pair of depth and height over width. Lengths are in sides of a square of the same area, or a cube of
+the same volume, so that derivatives mean the same on every grid.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from econv.groups import FloatArray, frozen
+from econv.harmonics import Field, designed, gaussian_derivatives, nearest, of_order
 from econv.operators import Exponents, Polynomial, monomials
 
 __all__ = [
+    "Aspect",
     "Central",
     "Gaussian",
     "Isotropic",
@@ -37,6 +40,9 @@ __all__ = [
     "harmonic",
     "stencil_set",
 ]
+
+Aspect = float | tuple[float, ...]
+"""Of a pixel: height over width; in space depth and height over width, or 1 for cubes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +64,8 @@ class Stencil:
     """``[size] * d`` at spacing 1, row 0 on top."""
     accuracy: int
     """The error is O(spacing ** accuracy)."""
-    aspect: float = 1.0
-    """Height of a pixel over its width."""
+    aspect: Aspect = 1.0
+    """Height of a pixel over its width; in space depth and height over width."""
 
     def __post_init__(self) -> None:
         weights = frozen(np.atleast_1d(self.weights).copy())
@@ -122,20 +128,28 @@ def check_moments(stencil: Stencil, tolerance: float = 1e-10) -> None:
         )
 
 
-def sides(dimension: int, aspect: float) -> tuple[float, ...]:
-    """The lengths of a pixel along x, y, …; those of a rectangle have the product 1.
+def sides(dimension: int, aspect: Aspect) -> tuple[float, ...]:
+    """The lengths of a pixel along x, y, …; their product is 1.
 
     >>> sides(2, 4.0)
     (0.5, 2.0)
+    >>> sides(3, (8.0, 1.0))
+    (0.5, 0.5, 4.0)
     """
     if aspect == 1.0:
         return (1.0,) * dimension
-    if dimension != 2:
-        raise ValueError(f"expected an aspect of 1 in {dimension} dimensions; got {aspect!r}")
-    return 1 / math.sqrt(aspect), math.sqrt(aspect)
+    if dimension == 2 and not isinstance(aspect, tuple):
+        return 1 / math.sqrt(aspect), math.sqrt(aspect)
+    if not isinstance(aspect, tuple) or len(aspect) != dimension - 1:
+        raise ValueError(
+            f"expected an aspect of 1 or {dimension - 1} numbers in {dimension} dimensions; "
+            f"got {aspect!r}"
+        )
+    unit = math.prod(aspect) ** (1 / dimension)
+    return tuple(length / unit for length in (1.0, *aspect[::-1]))
 
 
-def coordinates(size: int, dimension: int, aspect: float = 1.0) -> tuple[FloatArray, ...]:
+def coordinates(size: int, dimension: int, aspect: Aspect = 1.0) -> tuple[FloatArray, ...]:
     """The coordinates (x, y, …) of the points of a patch around 0, each ``[size] * d``."""
     line = np.arange(size, dtype=np.float64) - size // 2
     lines = [side * line for side in sides(dimension, aspect)[::-1]]
@@ -144,7 +158,7 @@ def coordinates(size: int, dimension: int, aspect: float = 1.0) -> tuple[FloatAr
 
 
 def taylor_terms(
-    powers: Sequence[Exponents], size: int, dimension: int, aspect: float = 1.0
+    powers: Sequence[Exponents], size: int, dimension: int, aspect: Aspect = 1.0
 ) -> FloatArray:
     """x^a / a! at every point of a patch, ``[powers, size ** d]``."""
     points = np.stack([axis.ravel() for axis in coordinates(size, dimension, aspect)])
@@ -172,7 +186,7 @@ class StencilSet(ABC):
     def weights(self, exponents: Exponents, size: int) -> FloatArray:
         """The weights of one monomial on a support of ``[size] * d``."""
 
-    def weights_on(self, exponents: Exponents, size: int, aspect: float) -> FloatArray:
+    def weights_on(self, exponents: Exponents, size: int, aspect: Aspect) -> FloatArray:
         """The same where pixels are rectangles: derivatives along pixels, over their lengths.
 
         Moments stay as they are. What is designed for rotations should be designed again.
@@ -182,7 +196,7 @@ class StencilSet(ABC):
         return self.weights(exponents, size) / scale
 
     def stencil(
-        self, operator: Polynomial, size: int | None = None, aspect: float = 1.0
+        self, operator: Polynomial, size: int | None = None, aspect: Aspect = 1.0
     ) -> Stencil:
         """The stencil of an operator, on the smallest support or on a given one."""
         smallest = self.smallest_size([operator])
@@ -237,9 +251,18 @@ class HarmonicStencils(StencilSet):
     D₊ = ∂x + i∂y and D₋ = ∂x − i∂y. Turning the frame by θ multiplies D₊^p D₋^q by e^{−i(p−q)θ}:
     it has the angular frequency m = p − q, and a stencil for it should turn the same way. Every
     polynomial in ∂x and ∂y is a sum of such operators, and takes the sum of their stencils.
+
+    In space the operators Δ^q h(∂) play their part, h the harmonic polynomials of each degree.
     """
 
     accuracy = 2
+
+    @abstractmethod
+    def designed(self, order: int, dimension: int, size: int, aspect: Aspect) -> FloatArray:
+        """The weights of all monomials of an order, in the order of `monomials`, flattened.
+
+        They are for any dimension; in the plane the weights are those of `harmonic_weights`.
+        """
 
     @abstractmethod
     def harmonic_weights(
@@ -254,11 +277,14 @@ class HarmonicStencils(StencilSet):
     def weights(self, exponents: Exponents, size: int) -> FloatArray:
         return self.weights_on(exponents, size, 1.0)
 
-    def weights_on(self, exponents: Exponents, size: int, aspect: float) -> FloatArray:
-        if len(exponents) != 2:
-            raise ValueError(
-                f"expected operators in 2 dimensions for {self.name} stencils; got {exponents!r}"
-            )
+    def weights_on(self, exponents: Exponents, size: int, aspect: Aspect) -> FloatArray:
+        dimension, order = len(exponents), sum(exponents)
+        if dimension != 2:
+            place = of_order(order, dimension).index(tuple(exponents))
+            found = self.designed(order, dimension, size, aspect)[place]
+            return found.reshape((size,) * dimension).copy()
+        if isinstance(aspect, tuple):
+            raise ValueError(f"expected one number as the aspect of pixels; got {aspect!r}")
         plus, minus = Polynomial.variables(2)  # here the variables are D₊ and D₋ themselves
         dx, dy = (plus + minus) * 0.5, (plus - minus) * -0.5j
         total = np.zeros((size, size))
@@ -284,7 +310,8 @@ class Isotropic(HarmonicStencils):
         rotations: the n of the group pn or pnm that the stencils shall serve. What turns wrongly is
             measured for its smallest turn, 2π/n; for every angle alike if n is 0 (the default),
             if the grid itself has those turns (n = 1, 2, 4), or if n is above 16. Layers that are
-            asked for ``"isotropic"`` stencils put in their own group's.
+            asked for ``"isotropic"`` stencils put in their own group's. In space all rotations
+            count alike.
 
     >>> laplacian = Isotropic().weights((2, 0), 3) + Isotropic().weights((0, 2), 3)
     >>> laplacian.round(3).tolist()[0]
@@ -305,6 +332,9 @@ class Isotropic(HarmonicStencils):
         self, p: int, q: int, size: int, aspect: float = 1.0
     ) -> npt.NDArray[np.complex128]:
         return _isotropic(p, q, size, self.rotations, aspect)
+
+    def designed(self, order: int, dimension: int, size: int, aspect: Aspect) -> FloatArray:
+        return _isotropic_set(order, dimension, size, aspect)
 
 
 @dataclass(frozen=True)
@@ -335,6 +365,9 @@ class Gaussian(HarmonicStencils):
         self, p: int, q: int, size: int, aspect: float = 1.0
     ) -> npt.NDArray[np.complex128]:
         return _gaussian(p, q, size, self.width, aspect)
+
+    def designed(self, order: int, dimension: int, size: int, aspect: Aspect) -> FloatArray:
+        return _gaussian_set(order, dimension, size, self.width, aspect)
 
 
 StencilsLike = StencilSet | str
@@ -480,6 +513,45 @@ def _gaussian(p: int, q: int, size: int, width: float, aspect: float) -> npt.NDA
     correction = root * np.linalg.lstsq(rows * root, missing, rcond=1e-14)[0]
     weights = _symmetrised((samples + correction).reshape(size, size), p - q, aspect == 1.0)
     return Stencil(operator, weights, 2, aspect).weights
+
+
+@lru_cache(maxsize=256)
+def _isotropic_set(order: int, dimension: int, size: int, aspect: Aspect) -> FloatArray:
+    """The same design in any dimension, for all angles alike."""
+    fields = [Field(sigma, sigma**_SMOOTH_WEIGHT) for sigma in _SMOOTHNESS]
+    consistency = _CONSISTENCY if size <= 5 else _CONSISTENCY_WIDE
+    points, conditions = _grid(order, dimension, size, aspect)
+    return (
+        designed(order, points, conditions, fields, consistency)
+        if order
+        else frozen(_nothing(points))
+    )
+
+
+@lru_cache(maxsize=256)
+def _gaussian_set(
+    order: int, dimension: int, size: int, width: float, aspect: Aspect
+) -> FloatArray:
+    points, conditions = _grid(order, dimension, size, aspect)
+    if not order:
+        return frozen(_nothing(points))
+    variance = width**2
+    # Correlation with s reads f at x where convolution reads it at −x.
+    samples = gaussian_derivatives(order, -points, variance)
+    samples = samples / (2 * math.pi * variance) ** (dimension / 2)
+    unit = np.exp(-(points**2).sum(axis=1) / (2 * variance))
+    return nearest(order, points, conditions, samples, unit)
+
+
+def _grid(order: int, dimension: int, size: int, aspect: Aspect) -> tuple[FloatArray, FloatArray]:
+    """The points of a patch ``[n, d]``, and the Taylor terms there through order + 1."""
+    points = np.stack([axis.ravel() for axis in coordinates(size, dimension, aspect)], axis=1)
+    return points, taylor_terms(monomials(order + 1, dimension), size, dimension, aspect)
+
+
+def _nothing(points: FloatArray) -> FloatArray:
+    """The stencil of order 0: one point."""
+    return (np.abs(points).sum(axis=1) == 0).astype(np.float64)[None]
 
 
 def _constrained(

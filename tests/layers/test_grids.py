@@ -251,8 +251,8 @@ def test_another_shape_of_pixels_needs_another_layer():
         layer.coefficients()
 
 
-def test_three_dimensions_have_cubes():
-    with pytest.raises(ValueError, match="aspect of 1 in 3 dimensions"):
+def test_three_dimensions_have_two_ratios():
+    with pytest.raises(ValueError, match="aspect of 1 or 2 numbers in 3 dimensions"):
         Central().stencil(Polynomial.monomial((1, 0, 0)), 3, 2.0)
 
 

@@ -46,7 +46,7 @@ from econv.layers import (
     PDOConv2d,
 )
 from econv.layers.activations import ACTIVATIONS
-from econv.stencils import coordinates, sides
+from econv.stencils import Aspect, coordinates, sides
 from econv.testing import _disc, _undisturbed, convergence_order, transform
 
 MARGIN = 3 / 16
@@ -624,7 +624,7 @@ class _PlaneWaves:
         return torch.from_numpy(waves.sum(axis=2) / math.sqrt(self.count))
 
 
-def _response(weights: FloatArray, kappa: FloatArray, aspect: float) -> npt.NDArray[np.complex128]:
+def _response(weights: FloatArray, kappa: FloatArray, aspect: Aspect) -> npt.NDArray[np.complex128]:
     """Σ w(x) e^{iκ·x} at every frequency κ, ``[2, …]``."""
     x, y = coordinates(weights.shape[-1], 2, aspect)
     phase = np.multiply.outer(kappa[0], x) + np.multiply.outer(kappa[1], y)

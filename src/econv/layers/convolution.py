@@ -256,9 +256,9 @@ class PDOConv2d(WithConstants):
     def _side(self) -> float:
         """Of a square as large as a cell of the grid that the stencils stand on."""
         aspect = _aspect(self.spacing)
-        if not math.isclose(aspect, self.basis.aspect, rel_tol=1e-9):
+        if not np.allclose(aspect, self.basis.aspect, rtol=1e-9, atol=0):
             raise ValueError(
-                f"expected a spacing of pixels {self.basis.aspect:g} times as high as wide, for "
+                f"expected a spacing of pixels {self.basis.aspect!r} times as high as wide, for "
                 f"which the filters were made; got {self.spacing!r}: make another layer"
             )
         own = self.spacing
