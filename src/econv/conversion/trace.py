@@ -186,6 +186,10 @@ class Trace:
         }
         """The name and the default (or ``inspect.Parameter.empty``) of every argument."""
 
+    def passes_of(self, node: fx.Node) -> list[Pass]:
+        """The passes that a node belongs to, the first of which made it."""
+        return [found for found in self.passes if node in found.order]
+
     def attribute(self, name: str) -> Any:
         """A parameter, buffer or constant of the source, with its numbers."""
         return self.constants[name] if name in self.constants else _attribute(self.model, name)

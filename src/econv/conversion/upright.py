@@ -79,7 +79,7 @@ def _score(plan: Plan, seen: fx.Node, beside: str) -> tuple[str, fx.Node]:
 
 def _around(plan: Plan, node: fx.Node) -> Call | None:
     """The call in whose code a node stands."""
-    call = plan.trace.call_of.get(node)
+    call = plan.trace.passes_of(node)[0].call_of.get(node)
     return call.caller if call is not None and node.op == "call_module" else call
 
 
@@ -102,12 +102,15 @@ def _is_vector(plan: Plan, node: fx.Node) -> bool:
 def _in_sight(plan: Plan, node: fx.Node, around: Call | None) -> list[fx.Node]:
     """Maps that the code of a call has at hand before a node, the last of each size."""
     given = [] if around is None else [around.arguments]
-    results = [call.result for call in plan.trace.calls if call.caller is around]
+    passes = plan.trace.passes_of(node)
+    results = [call.result for call in passes[0].calls if call.caller is around]
     seen = {leaf for leaf in leaves([*given, *results]) if isinstance(leaf, fx.Node)}
     found: dict[torch.Size, fx.Node] = {}
     for other in plan.trace.graph.nodes:
         if other is node:
             break
+        if not all(other in one.order for one in passes):
+            continue
         at_hand = other in seen or (_around(plan, other) is around and other.op != "placeholder")
         value = plan.value(other)
         if at_hand and value.kind == "fields" and value.axes == IMAGE:
