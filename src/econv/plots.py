@@ -77,8 +77,9 @@ def plot_angles(
     count = group.rotations if group is not None and 3 <= group.rotations <= 24 else 8
     axis.set_thetagrids([360 * k / count for k in range(count)])
     if logarithmic:
-        rings = list(range(1, high - low + 1))
-        labels = [f"$10^{{{low + t}}}$" if (high - low - t) % 2 == 0 else "" for t in rings]
+        powers = range(1, high - low + 1)
+        rings: list[float] = [*powers]
+        labels = [f"$10^{{{low + t}}}$" if (high - low - t) % 2 == 0 else "" for t in powers]
         axis.set_rlim(0, high - low)
     else:
         largest = 100 * float(shown.max()) if shown.size else 100.0

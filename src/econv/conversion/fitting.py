@@ -433,7 +433,8 @@ def _find_upright(
         found.add(given)
     modules = (layer, *(score for score, _ in others))
     for module, weight in zip(modules, found.weights(), strict=True):
-        module.weight.copy_(weight.view_as(module.weight))
+        own = module.get_parameter("weight")
+        own.copy_(weight.view_as(own))
 
 
 def _left_out(vectors: Tensor, damped: Tensor, dual: Tensor, wanted: Tensor, order: int) -> Tensor:

@@ -183,8 +183,8 @@ def _pixels(x: Tensor, dim: int, start: int, size: int, fill: float) -> Tensor:
 
 
 def _pair(name: str, given: object, more: str = "") -> tuple[int, int]:
-    whole = isinstance(given, tuple | list) and len(given) == 2
-    if whole and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in given):  # type: ignore[union-attr]
-        before, after = given  # type: ignore[misc]
-        return before, after
-    raise ValueError(f"expected {name} as two whole numbers, 0 or more{more}; got {given!r}")
+    numbers = tuple(given) if isinstance(given, tuple | list) else ()
+    whole = [n for n in numbers if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
+    if len(numbers) != 2 or len(whole) != 2:
+        raise ValueError(f"expected {name} as two whole numbers, 0 or more{more}; got {given!r}")
+    return whole[0], whole[1]
