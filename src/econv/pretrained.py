@@ -203,7 +203,7 @@ def _from_files(
     try:
         with library.safe_open(paths[_WEIGHTS], "pt") as file:
             heads = _heads(paths[_WEIGHTS], file, identity)
-            network = _built(make, paths[_CONFIG], identity, heads)
+            network = _built(make, paths[_CONFIG], identity, heads, model)
             _check_heads(network, heads, paths[_WEIGHTS])
             # Copied: tensors in the file need not begin where fast kernels want them to.
             state = {name: file.get_tensor(name).clone() for name in heads}
@@ -310,10 +310,14 @@ def _heads(path: Path, file: Any, identity: Mapping[str, Any]) -> _Heads:
     return {name: (list(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
 
 
-def _built(make: Make, path: Path, identity: Mapping[str, Any], heads: _Heads) -> nn.Module:
-    """The network that is told, if it is about as large as what the file holds."""
+def _built(
+    make: Make, path: Path, identity: Mapping[str, Any], heads: _Heads, model: nn.Module | None
+) -> nn.Module:
+    """The network that is told, if it is about as large as what the file holds, or as its source."""
     name, arguments = identity["model_type"], identity["arguments"]
     total = sum(math.prod(shape) for shape, _ in heads.values())
+    given = [p.numel() for p in model.parameters()] if model is not None else []
+    count, most = len(heads) + len(given), total + sum(given)
     ours = "." not in name
     _check_arguments(path, arguments, max(total, 4096) if ours else None)
     thread, found = threading.get_ident(), [0, 0]
@@ -324,7 +328,7 @@ def _built(make: Make, path: Path, identity: Mapping[str, Any], heads: _Heads) -
         found[0] += 1
         found[1] += parameter.numel()
         # Some are made and replaced again; a network that does not fit is told apart later.
-        if found[0] > 8 * len(heads) + 64 or found[1] > 8 * total + 4096:
+        if found[0] > 8 * count + 64 or found[1] > 8 * most + 4096:
             raise ValueError(
                 f"expected a network of the {total} values in {len(heads)} tensors of {_WEIGHTS}; "
                 "this one is larger"
