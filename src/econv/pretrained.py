@@ -313,7 +313,7 @@ def _heads(path: Path, file: Any, identity: Mapping[str, Any]) -> _Heads:
 def _built(
     make: Make, path: Path, identity: Mapping[str, Any], heads: _Heads, model: nn.Module | None
 ) -> nn.Module:
-    """The network that is told, if it is about as large as what the file holds, or as its source."""
+    """The network that is told, if it is about as large as the file holds, or as its source."""
     name, arguments = identity["model_type"], identity["arguments"]
     total = sum(math.prod(shape) for shape, _ in heads.values())
     given = [p.numel() for p in model.parameters()] if model is not None else []
