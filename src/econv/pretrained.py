@@ -134,7 +134,7 @@ class Pretrained(Saved, nn.Module):
         local_files_only: bool = False,
         token: str | bool | None = None,
     ) -> Network:
-        """The network that :meth:`save_pretrained` wrote, in eval mode.
+        """The network that ``save_pretrained`` wrote, in eval mode.
 
         Args:
             source: a folder, or the name ``owner/name`` of a repository on the Hugging Face Hub.
