@@ -63,7 +63,10 @@ def equivariance_table(found: dict[str, Any]) -> str:
         if name in found["one_layer"]["errors"]
     ]
     fields = found["one_layer"]["fields"]
-    note = f"({fields}→{fields} fields of 8 orientations, one run; `benchmarks/equivariance.py`.)"
+    note = (
+        f"({fields}→{fields} fields of 8 orientations, mean over {found['settings']['seeds']} "
+        "seeds; `benchmarks/equivariance.py`.)"
+    )
     return "\n".join([*table(head, rows), "", note])
 
 
@@ -73,38 +76,38 @@ def equivariance_in_short(found: dict[str, Any]) -> str:
     columns = {"escnn": "escnn R2Conv 5×5", "e2cnn": "e2cnn R2Conv 5×5", "econv": "isotropic 5×5"}
     known = {text: errors[name] for text, name in columns.items() if name in errors}
     rows = [
-        [f"{smooth:g} pixels", *(f"{row[place]:.2g}" for row in known.values())]
+        [f"{smooth:g}", *(f"{row[place]:.2g}" for row in known.values())]
         for place, smooth in enumerate(found["settings"]["smoothness"])
     ]
     rows = [[*row[:-1], f"**{row[-1]}**"] for row in rows]
     note = (
-        f"Relative error of 5×5 filters on random images of that smoothness, mean over "
-        f"{found['settings']['seeds']} seeds: "
+        f"Relative error of 5×5 filters, mean over {found['settings']['seeds']} seeds: "
         "[how it was measured, and more](docs/results.md#equivariance)."
     )
-    return "\n".join([*table(["smoothness of the image", *known], rows), "", note])
+    return "\n".join([*table(["smoothness in pixels", *known], rows), "", note])
 
 
 # Rows of the README: recipes, and what they are called there.
 ACCURACY = {
     "mnist_rot_p8": "MNIST-rot",
     "mnist_rot_p8_large": "MNIST-rot, augmented",
-    "cifar10_resnet26_p6m": "CIFAR-10, 0.37M parameters",
-    "cifar10_resnet26_p8": "CIFAR-10, larger network",
+    "cifar10_resnet26_p6m": "CIFAR-10, small network",
+    "cifar10_resnet26_p8": "CIFAR-10, large network",
 }
 
 
 def accuracy_in_short(found: list[report.Row]) -> str:
     """The paper's error and ours, where all seeds are there."""
     by_name = {row.recipe.name: row for row in found if row.complete}
+    kept = {words: by_name[name] for name, words in ACCURACY.items() if name in by_name}
     rows = [
-        [words, f"{row.recipe.paper_error:g}", f"**{row.error}**"]
-        for name, words in ACCURACY.items()
-        if (row := by_name.get(name)) is not None
+        [words, f"{row.recipe.paper_error:.3f}".removesuffix("0"), f"**{row.error}**"]
+        for words, row in kept.items()
     ]
+    seeds = min((len(row.records) for row in kept.values()), default=0)
     note = (
-        "Mean and deviation over three seeds on re-created MNIST-rot and on CIFAR-10; the test "
-        "split is read once: [all tables, and how they were made](docs/results.md#accuracy)."
+        f"Mean and deviation over {seeds} seeds; MNIST-rot is re-created, and the test split is "
+        "read once: [all tables, and how they were made](docs/results.md#accuracy)."
     )
     return "\n".join([*table(["test error, %", "paper", "econv"], rows), "", note])
 
