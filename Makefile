@@ -6,6 +6,8 @@ ARGS ?=
 JOBS ?= 2
 PEERS ?=
 
+TEXTS := $(wildcard *.md *.toml *.cff .github Makefile benchmarks docs examples src tests tools)
+
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin/python
 
@@ -17,16 +19,18 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint docs examples bench clean
+.PHONY: help run test test-all lint docs examples notebooks bench release-check clean
 
 help:
 	@echo "make run       train a p8 network and its CNN twin on turned digits, compare them, in outputs/"
 	@echo "make test      the fast tests, in less than ten minutes"
 	@echo "make test-all  all tests"
-	@echo "make lint      style, types and the order of the modules"
+	@echo "make lint      style, types, the order of the modules, links and spelling"
 	@echo "make docs      the documentation, in site/"
 	@echo "make examples  the worked examples, which renew their pages of the documentation"
+	@echo "make notebooks the notebooks, run from top to bottom, with their pictures"
 	@echo "make bench     cost, compatibility, initialisation and equivariance, in outputs/"
+	@echo "make release-check  build, look into the wheel, try it with the oldest and the newest torch"
 	@echo "make clean     remove the environment, the caches and what was built; outputs/ stays"
 	@echo
 	@echo "PYTHON=python3.12   the interpreter to set up with ($(PYTHON) now)"
@@ -49,6 +53,8 @@ lint: $(STAMP)
 	@echo "ruff format --check"; $(RUN) -m ruff format --check .
 	@echo "mypy"; $(RUN) -m mypy
 	@echo "lint-imports"; $(VENV)/bin/lint-imports
+	@echo "links"; $(RUN) tools/check_links.py
+	@echo "codespell"; $(VENV)/bin/codespell --check-hidden $(TEXTS)
 
 # Strict: a link, a name or a page that leads nowhere is an error.
 docs: $(STAMP)
@@ -70,6 +76,10 @@ bench: $(STAMP)
 	@$(RUN) benchmarks/networks.py --cpu --json outputs/networks.json
 	@$(RUN) benchmarks/initialisation.py
 	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json
+
+# Minutes, and gigabytes for a while: every torch comes into an environment of its own.
+release-check: $(STAMP)
+	@$(RUN) tools/release_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
