@@ -5,6 +5,7 @@ VENV ?= .venv
 ARGS ?=
 JOBS ?= 2
 PEERS ?=
+TORCH ?=
 
 TEXTS := $(wildcard *.md *.toml *.cff .github Makefile benchmarks docs examples src tests tools)
 
@@ -35,6 +36,7 @@ help:
 	@echo
 	@echo "PYTHON=python3.12   the interpreter to set up with ($(PYTHON) now)"
 	@echo "VENV=folder         where to set up ($(VENV) now); another interpreter needs another folder"
+	@echo "TORCH='torch==2.10.*'  another torch than that of constraints.txt; it needs another folder too"
 	@echo "JOBS=2              how many tests run side by side"
 	@echo "PEERS=python        bench: an interpreter that has escnn and e2cnn (benchmarks/compatibility.py)"
 	@echo "ARGS=--fresh        further arguments for run, test, test-all and examples, such as ARGS='-k groups'"
@@ -100,4 +102,5 @@ $(STAMP): pyproject.toml constraints.txt
 				install --quiet --ignore-installed pip; fi; fi
 	@echo "Installing econv and its tools into $(VENV) (minutes, the first time)"
 	@$(RUN) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@if [ -n "$(TORCH)" ]; then $(RUN) -m pip install --quiet $(TORCH); fi
 	@touch $@
