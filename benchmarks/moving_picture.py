@@ -39,7 +39,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "pictures" / "turning.gif"
 LARGEST = 2_000_000  # bytes
 
-NETWORKS = {"digits_p8": "p8 network: features, turned back", "digits_cnn": "CNN: features, turned back"}
+NETWORKS = {
+    "digits_p8": "p8 network: features, turned back",
+    "digits_cnn": "CNN: features, turned back",
+}
 LAYER = 2  # the activation after the first convolution: 26×26 pixels in both networks
 ORDER = 8
 SHOWN = 4  # fields of a network, two by two

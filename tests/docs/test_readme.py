@@ -97,7 +97,8 @@ def test_the_short_tables_are_made_of_what_was_measured():
     }
     speed = {"dense": 4000.0, "auto": 8000.0}
     run = {"recipe": "cifar10_resnet26_p8_paper", "batch": 128, "images_per_second": speed}
-    text = readme.speed_in_short(cpu, {**cpu, "device": "a GPU"}, {"device": "a GPU", "runs": [run]})
+    training = {"device": "a GPU", "runs": [run]}
+    text = readme.speed_in_short(cpu, {**cpu, "device": "a GPU"}, training)
     assert "| layer of p16, 16 fields, 2 CPU cores | 20 | **4** |" in text
     assert "| ResNet-26 of the paper, a GPU | 32 | **16** |" in text
 
