@@ -18,19 +18,11 @@ PAGES = [
     *(
         f"docs/{name}.md"
         for name in (
-            "architecture",
-            "checking",
-            "classify",
-            "decisions",
-            "engine-kernels",
-            "engines",
-            "glossary",
-            "gpus",
-            "index",
-            "install",
-            "results",
-            "segment",
-            "tour",
+            *("architecture", "checking", "choosing", "classify", "compatibility", "converting"),
+            *("decisions", "deploying", "engine-kernels", "engines", "equations", "fields"),
+            *("glossary", "gpus", "images", "index", "install", "migrating", "results"),
+            *("rollouts", "segment", "tour", "training", "zoo"),
+            *("examples/galaxies", "examples/tissue", "examples/waves"),
         )
     ),
 ]
@@ -38,7 +30,7 @@ LONGEST = {"README.md": 120, "docs/engines.md": 100, "docs/engine-kernels.md": 1
 
 # Not prose: code, tables, what scripts write between markers, comments, equations, front matter.
 NOT_PROSE = re.compile(
-    r"^---\n.*?^---$|^```.*?^```$|<!-- (?:table|econv report): .*?<!-- (?:econv report: )?end -->"
+    r"^---\n.*?^---$|^```.*?^```$|<!-- (?:table\b|econv report:).*?<!-- (?:econv report: )?end -->"
     r"|<!--.*?-->|^\$\$\n.*?^\$\$$|^\|.*?\|$|^    .*?$",
     re.M | re.S,
 )
