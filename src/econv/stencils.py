@@ -406,19 +406,7 @@ def stencil_set(stencils: StencilsLike, accuracy: int = 2, rotations: int = 0) -
 
 
 def central(exponents: Exponents, accuracy: int = 2, size: int | None = None) -> Stencil:
-    """The central-difference stencil of one monomial, such as ∂xxy for ``(2, 1)``.
-
-    Args:
-        exponents: how often to differentiate along each axis, x first.
-        accuracy: the error is O(h^accuracy); an even number.
-        size: of the support in pixels, odd; the smallest that will do by default.
-
-    Raises:
-        ValueError: if the support is too small, or the accuracy is not even.
-
-    >>> central((1, 0)).weights.tolist()
-    [[0.0, 0.0, 0.0], [-0.5, 0.0, 0.5], [0.0, 0.0, 0.0]]
-    """
+    """The central-difference stencil of one monomial, such as ∂xxy for ``(2, 1)``."""
     return Central(accuracy).stencil(Polynomial.monomial(tuple(exponents)), size)
 
 

@@ -1,11 +1,14 @@
-"""The pages stay readable: short, few numbers in a sentence, paths that exist."""
+"""Pages and docstrings stay readable: short, few numbers in a sentence, paths that exist."""
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import econv
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -127,3 +130,16 @@ def test_the_picture_of_the_house_is_that_of_the_contracts():
     script = [sys.executable, str(DOCS / "house.py"), "--check"]
     result = subprocess.run(script, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+# Their examples are elsewhere: on the page on converting, with the function `restrict` and with
+# the class `Central`.
+ELSEWHERE = {"convert_detector", "Restrict2d", "central"}
+
+
+def test_every_public_name_says_what_it_is_and_has_an_example():
+    told = {name: inspect.getdoc(getattr(econv, name)) or "" for name in econv.__all__}
+    modules = {name for name in told if inspect.ismodule(getattr(econv, name))}
+    assert {name for name, text in told.items() if len(text.split()) < 4} == set()
+    without = {name for name, text in told.items() if ">>>" not in text}
+    assert without - modules <= ELSEWHERE

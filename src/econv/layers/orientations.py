@@ -272,11 +272,7 @@ class Restrict2d(WithConstants):
     """:func:`restrict` as a module.
 
     Its input turns as features of ``whole``, its output as features of ``subgroup``; for the
-    elements of the subgroup it commutes with both. The group has to contain the subgroup:
-    ``ValueError`` otherwise.
-
-    >>> Restrict2d("p8", "p4")(torch.randn(1, 2 * 8, 9, 9)).unflatten(1, (-1, 4)).shape
-    torch.Size([1, 4, 4, 9, 9])
+    elements of the subgroup it commutes with both.
     """
 
     places: Tensor
