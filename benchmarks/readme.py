@@ -569,6 +569,25 @@ def depth_note(found: dict[str, Any]) -> str:
 
 
 # For each file its tables: the name between the markers, the results, and what makes the table.
+def migrating_table(found: dict[str, Any]) -> str:
+    """How far the codes of docs/migrating.md are from equivariance."""
+    versions = found["versions"]
+    lines = [
+        f"| | escnn {versions['escnn']}, 90° | econv, 90° | escnn, 45° | econv, 45° |",
+        "|---|---|---|---|---|",
+    ]
+    for title, row in found["codes"].items():
+        both = (row[name]["errors"][angle] for angle in ("90", "45") for name in ("escnn", "econv"))
+        cells = [f"{error:.1e}" for error in both]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    how = (
+        f"Relative error of `y` when a smooth random image turns ({found['pixels']}², blurred by "
+        f"{found['smoothness']:g} pixels, float32, untrained, mean of {found['seeds']} seeds; "
+        "`benchmarks/migrating.py`)."
+    )
+    return "\n".join([*lines, "", how])
+
+
 TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
     "README.md": {
         "equivariance": ("equivariance.json", equivariance_table),
@@ -589,6 +608,7 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
         "depth": ("depth.json", depth_by_activation),
         "depth by halving": ("depth.json", depth_by_halving),
     },
+    "docs/migrating.md": {"migrating": ("migrating.json", migrating_table)},
     "docs/converting.md": {"pretrained": ("pretrained.json", pretrained_table)},
     "docs/engines.md": {
         "cpu layers": ("engines_cpu.json", cpu_layers),
