@@ -250,7 +250,9 @@ def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> 
     if isinstance(operators, OperatorSet):
         found = operators
     elif isinstance(operators, str):
-        match = re.fullmatch(r"(?:paper|order *<= *([0-9]+))(?:@(-?[0-9]+(?:\.[0-9]+)?))?", operators)
+        match = re.fullmatch(
+            r"(?:paper|order *<= *([0-9]+))(?:@(-?[0-9]+(?:\.[0-9]+)?))?", operators
+        )
         if match is None:
             raise ValueError(
                 f"unknown operators {operators!r}: expected 'paper', 'order<=N' with a whole "
