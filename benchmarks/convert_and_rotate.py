@@ -28,6 +28,7 @@ from torch.nn import functional
 import econv
 from econv import data
 from econv.files import write_atomically
+from recording import stamp
 from econv.testing import rotate
 
 ANGLES = tuple(range(0, 360, 15))
@@ -182,6 +183,7 @@ def main() -> None:
         )
     if args.json:
         about = {
+            **stamp(),
             "arguments": {k: v for k, v in vars(args).items() if k not in ("root", "json")},
             "training_images": len(training[0]),
             "torch": torch.__version__,

@@ -34,6 +34,7 @@ import econv
 from econv import GroupBatchNorm2d, GroupConv2d, LiftConv2d
 from econv.basis import filter_basis
 from econv.files import write_atomically
+from recording import stamp
 from econv.testing import equivariance_error, smooth_field, transform
 
 SMOOTHNESS = (1.0, 1.5, 2.0, 3.0)
@@ -346,7 +347,7 @@ def main(arguments: list[str] | None = None) -> None:
             "numpy": np.__version__,
             "python": platform.python_version(),
         }
-        content = rounded({**record, "settings": settings, "versions": versions})
+        content = rounded({**stamp(), **record, "settings": settings, "versions": versions})
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         write_atomically(args.json, text.encode())
 

@@ -59,7 +59,10 @@ def equivariance_table(found: dict[str, Any]) -> str:
         for name, text in ROWS.items()
     ]
     fields = found["one_layer"]["fields"]
-    note = f"({fields}→{fields} fields of 8 orientations, one run; `benchmarks/equivariance.py`.)"
+    note = (
+        f"({fields}→{fields} fields of 8 orientations, one run; {code(found)}; "
+        "`benchmarks/equivariance.py`.)"
+    )
     return "\n".join([*table(head, rows), "", note])
 
 
@@ -165,7 +168,7 @@ def costs_table(found: dict[str, Any]) -> str:
     ]
     note = (
         f"({settings['group']}, 5×5, CPU, {settings['threads']} thread, batch {settings['batch']}, "
-        f"{settings['size']}×{settings['size']}; medians, interleaved in one run; "
+        f"{settings['size']}×{settings['size']}; medians, interleaved in one run; {code(found)}; "
         "`benchmarks/build_and_size.py`.)"
     )
     heads = [*library_names(found["versions"]), "ordinary CNN"]
@@ -197,7 +200,7 @@ def conversion_table(found: dict[str, Any]) -> str:
     note = (
         f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
         f"{settings['epochs']} epochs, no augmentation, {settings['seeds']} seeds; "
-        "`benchmarks/convert_and_rotate.py`.)"
+        f"{code(found)}; `benchmarks/convert_and_rotate.py`.)"
     )
     head = ["trained on upright digits", "parameters", *angles, f"mean of {count} angles"]
     return "\n".join([*table(head, rows), "", note])
@@ -325,7 +328,10 @@ def gpu_layers(found: dict[str, Any]) -> str:
 
 
 def code(found: dict[str, Any]) -> str:
+    """The revision that found a result, or the day on which what does not know it was committed."""
     commit, changed, _ = found["revision"].partition("+")
+    if commit == "unknown":
+        return f"code of unknown revision, result committed on {found['committed']}"
     return f"code of revision {commit[:12]}" + " with changes" * bool(changed)
 
 

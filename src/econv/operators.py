@@ -136,8 +136,8 @@ class OperatorSet:
     monomials: tuple[Exponents, ...]
     name: str = field(default="", compare=False)
     angle: float = 0.0
-    """Degrees by which the frame is turned that the operators are taken in, in the plane only. The
-    identity's filter then is turned too: what a group does not reach from frame to frame changes."""
+    """Degrees by which the frame of the operators is turned, in the plane only. The filter of the
+    identity then is turned too."""
 
     def __post_init__(self) -> None:
         found = self.monomials
