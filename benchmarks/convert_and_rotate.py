@@ -28,8 +28,8 @@ from torch.nn import functional
 import econv
 from econv import data
 from econv.files import write_atomically
-from recording import stamp
 from econv.testing import rotate
+from recording import stamp
 
 ANGLES = tuple(range(0, 360, 15))
 Images = tuple[Tensor, Tensor]

@@ -34,8 +34,8 @@ import econv
 from econv import GroupBatchNorm2d, GroupConv2d, LiftConv2d
 from econv.basis import filter_basis
 from econv.files import write_atomically
-from recording import stamp
 from econv.testing import equivariance_error, smooth_field, transform
+from recording import stamp
 
 SMOOTHNESS = (1.0, 1.5, 2.0, 3.0)
 STENCILS: dict[str, dict[str, Any]] = {
