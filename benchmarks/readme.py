@@ -101,13 +101,18 @@ def accuracy_in_short(found: list[report.Row]) -> str:
     by_name = {row.recipe.name: row for row in found if row.complete}
     kept = {words: by_name[name] for name, words in ACCURACY.items() if name in by_name}
     rows = [
-        [words, f"{row.recipe.paper_error:.3f}".removesuffix("0"), f"**{row.error}**"]
+        [
+            words,
+            f"{row.recipe.paper_error:.3f}".removesuffix("0"),
+            f"**{report.spread([record.test_error for record in row.records])}**",
+        ]
         for words, row in kept.items()
     ]
-    seeds = min((len(row.records) for row in kept.values()), default=0)
+    seeds = min((row.seeds for row in kept.values()), default=0)
     note = (
         f"Mean and deviation over {seeds} seeds; MNIST-rot is re-created, and the test split is "
-        "read once: [all tables, and how they were made](docs/results.md#accuracy)."
+        "read once: [all tables](docs/results.md#accuracy). The recipes are not the paper's: "
+        "[what differs](docs/paper.md)."
     )
     return "\n".join([*table(["test error, %", "paper", "econv"], rows), "", note])
 
