@@ -29,6 +29,7 @@ import econv
 from econv import data
 from econv.files import write_atomically
 from econv.testing import rotate
+from recording import stamp
 
 ANGLES = tuple(range(0, 360, 15))
 Images = tuple[Tensor, Tensor]
@@ -182,6 +183,7 @@ def main() -> None:
         )
     if args.json:
         about = {
+            **stamp(),
             "arguments": {k: v for k, v in vars(args).items() if k not in ("root", "json")},
             "training_images": len(training[0]),
             "torch": torch.__version__,

@@ -65,7 +65,7 @@ def equivariance_table(found: dict[str, Any]) -> str:
     fields = found["one_layer"]["fields"]
     note = (
         f"({fields}→{fields} fields of 8 orientations, mean over {found['settings']['seeds']} "
-        "seeds; `benchmarks/equivariance.py`.)"
+        f"seeds; {code(found)}; `benchmarks/equivariance.py`.)"
     )
     return "\n".join([*table(head, rows), "", note])
 
@@ -101,13 +101,18 @@ def accuracy_in_short(found: list[report.Row]) -> str:
     by_name = {row.recipe.name: row for row in found if row.complete}
     kept = {words: by_name[name] for name, words in ACCURACY.items() if name in by_name}
     rows = [
-        [words, f"{row.recipe.paper_error:.3f}".removesuffix("0"), f"**{row.error}**"]
+        [
+            words,
+            f"{row.recipe.paper_error:.3f}".removesuffix("0"),
+            f"**{report.spread([record.test_error for record in row.records])}**",
+        ]
         for words, row in kept.items()
     ]
-    seeds = min((len(row.records) for row in kept.values()), default=0)
+    seeds = min((row.seeds for row in kept.values()), default=0)
     note = (
         f"Mean and deviation over {seeds} seeds; MNIST-rot is re-created, and the test split is "
-        "read once: [all tables, and how they were made](docs/results.md#accuracy)."
+        "read once: [all tables](docs/results.md#accuracy). The recipes are not the paper's: "
+        "[what differs](docs/paper.md)."
     )
     return "\n".join([*table(["test error, %", "paper", "econv"], rows), "", note])
 
@@ -237,7 +242,7 @@ def costs_table(found: dict[str, Any]) -> str:
     ]
     note = (
         f"({settings['group']}, 5×5, CPU, {settings['threads']} thread, batch {settings['batch']}, "
-        f"{settings['size']}×{settings['size']}; medians, interleaved in one run; "
+        f"{settings['size']}×{settings['size']}; medians, interleaved in one run; {code(found)}; "
         "`benchmarks/build_and_size.py`.)"
     )
     heads = [*library_names(found["versions"]), "ordinary CNN"]
@@ -269,7 +274,7 @@ def conversion_table(found: dict[str, Any]) -> str:
     note = (
         f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
         f"{settings['epochs']} epochs, no augmentation, {settings['seeds']} seeds; "
-        "`benchmarks/convert_and_rotate.py`.)"
+        f"{code(found)}; `benchmarks/convert_and_rotate.py`.)"
     )
     head = ["trained on upright digits", "parameters", *angles, f"mean of {count} angles"]
     return "\n".join([*table(head, rows), "", note])
@@ -397,7 +402,10 @@ def gpu_layers(found: dict[str, Any]) -> str:
 
 
 def code(found: dict[str, Any]) -> str:
+    """The revision that found a result, or the day on which what does not know it was committed."""
     commit, changed, _ = found["revision"].partition("+")
+    if commit == "unknown":
+        return f"code of unknown revision, result committed on {found['committed']}"
     return f"code of revision {commit[:12]}" + " with changes" * bool(changed)
 
 

@@ -350,7 +350,7 @@ class Defective(libraries.Torch):
     def __init__(self, layer):
         self.layer = layer
 
-    def convolution(self, group, before, after, operators=False):
+    def convolution(self, group, before, after):
         if not before:
             return super().convolution(group, before, after)
         channels = before * libraries.order_of(group), after * libraries.order_of(group)
@@ -531,17 +531,9 @@ class Unconverted(libraries.Torch):
     def synchronised(self, network):
         return network
 
-    def parameter_groups(self, network):
-        return [{"params": list(network.parameters()), "weight_decay": 0.1}]
-
     def exported(self, network):
         network.head[2].__class__ = type("Linear", (nn.Linear,), {"__module__": "econv.layers"})
         return network
-
-
-class Undecaying(libraries.Torch):
-    def parameter_groups(self, network):
-        return [{"params": list(network.parameters()), "weight_decay": 0.0}]
 
 
 class Unequal(libraries.Torch):
@@ -558,9 +550,7 @@ class Unequal(libraries.Torch):
     ("library", "name", "words"),
     [
         (Unconverted, "synchronised", "not converted: features.1, features.4, features.7"),
-        (Unconverted, "weight_decay", "features.1.weight, of a norm, decays"),
         (Unconverted, "plain_export", "a module of econv is left: Linear"),
-        (Undecaying, "weight_decay", "features.0.weight does not decay"),
         (Unequal, "plain_export", "the output differs"),
         (Unequal, "synchronised", "the output differs"),
     ],
@@ -570,10 +560,29 @@ def test_a_check_says_no_to_a_helper_that_does_nothing(library, name, words):
         CHECKS[name].function(library())
 
 
+class PoolsInSingle(libraries.Torch):
+    """Its pooling forgets dtype and layout."""
+
+    def pool(self, group, fields):
+        return nn.Sequential(super().pool(group, fields), Forgetful())
+
+
+class Forgetful(nn.Module):
+    def forward(self, x):
+        return x.float().contiguous()
+
+
+@pytest.mark.parametrize("name", ["pooling_dtype", "pooling_layout"])
+def test_a_check_says_no_to_a_pooling_that_forgets(name):
+    with pytest.raises((AssertionError, RuntimeError)):
+        CHECKS[name].function(PoolsInSingle())
+    CHECKS[name.replace("pooling_layout", "channels_last_eval")].function(libraries.Torch())
+
+
 class Unequivariant(libraries.Econv):
     """One of its convolutions is an ordinary one."""
 
-    def convolution(self, group, before, after, operators=False):
+    def convolution(self, group, before, after):
         if before:
             return super().convolution(group, before, after)
         return nn.Conv2d(3, after * libraries.order_of(group), 5, padding=2)

@@ -196,3 +196,13 @@ def test_the_papers_tables_are_those_of_the_records():
     assert report.updated(text, found) == text, "econv report --markdown docs/results.md mends it"
     changed = report.rows([])
     assert report.updated(text, changed) != text
+
+
+def test_the_comparison_with_the_papers_recipes_is_that_of_the_records():
+    page, folder = ROOT / "docs" / "paper.md", ROOT / "records"
+    if not page.exists() or not folder.exists():
+        pytest.skip("no records beside the tests")
+    text = page.read_text(encoding="utf-8")
+    found = report.rows(records.load_all(folder))
+    assert report.updated(text, found) == text, "econv report --markdown docs/paper.md mends it"
+    assert report.updated(text, report.rows([])) != text
