@@ -31,22 +31,23 @@ def check_groups(groups: Any, **counts: int) -> None:
 
 
 def check_rank(x: Tensor, ranks: tuple[int, ...] = (4,)) -> None:
+    """``ranks`` are the numbers of dimensions that will do: 4 for images, 5 for volumes, 2."""
     if torch.compiler.is_compiling():
         return
     if not isinstance(x, Tensor):
         raise ValueError(f"expected a torch.Tensor; got {type(x).__name__}")
     if x.ndim not in ranks:
-        or_flat = " or [batch, channels]" if 2 in ranks else ""
-        raise ValueError(
-            f"expected a tensor [batch, channels, height, width]{or_flat}; "
-            f"got {x.ndim} dimensions: {tuple(x.shape)}"
-        )
+        axes = {2: "", 4: ", height, width", 5: ", depth, height, width"}
+        wanted = " or ".join(f"[batch, channels{axes[n]}]" for n in sorted(ranks, reverse=True))
+        raise ValueError(f"expected a tensor {wanted}; got {x.ndim} dimensions: {tuple(x.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"expected a floating-point tensor, such as x.float(); got {x.dtype}")
 
 
-def check_maps(x: Tensor, channels: int, expected: str, weight: Tensor | None = None) -> None:
-    check_rank(x)
+def check_maps(
+    x: Tensor, channels: int, expected: str, weight: Tensor | None = None, dimension: int = 2
+) -> None:
+    check_rank(x, (dimension + 2,))
     if torch.compiler.is_compiling():
         return
     if x.shape[1] != channels:
@@ -63,7 +64,8 @@ def check_maps(x: Tensor, channels: int, expected: str, weight: Tensor | None = 
 
 def check_fields(x: Tensor, fields: int, group: Group, weight: Tensor | None) -> None:
     channels = fields * group.order
-    check_maps(x, channels, f"{channels} channels ({fields} fields of {group.name})")
+    expected = f"{channels} channels ({fields} fields of {group.name})"
+    check_maps(x, channels, expected, dimension=group.dimension)
     # torch normalises half precisions with float32 parameters, and nothing else mixed.
     if (
         weight is not None
@@ -74,8 +76,8 @@ def check_fields(x: Tensor, fields: int, group: Group, weight: Tensor | None) ->
         raise ValueError(f"expected {weight.dtype}, the dtype of the layer; got {x.dtype}")
 
 
-def check_multiple(x: Tensor, group: Group, ranks: tuple[int, ...] = (4,)) -> None:
-    check_rank(x, ranks)
+def check_multiple(x: Tensor, group: Group, ranks: tuple[int, ...] = ()) -> None:
+    check_rank(x, ranks or (group.dimension + 2,))
     if not torch.compiler.is_compiling() and x.shape[1] % group.order:
         raise ValueError(
             f"expected channels in multiples of {group.order}, the order of {group.name}; "

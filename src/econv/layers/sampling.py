@@ -259,14 +259,20 @@ def window_count(size: int, extent: int, stride: int, padding: int) -> int:
 
 
 def picked(x: Tensor, step: int) -> Tensor:
-    """Every ``step``-th pixel along both axes, in the layout of ``x``, as the gradient is.
+    """Every ``step``-th pixel along all axes, in the layout of ``x``, as the gradient is.
 
     >>> picked(torch.arange(9.0).view(1, 1, 3, 3), 2).flatten().tolist()
     [0.0, 2.0, 6.0, 8.0]
     """
     followed = torch.compiler.is_compiling() or watched(x) or transformed()
-    found: Tensor = x[:, :, ::step, ::step] if followed else _Picked.apply(x, step)
+    followed = followed or x.ndim != 4
+    found: Tensor = each_step(x, step) if followed else _Picked.apply(x, step)
     return found.contiguous(memory_format=memory_format(x))
+
+
+def each_step(x: Tensor, step: int) -> Tensor:
+    """Every ``step``-th pixel along all axes, as a view."""
+    return x[(slice(None), slice(None), *[slice(None, None, step)] * (x.ndim - 2))]
 
 
 class _Picked(torch.autograd.Function):
@@ -304,8 +310,8 @@ def _in_words(*images: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.view(torch.int64) for x in last) if whole else last
 
 
-def recentre(x: Tensor, height: int, width: int, fill: float = 0.0, step: int = 1) -> Tensor:
-    """The ``height`` × ``width`` points, a pixel apart, about the centre of the image.
+def recentre(x: Tensor, *sizes: int, fill: float = 0.0, step: int = 1) -> Tensor:
+    """The points, a pixel apart, so many along each axis, about the centre of the image.
 
     torch puts windows on pixels 0, s, 2s … and leaves what remains at the far end alone: on sizes
     where something remains, the samples lie off the centre and do not turn onto themselves. On
@@ -316,20 +322,19 @@ def recentre(x: Tensor, height: int, width: int, fill: float = 0.0, step: int = 
     >>> recentre(torch.arange(5.0).expand(1, 1, 5, 5), 5, 4)[0, 0, 0].tolist()
     [0.5, 1.5, 2.5, 3.5]
     """
-    found = points_about_centre(x, height, width, fill, step)
+    found = points_about_centre(x, *sizes, fill=fill, step=step)
     return found.contiguous(memory_format=memory_format(x))
 
 
-def points_about_centre(
-    x: Tensor, height: int, width: int, fill: float = 0.0, step: int = 1
-) -> Tensor:
+def points_about_centre(x: Tensor, *sizes: int, fill: float = 0.0, step: int = 1) -> Tensor:
     """:func:`recentre` in whatever layout comes out; sizes may be symbolic."""
-    rows, columns = x.shape[2], x.shape[3]
-    known = not _symbolic(rows, columns, height, width)
-    if known and (rows - height, columns - width) == (1, 1):
+    known = not _symbolic(*x.shape[2:], *sizes)
+    if known and [have - n for have, n in zip(x.shape[2:], sizes, strict=True)] == [1, 1]:
         return mean_of_four(x, step)  # points between four pixels
-    found = _recentre_axis(_recentre_axis(x, 2, height, fill), 3, width, fill)
-    return found if step == 1 else found[:, :, ::step, ::step]
+    found = x
+    for axis, size in enumerate(sizes, 2):
+        found = _recentre_axis(found, axis, size, fill)
+    return found if step == 1 else each_step(found, step)
 
 
 def _recentre_axis(x: Tensor, dim: int, size: int, fill: float) -> Tensor:
@@ -340,12 +345,14 @@ def _recentre_axis(x: Tensor, dim: int, size: int, fill: float) -> Tensor:
         if (whole - size) % 2:
             x = (x.narrow(dim, 0, whole - 1) + x.narrow(dim, 1, whole - 1)) / 2
         each = (size - x.shape[dim]) // 2
-        return functional.pad(x, [0, 0] * (3 - dim) + [each, each], value=fill) if each else x
+        return (
+            functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [each, each], value=fill) if each else x
+        )
     # A symbolic size: gathered by index, so that no parity is frozen into the graph.
     # Sums and not differences are halved: of negative numbers ONNX rounds another way.
     before = torch.arange(size, device=x.device) + ((whole + size) // 2 - size)
     after = before + (whole + size) % 2
-    inside = ((before >= 0) & (after < whole)).reshape(-1, *[1] * (3 - dim))
+    inside = ((before >= 0) & (after < whole)).reshape(-1, *[1] * (x.ndim - 1 - dim))
     pairs = [x.index_select(dim, index.clamp(0, whole - 1)) for index in (before, after)]
     return torch.where(inside, (pairs[0] + pairs[1]) / 2, fill)
 
@@ -370,7 +377,7 @@ class Recentre2d(nn.Module):
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
         """The ``height`` × ``width`` points about the centre of ``[batch, channels, …]``."""
         check_rank(x)
-        return recentre(x, height, width, self.fill)
+        return recentre(x, height, width, fill=self.fill)
 
     def extra_repr(self) -> str:
         return f"fill={self.fill:g}"
@@ -482,7 +489,7 @@ class CentredMaxPool2d(_CentredPool2d):
 
     def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
         """Pool the points that ``recentre`` finds."""
-        centred = recentre(x, *self._sizes(x), -torch.inf)
+        centred = recentre(x, *self._sizes(x), fill=-torch.inf)
         return functional.max_pool2d(centred, self.kernel_size, self.stride, self.padding)
 
 
