@@ -66,7 +66,7 @@ from econv.layers.synchronised import (
     SyncGroupBatchNorm2d,
     convert_sync_batchnorm,
 )
-from econv.layers.window import GroupWindowConv2d
+from econv.layers.window import GroupWindowConv, GroupWindowConv2d, GroupWindowConv3d
 
 __all__ = [
     "CentredAvgPool2d",
@@ -92,7 +92,9 @@ __all__ = [
     "GroupPReLU2d",
     "GroupPool2d",
     "GroupUpsampleConv2d",
+    "GroupWindowConv",
     "GroupWindowConv2d",
+    "GroupWindowConv3d",
     "GroupWindows2d",
     "LiftConv",
     "LiftConv2d",
