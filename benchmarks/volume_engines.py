@@ -1,7 +1,7 @@
 """Time of the engines on convolutions of volumes, and the memory that they take on a GPU.
 
-    python benchmarks/volumes.py --threads 2 --json benchmarks/results/volumes_cpu.json
-    python benchmarks/volumes.py --device cuda --json benchmarks/results/volumes_cuda.json
+    python benchmarks/volume_engines.py --threads 2 --json benchmarks/results/volume_engines_cpu.json
+    python benchmarks/volume_engines.py --device cuda --json benchmarks/results/volume_engines_cuda.json
 
 One layer at a time, forward and backward; all engines in one process, on the same numbers, one
 after the other again and again. Times are medians and the least; what counts are their ratios. On
@@ -56,7 +56,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.backends.cudnn.benchmark = True
-    head = {"benchmark": "volumes", "origin": origin(args.device)}
+    head = {"benchmark": "volume_engines", "origin": origin(args.device)}
     record = Growing(args.json, head, "rows", lambda row: row["case"])
     for case in CASES[args.device]:
         if args.groups is None or case.group in args.groups:
