@@ -494,7 +494,7 @@ class _PointsAboutCentre(nn.Module):
         self.fill = fill
 
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
-        return points_about_centre(x, height, width, self.fill)
+        return points_about_centre(x, height, width, fill=self.fill)
 
 
 class _Curl(nn.Module):

@@ -20,18 +20,13 @@ MAPS = {
 }
 """What tensors of each dimension look like."""
 
-_SPACES = {1: "lines", 2: "images", 3: "volumes"}
 
-
-def read_group(group: GroupLike, dimension: int) -> Group:
-    """The group, if it acts on what has so many dimensions."""
+def read_group(group: GroupLike, dimension: int, name: str) -> Group:
+    """The group, if it acts on what the layer of that name reads."""
     found = Group(group)
     if found.dimension != dimension:
-        usual = {2: "'p8'", 3: "'O'"}.get(dimension, "another")
-        raise ValueError(
-            f"expected a group that acts on {_SPACES[dimension]}, such as {usual}; "
-            f"got {found.name!r}, which acts on {_SPACES[found.dimension]}"
-        )
+        wanted = {2: "the plane, such as 'p4' or 'p8m'", 3: "space, such as 'O' or 'Ih'"}
+        raise ValueError(f"{name}: expected a group of {wanted[dimension]}; got {found.name!r}")
     return found
 
 

@@ -56,7 +56,7 @@ class GroupBatchNorm(_BatchNorm):
             positive("fields", fields), eps, momentum, affine, track_running_stats, device, dtype
         )
         self.fields = fields
-        self.group = read_group(group, self.dimension)
+        self.group = read_group(group, self.dimension, type(self).__name__)
         self._order = self.group.order
         # Whoever reads it makes a norm of channels that cannot stand in for this one.
         del self.num_features
@@ -212,7 +212,7 @@ class GroupInstanceNorm(_InstanceNorm):
             positive("fields", fields), eps, momentum, affine, track_running_stats, device, dtype
         )
         self.fields = fields
-        self.group = read_group(group, self.dimension)
+        self.group = read_group(group, self.dimension, type(self).__name__)
 
     def _check_input_dim(self, input: Tensor) -> None:
         """The folded tensor is ours; what the user gave is checked in `forward`."""
@@ -275,7 +275,7 @@ class _FieldAffine(nn.Module):
     ) -> None:
         super().__init__()
         self.fields = positive("fields", fields)
-        self.group = read_group(group, self.dimension)
+        self.group = read_group(group, self.dimension, type(self).__name__)
         self.eps = eps
         self._order = self.group.order
         if affine:

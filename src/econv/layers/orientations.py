@@ -45,7 +45,7 @@ class GroupPool(nn.Module):
 
     def __init__(self, group: GroupLike, reduce: str = "max") -> None:
         super().__init__()
-        self.group = read_group(group, self.dimension)
+        self.group = read_group(group, self.dimension, type(self).__name__)
         self._order = self.group.order
         self._read(reduce)
 
@@ -163,7 +163,7 @@ class GroupDropout(nn.Module):
 
     def __init__(self, group: GroupLike, p: float = 0.5) -> None:
         super().__init__()
-        self.group = read_group(group, self.dimension)
+        self.group = read_group(group, self.dimension, type(self).__name__)
         self._order = self.group.order
         if not isinstance(p, float | int) or not 0.0 <= p <= 1.0:
             raise ValueError(f"expected a probability p between 0 and 1; got {p!r}")
@@ -210,7 +210,7 @@ class Spread(nn.Module):
 
     def __init__(self, group: GroupLike) -> None:
         super().__init__()
-        self.group = read_group(group, self.dimension)
+        self.group = read_group(group, self.dimension, type(self).__name__)
         self._order = self.group.order
 
     def forward(self, x: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ class GroupPReLU(nn.Module):
     ) -> None:
         super().__init__()
         self.fields = positive("fields", fields)
-        self.group = read_group(group, self.dimension)
+        self.group = read_group(group, self.dimension, type(self).__name__)
         self.init = float(init)
         self._order = self.group.order
         self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
@@ -358,8 +358,8 @@ class Restrict(WithConstants):
 
     def __init__(self, group: GroupLike, subgroup: GroupLike) -> None:
         super().__init__()
-        self.whole = read_group(group, self.dimension)
-        self.subgroup = read_group(subgroup, self.dimension)
+        self.whole = read_group(group, self.dimension, type(self).__name__)
+        self.subgroup = read_group(subgroup, self.dimension, type(self).__name__)
         self._refresh_constants()
 
     def _constants(self) -> dict[str, np.ndarray]:

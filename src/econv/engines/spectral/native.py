@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from econv.engines.problem import Problem
-from econv.engines.spectral.operator import Task
+from econv.engines.spectral.operator import ONLY_IMAGES, Task
 from econv.engines.spectral.torch import Torch, arrays
 from econv.files import atomic, cache_folder
 from econv.files import processor as _processor
@@ -78,6 +78,8 @@ class Native(Torch):
 
     def why_not(self, problem: Problem) -> str | None:
         """It runs on a CPU, in float32 or float64, for stencils up to 9×9."""
+        if problem.convolution.dimension != 2:
+            return ONLY_IMAGES
         if problem.device.type != "cpu":
             return f"it runs on a CPU; the input is on {problem.device.type}"
         if problem.context == "watched":
@@ -100,8 +102,8 @@ class Native(Torch):
         x, weights = _dense_images(x), weights.contiguous()
         other = None if other is None else _dense_images(other)
         out_fields, in_fields, _ = weights.shape
-        shape = (x.shape[0], out_fields * len(plan.synthesis), geometry.height, geometry.width)
-        nothing = not x.numel() or not geometry.height or not geometry.width
+        shape = (x.shape[0], out_fields * len(plan.synthesis), *geometry.sizes)
+        nothing = not x.numel() or not geometry.pixels
         result = (x.new_zeros if nothing else x.new_empty)(shape) if out else None
         found = None if other is None else torch.zeros_like(weights)
         if nothing:
@@ -110,7 +112,7 @@ class Native(Torch):
         numbers = (torch.get_num_threads(), x.shape[0], *x.shape[2:], in_fields, out_fields)
         strides = x.stride(0), 0 if other is None else other.stride(0)
         images = [0 if t is None else t.data_ptr() for t in (x, weights, other, result, found)]
-        job = array("q", [*program, *geometry, *numbers, *strides, *images])
+        job = array("q", [*program, *geometry.numbers, *numbers, *strides, *images])
         code = library.econv_spectral(job.buffer_info()[0], len(job))
         if code:
             raise RuntimeError(f"the native kernel failed: {_WRONG.get(code, code)}")
