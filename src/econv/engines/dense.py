@@ -151,8 +151,10 @@ def convolve(convolution: Convolution, x: Tensor, bank: Tensor, bias: Tensor | N
     if _unfolds(convolution, x):
         return _on_blocks_of_pixels(x, bank, bias, convolution.stride, padding)
     windows = (convolution.stride, padding, convolution.dilation)
-    convolve = functional.conv2d if convolution.dimension == 2 else functional.conv3d
-    return convolve(x, bank, bias, *windows, convolution.groups)
+    if convolution.dimension == 2:
+        return functional.conv2d(x, bank, bias, *windows, convolution.groups)
+    found = functional.conv3d(x, bank, bias, *windows, convolution.groups)
+    return found.contiguous(memory_format=memory_format(x))  # of float64 torch forgets it
 
 
 def _unfolds(convolution: Convolution, x: Tensor) -> bool:
