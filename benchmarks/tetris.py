@@ -31,6 +31,7 @@ from econv import (
     GroupPool3d,
     LiftConv3d,
 )
+from econv.layers.normalisation import calibrate
 from econv.testing import random_rotations
 from recording import Growing, origin
 
@@ -101,7 +102,8 @@ class Network(nn.Module):
             before = width
         self.layers = nn.Sequential(*layers)
         self.pool = GroupPool3d(group, reduce)
-        self.classifier = nn.Linear(before * self.pool.outputs, len(PIECES))
+        features = before * self.pool.outputs
+        self.classifier = nn.Sequential(nn.BatchNorm1d(features), nn.Linear(features, len(PIECES)))
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.pool(self.layers(self.halve(x))).mean((2, 3, 4))
@@ -121,7 +123,8 @@ def train(network: nn.Module, pieces: Tensor, steps: int, rate: float) -> float:
         loss.backward()
         optimiser.step()
         schedule.step()
-    return float(loss)
+    calibrate(network, pieces)
+    return float(loss.detach())
 
 
 @torch.no_grad()
