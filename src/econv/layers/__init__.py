@@ -32,7 +32,7 @@ from econv.layers.convolution import (
     VectorConv2d,
     VectorConv3d,
 )
-from econv.layers.fields import Curl2d, FieldConv2d
+from econv.layers.fields import Curl2d, FieldConv2d, FieldConv3d
 from econv.layers.frames import GroupWindows2d
 from econv.layers.fused import norm_relu, norm_relu_conv
 from econv.layers.normalisation import (
@@ -97,6 +97,7 @@ __all__ = [
     "Enlarge2d",
     "Enlarge3d",
     "FieldConv2d",
+    "FieldConv3d",
     "FieldParameter",
     "GroupActivation2d",
     "GroupActivation3d",
