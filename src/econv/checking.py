@@ -279,7 +279,7 @@ def checked() -> Iterator[None]:
     Numbers do not matter: any images of the right shape will do, and the network computes what it
     always does. Once is enough, before the training; it is not for `torch.compile`.
 
-    >>> from econv import GroupConv2d
+    >>> from econv import GroupConv2d, LiftConv2d
     >>> network = nn.Sequential(LiftConv2d(1, 2, "p8"), GroupConv2d(4, 4, "p4"))
     >>> network(torch.randn(1, 1, 9, 9)).shape  # 2 fields of p8 look like 4 of p4
     torch.Size([1, 16, 9, 9])
@@ -409,8 +409,8 @@ def _problem(module: nn.Module, found: FieldType, x: Tensor) -> tuple[str, str] 
     if isinstance(module, LiftConv | Spread):
         text = _TEXTS.get(str(expects), "images")
         return f"expects {text}", (
-            f"GroupConv{d}d reads group features, and GroupPool{d}d({found.group.name!r}) makes images "
-            "of them"
+            f"GroupConv{d}d reads group features, and GroupPool{d}d({found.group.name!r}) makes "
+            "images of them"
         )
     return None
 

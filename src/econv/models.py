@@ -369,10 +369,10 @@ class ImageNetResNet(_Classifier):
         self.activation = kit.activation()
         centred = exact and kit.group is not None
         pooling = CentredMaxPool2d(3, 2, 1) if centred else nn.MaxPool2d(3, 2, 1)
-        self.maxpool = kit.halving() if kit.antialias else pooling
         self.pooled = kit.dimension == 2
-        if not self.pooled:
-            self.maxpool = nn.Identity()
+        self.maxpool: nn.Module = nn.Identity()
+        if self.pooled:
+            self.maxpool = kit.halving() if kit.antialias else pooling
         width = fields[0]
         for number, (count, inner) in enumerate(zip(blocks, fields, strict=True), start=1):
             stage: list[nn.Module] = []
@@ -898,9 +898,9 @@ def _named(name: str, options: dict[str, Any]) -> Network:
     if name in MODELS:
         kind, found = MODELS[name]
         return kind(**{**found, **options})
-    several = re.fullmatch(r"(resnet([0-9]+)(?=_3d)|unet)(_3d)?(?:_(\w+))?", str(name))
+    several = re.fullmatch(r"(?:resnet([0-9]+)(?=_3d)|unet)(_3d)?(?:_(\w+))?", str(name))
     if several is not None:
-        return _in_any_dimension(*several.groups(), options)
+        return _in_any_dimension(several[1], several[2], several[3], options)
     pattern = r"(?:(paper|cifar)_)?(resnet([0-9]+)|convnet[67])(?:_(p[1-9][0-9]*m?))?"
     match = re.fullmatch(pattern, str(name))
     if match is None or (match[1] and not match[3]):
@@ -929,7 +929,7 @@ def _named(name: str, options: dict[str, Any]) -> Network:
 
 
 def _in_any_dimension(
-    _: str, depth: str | None, volumes: str | None, group: str | None, options: dict[str, Any]
+    depth: str | None, volumes: str | None, group: str | None, options: dict[str, Any]
 ) -> Network:
     """The networks whose names say whether they are for volumes."""
     dimension = 3 if volumes else 2

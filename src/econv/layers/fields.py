@@ -241,7 +241,7 @@ class Curl2d(nn.Module):
 
 
 def curl(
-    x: Tensor, spacing: float | tuple[float, float], padding_mode: str | tuple[str, str]
+    x: Tensor, spacing: float | tuple[float, ...], padding_mode: str | tuple[str, ...]
 ) -> Tensor:
     """What :class:`Curl2d` computes, as functions of torch."""
     dy, dx = spacing if isinstance(spacing, tuple) else (spacing, spacing)
