@@ -545,7 +545,7 @@ def test_what_smooth_networks_cannot_be(options, message):
 # Volumes
 
 
-def small(name, **options):
+def small_3d(name, **options):
     """A network for volumes with few fields, in float64, whose norms have seen something."""
     torch.manual_seed(0)
     fields = (1, 2) if name.startswith("unet") else (1, 1, 1, 1)
@@ -569,7 +569,7 @@ def small(name, **options):
     ],
 )
 def test_networks_of_volumes_are_exact_under_the_symmetries_of_the_cube(name, sizes):
-    network = small(name)
+    network = small_3d(name)
     for size in sizes:
         volume = torch.randn(1, 1, *[size] * 3, dtype=torch.float64)
         group = network.group
@@ -579,7 +579,7 @@ def test_networks_of_volumes_are_exact_under_the_symmetries_of_the_cube(name, si
 
 
 def test_another_stride_in_a_network_of_volumes_is_noticed():
-    network = small("resnet10_3d_T", exact=False)
+    network = small_3d("resnet10_3d_T", exact=False)
     volume = torch.randn(1, 1, 34, 34, 34, dtype=torch.float64)
     with pytest.raises(AssertionError, match="not equivariant"):
         assert_equivariant(network, volume, elements=network.group.generators)
@@ -597,7 +597,7 @@ def test_ordinary_twins_have_as_many_parameters_within_a_factor_of_three(name):
 
 
 def test_a_u_net_gives_scores_of_every_voxel_of_any_size():
-    network = small("unet_3d_T").float()
+    network = small_3d("unet_3d_T").float()
     for sides in ((6, 7, 9), (8, 8, 8)):
         assert network(torch.randn(2, 1, *sides)).shape == (2, 3, *sides)
     images = create_model("unet_p4", fields=(1, 2, 2), num_classes=0)
@@ -607,7 +607,7 @@ def test_a_u_net_gives_scores_of_every_voxel_of_any_size():
 @pytest.mark.parametrize("name", ["unet_3d_T", "unet_3d", "resnet10_3d_T"])
 def test_networks_of_volumes_are_saved_and_made_again(name, tmp_path):
     pytest.importorskip("safetensors")
-    network = small(name).float()
+    network = small_3d(name).float()
     network.save_pretrained(tmp_path)
     again = from_pretrained(tmp_path)
     side = 8 if "unet" in name else 33

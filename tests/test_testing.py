@@ -743,7 +743,7 @@ def test_elements_of_the_cube_move_voxels_as_their_matrices_say():
     z, y, x = (torch.arange(n, dtype=torch.float64) - (n - 1) / 2 for n in sizes)
     # Each component of the position is a volume, and together they are a vector field.
     where = torch.stack(torch.meshgrid(z, -y, x, indexing="ij")[::-1])[None]
-    for element in range(0, group.order, 3):
+    for element in range(0, group.order, 5):
         moved = transform(where, group, element, "vector")
         sides = moved.shape[2:]
         z, y, x = (torch.arange(n, dtype=torch.float64) - (n - 1) / 2 for n in sides)
@@ -792,8 +792,8 @@ def test_rotations_are_uniform():
 def test_layers_of_volumes_are_checked_at_the_elements_of_their_groups():
     torch.manual_seed(0)
     lift = LiftConv3d(1, 1, "I", **DOUBLE)
-    volume = smooth_field(25, smoothness=3.0, dimension=3)
-    assert_equivariant(lift, volume, elements=lift.group.grid_symmetries[:3])
+    volume = smooth_field(19, smoothness=3.0, dimension=3)
+    assert_equivariant(lift, volume, elements=(1, 4))
     element = next(e for e in range(60) if e not in lift.group.grid_symmetries)
     # Splines that end in a mirror are less exact near the border, where the field does not.
     assert 1e-6 < equivariance_error(lift, volume, element, margin=0.3) < 0.01
@@ -803,7 +803,7 @@ def test_layers_of_volumes_are_checked_at_the_elements_of_their_groups():
 
 
 def test_what_is_invariant_is_checked_at_any_rotation():
-    volume = smooth_field(25, smoothness=3.0, dimension=3)
+    volume = smooth_field(19, smoothness=3.0, dimension=3)
     rotation = random_rotations(1, seed=5)[0]
     laplacian = LiftConv3d(1, 1, "C1", operators=[(2, 0, 0), (0, 2, 0), (0, 0, 2)], **DOUBLE)
     kinds = {"input_kind": "scalar", "output_kind": "scalar", "margin": 0.3}

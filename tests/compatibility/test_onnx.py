@@ -94,7 +94,8 @@ def test_the_older_exporter_takes_dynamic_sizes_without_it(tmp_path):
     torch.testing.assert_close(torch.from_numpy(found), plain(x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("plain", [False, True])
 def test_networks_of_volumes_run(plain, tmp_path):
     torch.manual_seed(0)
     network = create_model("unet_3d_T", fields=(1, 2)).eval()
