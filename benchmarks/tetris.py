@@ -86,10 +86,10 @@ class Network(nn.Module):
         stencils: str,
         fields: tuple[int, ...],
         activation: str = "silu",
-        reduce: str = "mean",
+        reduce: str = "max",
     ) -> None:
         super().__init__()
-        self.halve = nn.Sequential(Downsample3d(antialias=8), Downsample3d(antialias=8))
+        self.halve = Downsample3d()
         options: Any = {"size": size, "stencils": stencils, "operators": "order<=2"}
         layers: list[nn.Module] = []
         before = 1
@@ -97,7 +97,7 @@ class Network(nn.Module):
             kind: Any = GroupConv3d if number else LiftConv3d
             layers += [kind(before, width, group, **options), GroupBatchNorm3d(width, group)]
             layers.append(GroupActivation3d(activation))
-            if number == 1:
+            if number == 0:
                 layers.append(Downsample3d(antialias=6))
             before = width
         self.layers = nn.Sequential(*layers)
@@ -141,11 +141,12 @@ def main() -> None:
     parser.add_argument("--stencils", type=int, nargs="+", default=[3, 5], help="their sides")
     parser.add_argument("--kind", default="isotropic", help="how stencils are designed")
     parser.add_argument("--group", default="I")
-    parser.add_argument("--fields", type=int, nargs="+", default=[6, 4, 4])
-    parser.add_argument("--reduce", default="mean")
+    parser.add_argument("--fields", type=int, nargs="+", default=[2, 4, 6])
+    parser.add_argument("--activation", default="silu")
+    parser.add_argument("--reduce", default="max")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--rate", type=float, default=0.02)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rate", type=float, default=0.03)
     parser.add_argument("--copies", type=int, default=100, help="of each piece in the test")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -158,6 +159,7 @@ def main() -> None:
         "group": given.group,
         "stencils": given.kind,
         "fields": given.fields,
+        "activation": given.activation,
         "reduce": given.reduce,
         "steps": given.steps,
         "rate": given.rate,
@@ -169,9 +171,8 @@ def main() -> None:
     for seed in range(given.seeds):
         for size in given.stencils:
             torch.manual_seed(seed)
-            network = Network(
-                given.group, size, given.kind, tuple(given.fields), reduce=given.reduce
-            )
+            options = (given.group, size, given.kind, tuple(given.fields))
+            network = Network(*options, given.activation, given.reduce)
             parameters = sum(p.numel() for p in network.parameters())
             start = time.perf_counter()
             loss = train(network, pieces, given.steps, given.rate)

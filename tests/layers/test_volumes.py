@@ -1,6 +1,7 @@
 """Convolutions of volumes: against the reference, the cube's symmetries, and bad input."""
 
 import copy
+import itertools
 import math
 import pickle
 
@@ -19,14 +20,20 @@ from econv import (
     LiftConv3d,
     VectorConv2d,
     VectorConv3d,
+    engines,
+    filter_basis,
     reference,
 )
-from econv.engines import Prologue
+from econv.engines import Problem, Prologue
+from econv.engines.spectral import native
 from econv.layers import PDOConv, PDOConv2d, PDOConv3d, recentre
+from econv.plan import spectral_plan
 from test_bad_input import rejected
 from test_engines import assert_filters_are_the_reference, distance, run_reference
 
 ENGINES = ["dense", "spectral/torch"]
+if native.available(torch.float64):
+    ENGINES.append("spectral/native")
 OPTIONS = {
     "plain": {},
     "bias": {"bias": True},
@@ -144,6 +151,69 @@ def test_the_reference_convolves_as_torch_does(padding_mode):
     found = reference.convolve(x, filters, None, stride=2, padding=1, groups=2)
     wanted = nn.functional.conv3d(x, filters, None, stride=2, padding=1, groups=2)
     assert distance(found, wanted) <= 1e-12
+
+
+@pytest.mark.skipif(len(ENGINES) < 3, reason="no C++ compiler")
+@pytest.mark.parametrize("width", [3, 7, 8, 15, 16, 17, 24, 40, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_kernel_runs_every_width(width, dtype):
+    options = {"stride": 2, "padding": 2} if width % 2 else {"dilation": 2, "size": 5}
+    options |= {"stencils": "gaussian", "dtype": dtype}
+    layer = GroupConv3d(1, 2, "C3", **options)
+    x = torch.randn(2, 3, 9, 10, width + 8, dtype=dtype, requires_grad=True)
+    found = []
+    for engine in ("dense", "spectral/native"):
+        with econv.engine(engine):
+            y = layer(x)
+        probe = torch.linspace(-1, 1, y.numel(), dtype=dtype).view(y.shape)
+        found.append([y, *torch.autograd.grad(y, [x, layer.weight], probe)])
+    for wanted, ours in zip(*found, strict=True):
+        scale = float(wanted.detach().abs().max())
+        assert distance(wanted, ours) <= (1e-4 if dtype == torch.float32 else 1e-11) * scale
+
+
+@pytest.mark.skipif(len(ENGINES) < 3, reason="no C++ compiler")
+def test_the_kernel_cuts_up_large_volumes(monkeypatch):
+    # So many channels and lines that regions are parts of slices and of lines.
+    layer = GroupConv3d(4, 1, "T", operators=[(0, 0, 0), (0, 1, 0), (1, 0, 1)])
+    x = torch.randn(1, 48, 11, 70, 90)
+    with torch.no_grad():
+        found = [layer.forward(x) for layer.engine in ("dense", "spectral/native")]
+    assert distance(*found) <= 1e-4 * float(found[0].abs().max())
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+@pytest.mark.parametrize("group", ["C3", "O", "I"])
+def test_cube_classes_hold_the_whole_stencils(group, size):
+    """The stencils again, from their parts, formed as the kernel forms them."""
+    operators = "order<=0" if size == 1 else None
+    stencils = spectral_plan(
+        filter_basis(group, operators, size=size), "scalar", "regular"
+    ).stencils
+    start, chosen, adds, factors = native.cube_classes(stencils)
+    patch = np.random.default_rng(0).normal(size=(size,) * 3)
+    r = size // 2
+
+    def split(values):  # along the first axis
+        opposite = [(values[r + i], values[r - i]) for i in range(1, r + 1)]
+        return [values[r]] + [a + b for a, b in opposite], [a - b for a, b in opposite]
+
+    found, at, seen = np.zeros(len(stencils)), 0, set()
+    for which, (y, x, z) in enumerate(itertools.product((0, 1), repeat=3)):
+        parts = [
+            part
+            for slice_ in split(patch)[z]
+            for line in split(slice_)[y]
+            for part in split(line)[x]
+        ]
+        for entry in range(start[which], start[which + 1]):
+            stencil = int(chosen[entry])
+            assert adds[entry] == (stencil in seen)
+            seen.add(stencil)
+            found[stencil] += factors[at : at + len(parts)] @ parts
+            at += len(parts)
+    assert at == len(factors)
+    np.testing.assert_allclose(found, (stencils * patch).sum(axis=(1, 2, 3)), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -473,9 +543,16 @@ def test_a_prologue_is_applied_to_volumes():
     torch.testing.assert_close(Prologue(affine).apply(x), torch.relu((x - centre) * scale + shift))
 
 
-def test_engines_say_which_volumes_they_do_not_run():
+def test_engines_say_which_volumes_they_do_not_run(monkeypatch):
     layer, x = GroupConv3d(1, 1, "D2"), torch.randn(1, 4, 4, 4, 4)
-    for name in ("spectral/native", "spectral/triton", "spectral/hopper"):
+    problem = Problem.of(layer.convolution, x, layer.weight)
+    reason = engines.ENGINES["spectral/triton"]._not_covered(problem)
+    assert reason == "it serves images only"
+    wide = GroupConv3d(1, 1, "D2", size=7, stencils="gaussian")
+    problem = Problem.of(wide.convolution, torch.randn(1, 4, 8, 8, 8), wide.weight)
+    reason = engines.ENGINES["spectral/native"].why_not(problem)
+    assert reason == "it knows stencils of up to 5×5×5; these are 7×7×7"
+    for name in ("spectral/triton", "spectral/hopper"):
         with (
             econv.engine(name),
             pytest.raises(ValueError, match=r"it serves images only|NVIDIA|installed"),

@@ -401,34 +401,60 @@ APART void combine(const Job& j, int64_t pixels, int64_t field, const typename V
   }
 }
 
-// The features of one tile: [block, row, (field, inner), pixel]. Lines of pixels follow one another
-// without gaps: what a vector writes beyond the end of its line, the next line overwrites.
+// Where the taps of a stencil lie, from the first that the first pixel of a line reads.
+template <int R>
+struct Taps {
+  int64_t slice[2 * R + 1], line[2 * R + 1], column[2 * R + 1];
+};
+
+// The features of the pixels of one line, from the first on, of one field.
 template <int D, int R, int B>
-APART void differentiate(const Job& j, const Cut& c, const Real* spectrum, int64_t deep,
-                         int64_t row, int64_t rows, int64_t columns, Real* z, Real* scratch) {
+WITHIN void differentiate_line(const Job& j, const Cut& c, const Taps<R>& taps, const Real* map,
+                               int64_t first, int64_t columns, int64_t field, Real* z,
+                               Real* scratch) {
   constexpr int lanes = Vec<B>::lanes;
   auto* found = reinterpret_cast<typename Vec<B>::type*>(scratch);
-  int64_t column[2 * R + 1], line[2 * R + 1], slice[2 * R + 1];
+  for (int64_t p = first; p < columns; p += 2 * lanes)
+    instance<1, 2>(p + lanes < columns ? 2 : 1, [&](auto vectors) {
+      constexpr int N = decltype(vectors)::value;
+      const Real* at = map + p;
+      for (int64_t slot = 0; slot < j.in_channels; slot++, at += c.map)
+        for (int n = 0; n < N; n++) {
+          const Real* from = at + n * lanes;
+          auto* to = found + slot * j.stencils * N + n;
+          if constexpr (D == 2) derivatives<R, B>(from, taps.line, taps.column, j, to, N);
+          else derivatives_in_space<R, B>(from, taps.slice, taps.line, taps.column, j, to, N);
+        }
+      combine<D, B, N>(j, c.pixels, field, found, z + p);
+    });
+}
+
+// The features of one tile: [block, row, (field, inner), pixel]. Lines of pixels follow one another
+// without gaps: what a vector writes beyond the end of its line, the next line overwrites.
+template <int D, int R>
+APART void differentiate(const Job& j, const Cut& c, const Real* spectrum, int64_t deep,
+                         int64_t row, int64_t rows, int64_t columns, Real* z, Real* scratch) {
+  constexpr int HALF = BYTES > 16 ? BYTES / 2 : BYTES;
+  const int64_t whole = columns / LANES * LANES;
+  const bool narrow = round_up(columns, LANES / 2) < round_up(columns, LANES);
+  Taps<R> taps;
   for (int t = 0; t <= 2 * R; t++) {
-    column[t] = t * j.dilation % j.down * c.phase_pitch + t * j.dilation / j.down;
-    slice[t] = (deep * j.down + t * j.dilation) % c.slice_ring * c.slice_pitch;
+    taps.column[t] = t * j.dilation % j.down * c.phase_pitch + t * j.dilation / j.down;
+    taps.slice[t] = (deep * j.down + t * j.dilation) % c.slice_ring * c.slice_pitch;
   }
   for (int64_t field = 0; field < j.in_fields; field++)
     for (int64_t r = 0; r < rows; r++) {
       for (int t = 0; t <= 2 * R; t++)
-        line[t] = ((row + r) * j.down + t * j.dilation) % c.ring * c.pitch;
-      for (int64_t p = 0; p < columns; p += 2 * lanes)
-        instance<1, 2>(p + lanes < columns ? 2 : 1, [&](auto vectors) {
-          constexpr int N = decltype(vectors)::value;
-          const Real* map = spectrum + field * j.in_channels * c.map + p;
-          for (int64_t slot = 0; slot < j.in_channels; slot++, map += c.map)
-            for (int n = 0; n < N; n++) {
-              auto* to = found + slot * j.stencils * N + n;
-              if constexpr (D == 2) derivatives<R, B>(map + n * lanes, line, column, j, to, N);
-              else derivatives_in_space<R, B>(map + n * lanes, slice, line, column, j, to, N);
-            }
-          combine<D, B, N>(j, c.pixels, field, found, z + r * columns + p);
-        });
+        taps.line[t] = ((row + r) * j.down + t * j.dilation) % c.ring * c.pitch;
+      const Real* map = spectrum + field * j.in_channels * c.map;
+      const auto line = [&](auto bytes, int64_t first, int64_t last) {
+        constexpr int B = decltype(bytes)::value;
+        differentiate_line<D, R, B>(j, c, taps, map, first, last, field, z + r * columns, scratch);
+      };
+      // What is left over takes half a vector, if that is enough; of images the whole line.
+      const int64_t full = !narrow ? columns : D == 2 ? 0 : whole;
+      line(std::integral_constant<int, BYTES>{}, 0, full);
+      line(std::integral_constant<int, HALF>{}, full, columns);
     }
 }
 
@@ -593,10 +619,8 @@ extern "C" int econv_spectral(const Job* job, int64_t count) {
         }
         const auto differentiated = [&](auto dimension, auto radius) {
           constexpr int D = decltype(dimension)::value, R = decltype(radius)::value;
-          constexpr int HALF = BYTES > 16 ? BYTES / 2 : BYTES;
-          const bool narrow = round_up(columns, LANES / 2) < round_up(columns, LANES);
-          const auto some = narrow ? differentiate<D, R, HALF> : differentiate<D, R, BYTES>;
-          some(j, c, own[SPECTRUM], slice, row, here, columns, own[Z], own[SCRATCH]);
+          differentiate<D, R>(j, c, own[SPECTRUM], slice, row, here, columns, own[Z],
+                              own[SCRATCH]);
         };
         if (j.dimension == 2)
           instance<0, 4>(j.size / 2, [&](auto radius) {
