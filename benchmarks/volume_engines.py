@@ -1,7 +1,7 @@
 """Time of the engines on convolutions of volumes, and the memory that they take on a GPU.
 
-    python benchmarks/volume_engines.py --threads 2 --json benchmarks/results/volume_engines_cpu.json
-    python benchmarks/volume_engines.py --device cuda --json benchmarks/results/volume_engines_cuda.json
+    python benchmarks/volume_engines.py --threads 2 --json outputs/volume_engines.json
+    python benchmarks/volume_engines.py --device cuda --json outputs/volume_engines_cuda.json
 
 One layer at a time, forward and backward; all engines in one process, on the same numbers, one
 after the other again and again. Times are medians and the least; what counts are their ratios. On

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from econv import engines
-from econv.groups import GroupLike
 from econv.engines.problem import times
+from econv.groups import GroupLike
 from econv.layers.convolution import ConvOptions, GroupConv, GroupConv2d, GroupConv3d
 
 if TYPE_CHECKING:
