@@ -78,7 +78,7 @@ class GroupPool2d(GroupPool):
 
     What comes out is a stack of ordinary images that turn with the input. Several statistics say
     more of a field than one, and a classifier that reads few fields needs it: they are channels
-    side by side, channel = field * :attr:`outputs` + statistic, and turn as exactly as one.
+    side by side, channel = field * ``outputs`` + statistic, and turn as exactly as one.
 
     Args:
         group: a group or its name.
