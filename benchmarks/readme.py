@@ -667,6 +667,52 @@ def migrating_table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", how])
 
 
+def volume_errors(found: dict[str, Any]) -> str:
+    """Errors in volumes at each smoothness, of one layer and of several, beside escnn's."""
+    rows = found["rows"]
+    cases = list(dict.fromkeys((row["layers"], row["size"]) for row in rows))
+    names = list(dict.fromkeys(row["library"] for row in rows))
+    smoothness = list(dict.fromkeys(row["sigma"] for row in rows))
+    head = ["", *(f"{'one layer' if n == 1 else f'{n} layers'}, {k}³" for n, k in cases)]
+    cells = []
+    for name in names:
+        cells.append([name])
+        for case in cases:
+            own = [r for r in rows if (r["library"], r["layers"], r["size"]) == (name, *case)]
+            cells[-1].append(" / ".join(f"{row['error']:.2g}" for row in own) or "–")
+    note = (
+        f"(Group {found['group']}, one field, volumes of {found['voxels']}³ of σ = "
+        f"{' / '.join(f'{sigma:g}' for sigma in smoothness)} voxels, "
+        f"{found['elements'] * found['seeds']} rotations that the grid has not; {code(found)}; "
+        "`benchmarks/equivariance_3d.py`.)"
+    )
+    return "\n".join([*table(head, cells), "", note])
+
+
+def tetris(found: dict[str, Any]) -> str:
+    """Accuracy under all rotations, by the size of the stencils."""
+    cells = []
+    for size in sorted({row["size"] for row in found["runs"]}):
+        own = [row for row in found["runs"] if row["size"] == size]
+        shares = [100 * row["accuracy"] for row in own]
+        spread = f" ± {statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
+        cells.append(
+            [
+                f"{size}³",
+                f"{own[0]['parameters']:,}",
+                str(len(own)),
+                f"{statistics.mean(shares):.1f}{spread} %",
+            ]
+        )
+    head = ["stencils", "parameters", "seeds", "right under all rotations"]
+    note = (
+        f"(Group {found['group']}, {found['stencils']} stencils, {found['steps']} steps on the "
+        f"eight upright pieces; the test has {found['copies']} of each, turned by cubic splines; "
+        f"{code(found)}; `benchmarks/tetris.py`.)"
+    )
+    return "\n".join([*table(head, cells), "", note])
+
+
 # For each file its tables: the name between the markers, the results, and what makes the table.
 TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] = {
     "README.md": {
@@ -711,6 +757,10 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
     "docs/migrating.md": {"migrating": ("migrating.json", migrating_table)},
     "docs/converting.md": {"pretrained": ("pretrained.json", pretrained_table)},
     "docs/zoo.md": {"zoo": ("zoo.json", zoo)},
+    "docs/volumes.md": {
+        "equivariance of volumes": ("equivariance_3d.json", volume_errors),
+        "tetris": ("tetris.json", tetris),
+    },
 }
 # What needs a machine that there may have been none of.
 NOT_EVERYWHERE = (
