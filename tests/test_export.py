@@ -278,7 +278,7 @@ def test_a_layer_with_a_forward_of_its_own_is_refused():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    with pytest.raises(ValueError, match=r"forward of PDOConv2d; Doubled has its own"):
+    with pytest.raises(ValueError, match=r"forward of PDOConv; Doubled has its own"):
         export(nn.Sequential(Doubled(1, 1, "p4")))
 
     @plain_form.register
