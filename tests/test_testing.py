@@ -30,6 +30,7 @@ from econv import (
 )
 from econv.engines.dense import filter_offsets
 from econv.testing import (
+    _exact,
     assert_equivariant,
     convergence_order,
     equivariance_error,
@@ -715,3 +716,11 @@ def test_forgotten_vectors_are_suggested():
     with pytest.raises(AssertionError) as caught:
         assert_equivariant(broken, field, "p2")
     assert "input_kind" not in str(caught.value)
+
+
+def test_what_maps_rectangles_onto_themselves():
+    group = Group("p4m")
+    for element in range(group.order):
+        diagonal = abs(float(group.matrices[element][0, 1])) < 0.5
+        assert (element in _exact(group, 2.0)) == diagonal
+        assert element in _exact(group, 1.0)
