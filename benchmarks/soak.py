@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 import econv
-
 from econv.files import write_atomically
 from recording import origin, stamp
 
@@ -164,7 +163,9 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = list(growing(found["samples"]))
     engines_ran = ", ".join(f"{name} {count}" for name, count in found["ran"].items())
     print(f"{found['steps']} steps in {args.seconds:g} s: {engines_ran}")
-    print(f"memory: {memory[0]:.0f} MB at first, {max(memory):.0f} at most, {memory[-1]:.0f} at last")
+    print(
+        f"memory: {memory[0]:.0f} MB at first, {max(memory):.0f} at most, {memory[-1]:.0f} at last"
+    )
     for line in wrong:
         print(line)
     if args.json:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import econv
-from econv import GroupBatchNorm2d, GroupConv2d, LiftConv2d, VectorConv2d, filter_basis
-from econv import Upsample2d
+from econv import GroupBatchNorm2d, GroupConv2d, LiftConv2d, Upsample2d, VectorConv2d, filter_basis
 from econv.lab import layer_errors, operator_symbols, plain_twin, resolution_curve
 from econv.models import ConvNet, ResNet
 from econv.operators import Polynomial
