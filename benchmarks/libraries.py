@@ -314,3 +314,10 @@ def trained(library: Library, **options: Any) -> Network:
         optimiser.step()
     network.zero_grad(set_to_none=True)
     return network
+
+
+def layers_of(name: str) -> dict[str, Any]:
+    """The version of escnn or e2cnn, and the public names of its layers."""
+    found = importlib.import_module(f"{name}.nn")
+    names = sorted(each for each in vars(found) if each[0].isupper())
+    return {"version": importlib.metadata.version(name), "layers": names}

@@ -168,6 +168,8 @@ def compatibility_summary(found: dict[str, Any]) -> str:
         for topic, listed in topics.items()
     ]
     rows.append(["**all checks**", *(f"**{passed(library, names)}**" for library in LIBRARIES)])
+    counts = (str(len(causes_of(found, library))) for library in LIBRARIES)
+    rows.append(["causes of what fails", *counts])
     note = (
         "(The same p8 network in each library, every check in a fresh process; an ordinary CNN, "
         f"the control, passes {passed(CONTROL, names)}. `benchmarks/compatibility.py`; each check "
@@ -176,8 +178,64 @@ def compatibility_summary(found: dict[str, Any]) -> str:
     return "\n".join([*table(["", *heads], rows), "", note])
 
 
+# What lies behind the failures of escnn and e2cnn: a pattern for "check: message", and the cause.
+CAUSES = {
+    "filters are cached in eval mode, as its documentation says; call `.train()` before states are "
+    "saved, loaded, copied or changed": r"functional_call_eval|deepcopy_eval|same_state|"
+    r"loads_across|live_weights|learns_in_eval|parametrised_eval",
+    "orientation pooling writes to memory of its own making: it loses dtype and layout, and vmap "
+    "refuses it": r"pooling_dtype|pooling_layout|func_vmap|per_sample_gradients: .*vmap",
+    "layers look into their numbers while they run, which compilers and exporters cannot follow": (
+        r"compiled|graph_breaks|torch_export|onnx_dynamo|func_grad|per_sample_gradients"
+    ),
+    "new batch sizes are compiled anew": r"recompilations",
+    "groups hold functions that pickle does not know; save the state dict instead": (
+        r".*Can't pickle"
+    ),
+    "the export leaves its own pooling of channels in the network": r"plain_export",
+    "layers share the arrays of their bases, and convert them for all": r"dtype_of_others",
+    "batch norm has no conversion to a synchronised one": r"synchronised",
+    "a plain tensor ends in an assertion without a word": r"plain_tensors",
+}
+
+
+def cause_of(check: str, message: str) -> str:
+    """What lies behind a failure, or its message where nobody has looked."""
+    text = f"{check}: {message}"
+    own = message.replace("`", "'").replace("|", "\\|")
+    return next((cause for cause, pattern in CAUSES.items() if re.match(pattern, text)), own)
+
+
+def causes_of(found: dict[str, Any], library: str) -> dict[str, list[str]]:
+    """The failures of a library by what lies behind them, as titles of the checks."""
+    results = found["libraries"].get(library, {}).get("results", {})
+    causes: dict[str, list[str]] = {}
+    for check in found["checks"]:
+        result = results.get(check["name"], {"status": "absent"})
+        if result["status"] == "fail":
+            cause = cause_of(check["name"], result["message"])
+            causes.setdefault(cause, []).append(check["title"])
+    return causes
+
+
+def compatibility_causes(found: dict[str, Any]) -> list[str]:
+    """A table of causes, with how many checks fail for each."""
+    by_library = {name: causes_of(found, name) for name in LIBRARIES}
+    every = list(dict.fromkeys(cause for causes in by_library.values() for cause in causes))
+    order = {cause: place for place, cause in enumerate(CAUSES)}
+    every.sort(key=lambda cause: order.get(cause, len(order)))
+    rows = [
+        [cause, *(str(len(causes.get(cause, []))) for causes in by_library.values())]
+        for cause in every
+    ]
+    rows.append(["**causes**", *(f"**{len(causes)}**" for causes in by_library.values())])
+    versions = {name: column["versions"] for name, column in found["libraries"].items()}
+    heads = library_names(versions)
+    return ["## What fails, by cause", "", *table(["checks that fail because", *heads], rows), ""]
+
+
 def compatibility_details(found: dict[str, Any]) -> str:
-    """Every check, with the first line of its error where it fails."""
+    """Causes, then every check, with the first line of its error where it fails."""
     libraries = found["libraries"]
 
     def cell(library: str, check: str) -> str:
@@ -193,7 +251,7 @@ def compatibility_details(found: dict[str, Any]) -> str:
         return f"{status} ({message})" if message else status
 
     heads = library_names({name: column["versions"] for name, column in libraries.items()})
-    lines: list[str] = []
+    lines = compatibility_causes(found)
     for topic in dict.fromkeys(check["topic"] for check in found["checks"]):
         rows = [
             [check["title"], *(cell(library, check["name"]) for library in LIBRARIES)]
@@ -204,7 +262,9 @@ def compatibility_details(found: dict[str, Any]) -> str:
     for name, column in libraries.items():
         known = column["versions"] or {}
         listed = ", ".join(f"{package} {version}" for package, version in known.items() if version)
-        lines.append(f"- {'control' if name == CONTROL else name}: {listed or 'not installed'}")
+        when = f"; {code(column)}, {column['finished'][:10]}" if known else ""
+        name = "control" if name == CONTROL else name
+        lines.append(f"- {name}: {listed or 'not installed'}{when}")
     return "\n".join(lines)
 
 

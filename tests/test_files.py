@@ -41,18 +41,21 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_before_it_returns(t
 def test_an_error_leaves_the_old_file_and_nothing_beside_it(tmp_path):
     path = tmp_path / "record.json"
     files.write_atomically(path, b"old")
-    with pytest.raises(RuntimeError), files.atomic(path) as temporary:
-        temporary.write_bytes(b"half")
-        raise RuntimeError
+
+    def fail():
+        with files.atomic(path) as temporary:
+            temporary.write_bytes(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["record.json"]
 
 
 def test_what_killed_processes_left_is_removed_once_it_is_old(tmp_path):
     dead = 2**22 + 1  # above what the system counts to
-    left, young, own = (
-        tmp_path / f".{number}.x" for number in (dead, dead + 1, os.getpid())
-    )
+    left, young, own = (tmp_path / f".{number}.x" for number in (dead, dead + 1, os.getpid()))
     for path in (left, young, own):
         path.write_bytes(b"half")
     os.utime(left, (0, 0))

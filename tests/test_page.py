@@ -238,7 +238,9 @@ def test_sheets_have_each_frame_in_its_place_and_colours_that_rise():
 def test_bars_stand_where_the_probabilities_at_rest_are(text):
     at_rest = [row[0] for row in data_of(text)["probabilities"].values()]
     marks = [float(x) for x in re.findall(r'<b style="left:([\d.]+)%"></b>', text)]
-    assert marks == pytest.approx([100 * p for pair in zip(*at_rest, strict=True) for p in pair], abs=0.01)
+    assert marks == pytest.approx(
+        [100 * p for pair in zip(*at_rest, strict=True) for p in pair], abs=0.01
+    )
 
 
 def test_the_page_refers_to_nothing_outside(text):

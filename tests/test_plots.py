@@ -200,7 +200,7 @@ def filter_axes(figure) -> list:
 
 
 def test_filters_are_the_right_way_up():
-    """∂y is positive above and negative below; its copy a quarter turn on, on the left and right."""
+    """∂y is positive above and negative below; a quarter turn on, left and right."""
     canonical, straight, turned, *_ = filter_axes(plot_filters(derivative(2)))
     for axis in (canonical, straight):
         pixels = seen(axis)
@@ -280,9 +280,7 @@ def seen_spectrum(axis, symbol) -> dict[tuple[float, float], float]:
     xs, ys = (sorted({place[i] for place in pixels}) for i in (0, 1))
     assert len(xs) == len(ys) == len(symbol.frequencies)
     line = symbol.frequencies
-    return {
-        (line[i], line[j]): pixels[x, y] for i, x in enumerate(xs) for j, y in enumerate(ys)
-    }
+    return {(line[i], line[j]): pixels[x, y] for i, x in enumerate(xs) for j, y in enumerate(ys)}
 
 
 def test_the_scale_of_spectra_is_that_of_the_stencil():
@@ -294,7 +292,9 @@ def test_the_scale_of_spectra_is_that_of_the_stencil():
         assert f"to ideal {symbol.error:.2g}" in column[2].get_xlabel()
         assert f"turning {symbol.turning_error:.2g}" in column[2].get_xlabel()
     ticks = columns[2, 0].get_xticks()
-    assert dict(zip(ticks, [t.get_text() for t in columns[2, 0].get_xticklabels()], strict=True)) == {
+    assert dict(
+        zip(ticks, [t.get_text() for t in columns[2, 0].get_xticklabels()], strict=True)
+    ) == {
         -math.pi: "−π",
         0.0: "0",
         math.pi: "π",

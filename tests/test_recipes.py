@@ -10,6 +10,7 @@ import pytest
 import econv
 from econv import create_model
 from econv.data import Augmentation
+from econv.data.sources import SOURCES
 from econv.recipes import RECIPES, Recipe, recipe
 
 DEMANDED = [
@@ -50,10 +51,22 @@ def test_every_row_has_the_papers_own_schedule(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_models_and_augmentations_can_be_built(name: str) -> None:
+def test_networks_fit_their_data_and_the_papers_size(name: str) -> None:
     found = RECIPES[name]
-    create_model(found.model, **dict(found.model_options))
-    Augmentation(**dict(found.augmentation))
+    source = SOURCES.get(found.dataset)
+    model = create_model(found.model, **dict(found.model_options))
+    assert model.num_classes == (source.classes if source else 10)
+    assert model.config["in_channels"] == (source.shape[0] if source else 1)
+    if found.paper_parameters:
+        own = parameters(found)
+        number, unit = found.paper_parameters[:-1], found.paper_parameters[-1]
+        told = float(number) * {"k": 1e3, "M": 1e6}[unit]
+        if name.endswith("_paper"):  # the paper's networks are its own up to rounding …
+            assert 0.95 < own / told < 1.05 or found.dataset == "cifar100"  # told for ten classes
+        else:  # … and ours are not much larger
+            assert 0.6 < own / parameters(RECIPES[f"{name}_paper"]) < 1.05
+    augmentation = Augmentation(**dict(found.augmentation))
+    assert all(getattr(augmentation, key) == value for key, value in found.augmentation)
 
 
 @pytest.mark.parametrize("name", LIMITS)

@@ -32,6 +32,7 @@ from econv import (
 )
 from econv.engines.dense import filter_offsets
 from econv.testing import (
+    _exact,
     assert_equivariant,
     convergence_order,
     equivariance_error,
@@ -845,3 +846,11 @@ def test_bad_input_for_volumes_is_refused():
         transform(x, None, random_rotations(1)[0], "regular")
     with pytest.raises(ValueError, match="expected one spacing, or 3"):
         transform(x, "T", 1, spacing=(1.0, 2.0))
+
+
+def test_what_maps_rectangles_onto_themselves():
+    group = Group("p4m")
+    for element in range(group.order):
+        diagonal = abs(float(group.matrices[element][0, 1])) < 0.5
+        assert (element in _exact(group, 2.0)) == diagonal
+        assert element in _exact(group, 1.0)

@@ -327,15 +327,17 @@ WITH_PACKAGES = {"onnx_dynamo", "onnx_legacy", "onnx_of_plain", "int8_weights"}
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about what it is going to change
-@pytest.mark.parametrize("library", ["torch", "econv"])
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW | WITH_PACKAGES else n for n in CHECKS],
+    ("name", "library"),
+    [
+        pytest.param(name, library, marks=[pytest.mark.slow] * (name in SLOW | WITH_PACKAGES))
+        for name, check in CHECKS.items()
+        for library in ("torch", "econv")
+        if check.control or library == "econv"  # an ordinary network is not equivariant
+    ],
 )
 def test_an_ordinary_network_and_ours_pass(name, library):
     chosen = libraries.get(library)
-    if library == "torch" and not CHECKS[name].control:
-        pytest.skip("an ordinary network is not equivariant")
     torch.manual_seed(0)
     try:
         CHECKS[name].function(chosen)
@@ -671,6 +673,7 @@ def test_a_measurement_that_fails_ends_the_script(monkeypatch):
 
 # ---------------------------------------------------------------------------------------- tables
 
+STAMP = {"revision": "abcdef", "finished": "2026-01-02T03:04:05Z"}
 RECORD = {
     "limit_s": 300,
     "checks": [
@@ -681,6 +684,7 @@ RECORD = {
     "libraries": {
         "econv": {
             "versions": {"econv": "1.0", "torch": "2.13", "onnx": None},
+            **STAMP,
             "results": {
                 "a": {"status": "pass", "message": ""},
                 "b": {"status": "pass", "message": "to 1e-07"},
@@ -689,6 +693,7 @@ RECORD = {
         },
         "escnn": {
             "versions": {"escnn": "1.0.11", "torch": "2.13"},
+            **STAMP,
             "results": {
                 "a": {"status": "fail", "message": "E: a|b `c` " + "x" * 200},
                 "b": {"status": "pass", "message": ""},
@@ -698,6 +703,7 @@ RECORD = {
         "e2cnn": {"versions": None, "results": {}},
         "torch": {
             "versions": {"torch": "2.13"},
+            **STAMP,
             "results": {
                 "a": {"status": "pass", "message": ""},
                 "b": {"status": "pass", "message": ""},
@@ -717,6 +723,7 @@ def test_the_summary_counts_what_passes_of_what_applies():
         "| turns | 1 of 1 | 0 of 0 | not installed |",
         "| **all checks** | **3 of 3** | **1 of 2** | **not installed** |",
     ]
+    assert lines[5] == "| causes of what fails | 0 | 1 | 0 |"
     assert "control, passes 2 of 2." in lines[-1]
 
 
@@ -724,6 +731,13 @@ def test_the_details_show_the_error_and_keep_the_table_whole():
     text = readme.compatibility_details(RECORD)
     message = "E: a\\|b 'c' " + "x" * 200
     assert text.splitlines() == [
+        "## What fails, by cause",
+        "",
+        "| checks that fail because | **econv** | escnn 1.0.11 | e2cnn |",
+        "|---|---|---|---|",
+        f"| {message} | 0 | 1 | 0 |",
+        "| **causes** | **0** | **1** | **0** |",
+        "",
         "## `compile`",
         "",
         "|  | **econv** | escnn 1.0.11 | e2cnn |",
@@ -737,11 +751,36 @@ def test_the_details_show_the_error_and_keep_the_table_whole():
         "|---|---|---|---|",
         "| exact | pass | – (no such layer) | not installed |",
         "",
-        "- econv: econv 1.0, torch 2.13",
-        "- escnn: escnn 1.0.11, torch 2.13",
+        "- econv: econv 1.0, torch 2.13; code of revision abcdef, 2026-01-02",
+        "- escnn: escnn 1.0.11, torch 2.13; code of revision abcdef, 2026-01-02",
         "- e2cnn: not installed",
-        "- control: torch 2.13",
+        "- control: torch 2.13; code of revision abcdef, 2026-01-02",
     ]
+
+
+def test_failures_of_one_cause_are_told_together():
+    failed = {"status": "fail", "message": "AssertionError: x"}
+    found = copy.deepcopy(RECORD)
+    found["checks"] = [
+        {"name": name, "topic": "t", "title": name}
+        for name in ("deepcopy_eval", "live_weights", "pickled_train", "unheard_of")
+    ]
+    results = {check["name"]: failed for check in found["checks"]}
+    pickle = {"status": "fail", "message": "AttributeError: Can't pickle local object"}
+    found["libraries"]["escnn"]["results"] = {**results, "pickled_train": pickle}
+    causes = readme.causes_of(found, "escnn")
+    assert [len(titles) for titles in causes.values()] == [2, 1, 1]
+    first, second, third = causes
+    assert first.startswith("filters are cached in eval mode")
+    assert "pickle" in second
+    assert third == "AssertionError: x"
+
+
+def test_every_failure_of_the_record_has_a_cause_that_somebody_looked_for():
+    found = readme.read("compatibility.json")
+    for library in ("escnn", "e2cnn"):
+        assert set(readme.causes_of(found, library)) <= set(readme.CAUSES)
+    assert readme.causes_of(found, "econv") == {}
 
 
 def test_the_costs_are_told_library_by_library():
