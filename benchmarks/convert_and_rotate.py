@@ -80,14 +80,16 @@ def upright(name: str, folder: Path | None) -> tuple[Images, Images]:
     return tuple((x.float() / 255, y) for x, y in splits)  # type: ignore[return-value]
 
 
-def train(network: nn.Module, images: Images, epochs: int, seed: int, device: str) -> float:
-    """Adam with one cycle of the rate; seconds."""
+def train(
+    network: nn.Module, images: Images, epochs: int, rate: float, seed: int, device: str
+) -> float:
+    """Adam with one cycle of the rate, which has its highest value here; seconds."""
     start = time.perf_counter()
     network.to(device).train()
     x, y = (tensor.to(device) for tensor in images)
     batches = len(x) // 64
     optimiser = torch.optim.Adam(network.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 5e-3, total_steps=epochs * batches)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, total_steps=epochs * batches)
     for epoch in range(epochs):
         order = data.permutation(len(x), seed, epoch).to(device)
         for batch in order[: batches * 64].split(64):
@@ -115,6 +117,7 @@ def main() -> None:
     parser.add_argument("--match", default="params", choices=econv.conversion.MATCHES)
     parser.add_argument("--width", type=int, default=8, help="channels of the first layer")
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=1.5e-2, help="the highest of learning")
     parser.add_argument("--short", type=int, default=1, help="epochs of the short trainings")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--data", default="digits", choices=("digits", "mnist"))
@@ -140,7 +143,7 @@ def main() -> None:
             f"converted, drawn anew, {args.short} epoch": (again, args.short),
         }
         for name, (network, epochs) in runs.items():
-            took = train(network, training, epochs, seed, args.device)
+            took = train(network, training, epochs, args.rate, seed, args.device)
             rows.append((seed, name, network, took, errors(network, turned, test_y, args.device)))
         started = econv.convert(
             source.cpu(),
@@ -150,7 +153,7 @@ def main() -> None:
             pretrained=True,
             measure=False,
         )
-        took = train(started, training, args.short, seed, args.device)
+        took = train(started, training, args.short, args.rate, seed, args.device)
         found = errors(started, turned, test_y, args.device)
         name = f"converted, source's weights, {args.short} epoch"
         rows.append((seed, name, started, took, found))

@@ -306,7 +306,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure  # here, so that nothing else needs it
 
     figure = Figure(figsize=(9.2, 7.0), layout="constrained")
-    panels = figure.subplots(2, 2, sharex="col", sharey="row")
+    panels = figure.subplots(2, 2, sharey="row")
     words = {"adam": "Adam", "sgd": "SGD", "digits": "turned digits, batch norm"}
     words["flow"] = "Burgers' equation, no norm"
     for across, task in zip(panels, TASKS, strict=True):
