@@ -8,8 +8,8 @@ layers with batch norm and ReLU, for three epochs in batches of 64. Flow: a step
 equation on smooth periodic fields of 16×16 pixels, four layers with GELU and no norm, for 300 steps
 in batches of 16. Rates are constant and a factor of √10 apart. The loss is the mean of the last
 quarter of the steps: what fits best is the rate whose loss, averaged over the seeds, is lowest.
-Without norms SGD takes rates that are far smaller, and more of them are tried there. With `--add` rows
-go to a record that other code began, and name theirs; `--draw` makes the picture of a record.
+Without norms SGD takes rates that are far smaller, and more of them are tried there. With `--add`
+rows go to a record that other code began, and name theirs; `--draw` makes the picture of a record.
 
 For digits, the accuracy on validation images with the statistics that batch norm has kept is put
 beside the one with those of the batch, every 24 steps after the first forty.

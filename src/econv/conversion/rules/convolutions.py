@@ -122,8 +122,6 @@ def _conv_options(
         "bias": module.bias is not None,
     }
     mode = getattr(module, "padding_mode", "zeros")
-    if mode == "zeros" and plan.smooth and not plan.fitted and plan.group.order > 1:
-        mode = "replicate"  # zeros are a frame around an even background, which does not turn
     if mode != "zeros":
         options["padding_mode"] = mode
     small = plan.fitted and extent > side
