@@ -5,6 +5,9 @@ VENV ?= .venv
 ARGS ?=
 JOBS ?= 2
 PEERS ?=
+TORCH ?=
+
+TEXTS := $(wildcard *.md *.toml *.cff .github Makefile benchmarks docs examples src tests tools)
 
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin/python
@@ -17,20 +20,23 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint docs examples bench clean
+.PHONY: help run test test-all lint docs examples notebooks bench release-check clean
 
 help:
 	@echo "make run       train a p8 network and its CNN twin on turned digits, compare them, in outputs/"
 	@echo "make test      the fast tests, in less than ten minutes"
 	@echo "make test-all  all tests"
-	@echo "make lint      style, types and the order of the modules"
+	@echo "make lint      style, types, the order of the modules, links and spelling"
 	@echo "make docs      the documentation, in site/"
 	@echo "make examples  the worked examples, which renew their pages of the documentation"
+	@echo "make notebooks the notebooks, run from top to bottom, with their pictures"
 	@echo "make bench     cost, compatibility, initialisation and equivariance, in outputs/"
+	@echo "make release-check  build, look into the wheel, try it with the oldest and the newest torch"
 	@echo "make clean     remove the environment, the caches and what was built; outputs/ stays"
 	@echo
 	@echo "PYTHON=python3.12   the interpreter to set up with ($(PYTHON) now)"
 	@echo "VENV=folder         where to set up ($(VENV) now); another interpreter needs another folder"
+	@echo "TORCH='torch==2.10.*'  another torch than that of constraints.txt; it needs another folder too"
 	@echo "JOBS=2              how many tests run side by side"
 	@echo "PEERS=python        bench: an interpreter that has escnn and e2cnn (benchmarks/compatibility.py)"
 	@echo "ARGS=--fresh        further arguments for run, test, test-all and examples, such as ARGS='-k groups'"
@@ -49,6 +55,8 @@ lint: $(STAMP)
 	@echo "ruff format --check"; $(RUN) -m ruff format --check .
 	@echo "mypy"; $(RUN) -m mypy
 	@echo "lint-imports"; $(VENV)/bin/lint-imports
+	@echo "links"; $(RUN) tools/check_links.py
+	@echo "codespell"; $(VENV)/bin/codespell --check-hidden $(TEXTS)
 
 # Strict: a link, a name or a page that leads nowhere is an error.
 docs: $(STAMP)
@@ -71,6 +79,10 @@ bench: $(STAMP)
 	@$(RUN) benchmarks/initialisation.py
 	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json
 
+# Minutes, and gigabytes for a while: every torch comes into an environment of its own.
+release-check: $(STAMP)
+	@$(RUN) tools/release_check.py $(ARGS)
+
 clean:
 	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find benchmarks examples src tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -90,4 +102,5 @@ $(STAMP): pyproject.toml constraints.txt
 				install --quiet --ignore-installed pip; fi; fi
 	@echo "Installing econv and its tools into $(VENV) (minutes, the first time)"
 	@$(RUN) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@if [ -n "$(TORCH)" ]; then $(RUN) -m pip install --quiet $(TORCH); fi
 	@touch $@

@@ -16,17 +16,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from econv import records, report
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+RECORDS = "records"  # in the place of a file of results: what was trained
 
 # Rows of the table, as the benchmark calls them and as a reader should.
 ROWS = {
     "escnn R2Conv 5×5": "escnn R2Conv, 5×5",
+    "e2cnn R2Conv 5×5": "e2cnn R2Conv, 5×5",
     "central 5×5": "econv, the paper's central differences, 5×5",
     "isotropic 5×5": "**econv, isotropic stencils, 5×5 (default)**",
     "isotropic 7×7": "econv, isotropic stencils, 7×7",
 }
-
 
 # Columns, in this order; the versions come from the results.
 LIBRARIES = {"econv": "**econv**", "escnn": "escnn", "e2cnn": "e2cnn"}
@@ -57,10 +60,79 @@ def equivariance_table(found: dict[str, Any]) -> str:
     rows = [
         [text, *(f"{error:.2g}" for error in found["one_layer"]["errors"][name])]
         for name, text in ROWS.items()
+        if name in found["one_layer"]["errors"]
     ]
     fields = found["one_layer"]["fields"]
-    note = f"({fields}→{fields} fields of 8 orientations, one run; `benchmarks/equivariance.py`.)"
+    note = (
+        f"({fields}→{fields} fields of 8 orientations, mean over {found['settings']['seeds']} "
+        "seeds; `benchmarks/equivariance.py`.)"
+    )
     return "\n".join([*table(head, rows), "", note])
+
+
+def equivariance_in_short(found: dict[str, Any]) -> str:
+    """One layer of each library, by how smooth the image is."""
+    errors = found["one_layer"]["errors"]
+    columns = {"escnn": "escnn R2Conv 5×5", "e2cnn": "e2cnn R2Conv 5×5", "econv": "isotropic 5×5"}
+    known = {text: errors[name] for text, name in columns.items() if name in errors}
+    rows = [
+        [f"{smooth:g}", *(f"{row[place]:.2g}" for row in known.values())]
+        for place, smooth in enumerate(found["settings"]["smoothness"])
+    ]
+    rows = [[*row[:-1], f"**{row[-1]}**"] for row in rows]
+    note = (
+        f"Relative error of 5×5 filters, mean over {found['settings']['seeds']} seeds: "
+        "[how it was measured, and more](docs/results.md#equivariance)."
+    )
+    return "\n".join([*table(["smoothness in pixels", *known], rows), "", note])
+
+
+# Rows of the README: recipes, and what they are called there.
+ACCURACY = {
+    "mnist_rot_p8": "MNIST-rot",
+    "mnist_rot_p8_large": "MNIST-rot, augmented",
+    "cifar10_resnet26_p6m": "CIFAR-10, small network",
+    "cifar10_resnet26_p8": "CIFAR-10, large network",
+}
+
+
+def accuracy_in_short(found: list[report.Row]) -> str:
+    """The paper's error and ours, where all seeds are there."""
+    by_name = {row.recipe.name: row for row in found if row.complete}
+    kept = {words: by_name[name] for name, words in ACCURACY.items() if name in by_name}
+    rows = [
+        [words, f"{row.recipe.paper_error:.3f}".removesuffix("0"), f"**{row.error}**"]
+        for words, row in kept.items()
+    ]
+    seeds = min((len(row.records) for row in kept.values()), default=0)
+    note = (
+        f"Mean and deviation over {seeds} seeds; MNIST-rot is re-created, and the test split is "
+        "read once: [all tables, and how they were made](docs/results.md#accuracy)."
+    )
+    return "\n".join([*table(["test error, %", "paper", "econv"], rows), "", note])
+
+
+def speed_in_short(cpu: dict[str, Any], gpu: dict[str, Any], networks: dict[str, Any]) -> str:
+    """Training steps, dense and by the engines: layers on both devices, a network on the GPU."""
+    rows = []
+    for found, where in ((cpu, f"{cpu['threads']} CPU cores"), (gpu, gpu["device"])):
+        for group in ("p8", "p16"):
+            layer = next(each for each in found["layers"] if each["case"]["group"] == group)
+            times = isolated(layer["forward+backward"])["median"]
+            case = layer["case"]
+            name = f"layer of {group}, {case['in_fields']} fields, {where}"
+            rows.append([name, times["dense"], times["spectral"]])
+    for run in networks["runs"]:
+        if run["recipe"].startswith("cifar10_resnet26_p8_paper"):
+            speed = run["images_per_second"]
+            name = f"ResNet-26 of the paper, {networks['device']}"
+            rows.append([name, run["batch"] / speed["dense"], run["batch"] / speed["auto"]])
+    cells = [[name, f"{1e3 * a:.3g}", f"**{1e3 * b:.3g}**"] for name, a, b in rows]
+    note = (
+        "Medians; float32 on the CPU, bfloat16 on the GPU. Small layers gain less, and then econv "
+        "runs `conv2d`: [all figures](docs/results.md#speed)."
+    )
+    return "\n".join([*table(["ms for a training step", "dense", "econv"], cells), "", note])
 
 
 def library_names(versions: dict[str, dict[str, str] | None]) -> list[str]:
@@ -94,7 +166,7 @@ def compatibility_summary(found: dict[str, Any]) -> str:
     note = (
         "(The same p8 network in each library, every check in a fresh process; an ordinary CNN, "
         f"the control, passes {passed(CONTROL, names)}. `benchmarks/compatibility.py`; each check "
-        "and each error: [docs/compatibility.md](docs/compatibility.md).)"
+        "and each error: [Compatibility](compatibility.md).)"
     )
     return "\n".join([*table(["", *heads], rows), "", note])
 
@@ -572,12 +644,32 @@ def depth_note(found: dict[str, Any]) -> str:
 
 
 # For each file its tables: the name between the markers, the results, and what makes the table.
-TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
+TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] = {
     "README.md": {
+        "equivariance in short": ("equivariance.json", equivariance_in_short),
+        "accuracy in short": (RECORDS, accuracy_in_short),
+        "speed in short": (
+            ("engines_cpu.json", "engines_cuda.json", "training_cuda.json"),
+            speed_in_short,
+        ),
+    },
+    "docs/results.md": {
         "equivariance": ("equivariance.json", equivariance_table),
         "compatibility": ("compatibility.json", compatibility_summary),
         "conversion": ("convert_and_rotate.json", conversion_table),
         "costs": ("build_and_size.json", costs_table),
+        "cpu layers": ("engines_cpu.json", cpu_layers),
+        "training on a cpu": ("training_cpu.json", training_speed),
+        "networks on a cpu": ("networks_cpu.json", networks),
+        "gpu layers": ("engines_cuda.json", gpu_layers),
+        "training on a gpu": ("training_cuda.json", training_speed),
+        "networks on a gpu": ("networks_cuda.json", networks),
+        "time of networks": (
+            "networks_cuda.json",
+            lambda found: time_of_networks(found, read("networks_cuda_before.json")),
+        ),
+        "gpu kernels": ("engines_cuda.json", gpu_kernels),
+        "gpu fused": ("engines_cuda.json", gpu_fused),
     },
     "docs/compatibility.md": {
         "compatibility": ("compatibility.json", compatibility_details),
@@ -593,23 +685,7 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
         "depth by halving": ("depth.json", depth_by_halving),
     },
     "docs/converting.md": {"pretrained": ("pretrained.json", pretrained_table)},
-    "docs/engines.md": {
-        "cpu layers": ("engines_cpu.json", cpu_layers),
-        "training on a cpu": ("training_cpu.json", training_speed),
-        "networks on a cpu": ("networks_cpu.json", networks),
-        "gpu layers": ("engines_cuda.json", gpu_layers),
-        "training on a gpu": ("training_cuda.json", training_speed),
-        "networks on a gpu": ("networks_cuda.json", networks),
-        "time of networks": (
-            "networks_cuda.json",
-            lambda found: time_of_networks(found, read("networks_cuda_before.json")),
-        ),
-    },
     "docs/zoo.md": {"zoo": ("zoo.json", zoo)},
-    "docs/engine-kernels.md": {
-        "gpu kernels": ("engines_cuda.json", gpu_kernels),
-        "gpu fused": ("engines_cuda.json", gpu_fused),
-    },
 }
 # What needs a machine that there may have been none of.
 NOT_EVERYWHERE = (
@@ -621,7 +697,9 @@ NOT_EVERYWHERE = (
 
 
 def read(results: str) -> Any:
-    """What a benchmark found, or nothing where it may be missing and is."""
+    """What a benchmark found, or nothing where it may be missing and is; rows of the records."""
+    if results == RECORDS:
+        return report.rows(records.load_all(ROOT / "records"))
     path = RESULTS / results
     if results in NOT_EVERYWHERE and not path.exists():
         return None
@@ -650,7 +728,10 @@ def main() -> None:
     for name, tables in TABLES.items():
         file = ROOT / name
         text = file.read_text(encoding="utf-8")
-        made = {marker: make(read(results)) for marker, (results, make) in tables.items()}
+        made = {
+            marker: make(*(read(one) for one in ((of,) if isinstance(of, str) else of)))
+            for marker, (of, make) in tables.items()
+        }
         wanted = with_tables(text, made)
         if options.check and wanted != text:
             sys.exit(f"{name}: a table differs from benchmarks/results")

@@ -433,7 +433,6 @@ def test_unknown_names_say_what_names_look_like(bad):
         ([(math.nan, 0)], "expected"),
         ([0, 1], "exponent tuples"),
         (3, "exponent tuples"),
-        (None, "exponent tuples"),
         ([(0, 0, 0)], "2 dimensions"),
         ([(1,)], "2 dimensions"),
     ],

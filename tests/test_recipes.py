@@ -65,8 +65,9 @@ def test_the_twin_of_the_digits_has_as_many_parameters_and_the_same_recipe() -> 
     own = ("name", "model", "model_options")
     for name, value in ours.settings().items():
         assert name in own or twin.settings()[name] == value
+    own = ("fields", "pool", "activation", "antialias")
     for name, value in dict(ours.model_options).items():
-        assert name in ("fields", "pool") or dict(twin.model_options)[name] == value
+        assert name in own or dict(twin.model_options)[name] == value
 
 
 def test_the_papers_p8_network_has_its_number_of_parameters() -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import econv
-from econv import demo, lab, page, report, train
+from econv import demo, environment, lab, page, report, train
 from econv.checking import KindError, checked
 from econv.files import atomic, write_atomically
 from econv.groups import Group
@@ -109,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         ("demo", demo, "the first thing to run: a network and its CNN twin on turned digits"),
         ("train", train, "train a network of the paper's tables, or your change of one"),
         ("report", report, "the paper's tables with the records of your runs beside its figures"),
+        ("env", environment, "versions, devices and engines, for the report of a problem"),
     ):
         command = commands.add_parser(
             name, help=text, description=(room.__doc__ or "").split("\n")[0]

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import reduce, singledispatch
+from itertools import count
 from typing import Any
 
 import torch
@@ -639,7 +640,7 @@ def _plain(module: nn.Module) -> nn.Module:
         except Exception as error:  # a tracer meets code of any kind
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
         else:
-            return _folded(_with_forms(module, graph))
+            return _apart(_folded(_with_forms(module, graph)))
     if _ours(module):
         raise ValueError(
             f"expected a network that can be traced; {type(module).__name__}: {reason}"
@@ -768,6 +769,25 @@ def _folded(network: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(before)
             graph.erase_node(node)
     network.delete_all_unused_submodules()
+    network.recompile()
+    return network
+
+
+def _apart(network: fx.GraphModule) -> fx.GraphModule:
+    """Give every call of a module without state its own copy: quantisers tell calls by modules."""
+    calls: Counter[str] = Counter()
+    names = {name for name, _ in network.named_modules()}
+    for node in network.graph.nodes:
+        if node.op != "call_module":
+            continue
+        module, name = network.get_submodule(node.target), str(node.target)
+        calls[name] += 1
+        if calls[name] == 1 or len([*module.children(), *module.state_dict()]):
+            continue
+        free = (f"{name}_{number}" for number in count(calls[name]))
+        node.target = next(new for new in free if new not in names)
+        names.add(node.target)
+        network.add_submodule(node.target, copy.copy(module))
     network.recompile()
     return network
 

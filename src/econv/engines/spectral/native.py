@@ -39,7 +39,7 @@ from econv.files import processor as _processor
 from econv.fourier import butterflies
 from econv.plan import SpectralPlan
 
-__all__ = ["Native", "available", "means", "reason"]
+__all__ = ["Native", "available", "compiler", "means", "reason"]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _INCLUDED = Path(__file__).with_name("means.inc")  # at its end
@@ -206,6 +206,12 @@ def symmetry_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
     return start, np.nonzero(reads)[1], (reads.cumsum(axis=0) > 1)[reads], given
 
 
+def compiler() -> str | None:
+    """The C++ compiler that the kernel is built with, if there is one."""
+    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
 @lru_cache(maxsize=8)
 def _library(real: str) -> Any:
     """The loaded library, or the reason why there is none."""
@@ -213,11 +219,10 @@ def _library(real: str) -> Any:
         return "not supported on Windows"
     import fcntl
 
-    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
-    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
-    if compiler is None:
+    builder = compiler()
+    if builder is None:
         return "no C++ compiler found (CXX, c++, g++, clang++)"
-    openmp, asked = _loaded_openmp(), [compiler, "--version"]
+    openmp, asked = _loaded_openmp(), [builder, "--version"]
     try:
         version = subprocess.run(asked, capture_output=True, timeout=60, check=True).stdout
         # What was tuned for this processor must not run on another that shares the folder.
@@ -225,7 +230,7 @@ def _library(real: str) -> Any:
             _SOURCE.read_bytes(),
             _INCLUDED.read_bytes(),
             version,
-            compiler,
+            builder,
             real,
             openmp or "",
             _processor(),
@@ -237,7 +242,7 @@ def _library(real: str) -> Any:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time, however it ends
                 if not path.exists():
                     with atomic(path) as temporary:
-                        _compile(compiler, real, openmp, temporary)
+                        _compile(builder, real, openmp, temporary)
             library = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return str(error)
@@ -246,15 +251,15 @@ def _library(real: str) -> Any:
     return library
 
 
-def _compile(compiler: str, real: str, openmp: str | None, target: Path) -> None:
+def _compile(builder: str, real: str, openmp: str | None, target: Path) -> None:
     """Build with the best flags that work: tuned and with torch's own threads, if possible."""
     common = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", f"-DREAL={real}"]
     built, problem = target.with_name(f"{target.name}.o"), ""
     # Linked by name with the library that torch has loaded: one pool of threads, not two.
     threads = ([("-fopenmp", openmp)] if openmp else []) + [("-pthread", "-pthread")]
     for tuned, (flag, linked) in itertools.product(_TUNED, threads):
-        make = [compiler, *common, *tuned, flag, "-c", str(_SOURCE), "-o", str(built)]
-        link = [compiler, "-shared", str(built), linked, "-o", str(target)]
+        make = [builder, *common, *tuned, flag, "-c", str(_SOURCE), "-o", str(built)]
+        link = [builder, "-shared", str(built), linked, "-o", str(target)]
         try:
             for step in (make, link):
                 subprocess.run(step, capture_output=True, text=True, timeout=_SECONDS, check=True)
@@ -264,7 +269,7 @@ def _compile(compiler: str, real: str, openmp: str | None, target: Path) -> None
             problem = problem or f"{error} {getattr(error, 'stderr', '').strip()[-500:]}"
         finally:
             built.unlink(missing_ok=True)
-    raise RuntimeError(f"{compiler} could not build the kernel: {problem}")
+    raise RuntimeError(f"{builder} could not build the kernel: {problem}")
 
 
 def _loaded_openmp() -> str | None:
