@@ -106,8 +106,8 @@ def convert(
             before and after, as they are and turned.
         pool: how orientations are pooled, as :class:`~econv.GroupPool2d` reads it: ``"max"``
             (default), ``"mean+std"`` (default with ``smooth``: a maximum over angles jumps from one
-            to the next, and a mean alone says too little), ``"top3"``, …. Several statistics reach a
-            classifier or a last 1×1 convolution; where each field must become one channel, only
+            to the next, and a mean alone says too little), ``"top3"``, …. Several statistics reach
+            a classifier or a last 1×1 convolution; where each field must become one channel, only
             the first is taken. ``"attention"`` (default with ``images``) weighs orientations by a
             learned map of their features, :class:`~econv.layers.GroupAttentionPool2d`.
         options: keywords of every PDO-eConv: ``stencils``, ``accuracy``, ``init``, ``engine``.
