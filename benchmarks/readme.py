@@ -316,9 +316,11 @@ def conversion_table(found: dict[str, Any]) -> str:
         runs.setdefault(row["network"], []).append(row)
 
     def percent(values: list[float]) -> str:
-        return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+        mean = f"{statistics.mean(values):.1f}"
+        return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean
 
     angles = {"upright": "0", "turned by 90°": "90", "by 45°": "45"}
+    runs = {name: runs[name] for name in sorted(runs, key=lambda name: (name != "source", name))}
     rows = [
         [
             name,
@@ -329,11 +331,12 @@ def conversion_table(found: dict[str, Any]) -> str:
         for name, same in runs.items()
         if "epoch" not in name
     ]
-    settings = found["arguments"]
     count = len(found["rows"][0]["error_percent"])
+    seeds = min(map(len, runs.values()))
     note = (
         f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
-        f"{settings['epochs']} epochs, no augmentation, {settings['seeds']} seeds; "
+        f"{found['arguments']['epochs']} epochs, no augmentation, {seeds} "
+        f"seed{'s' * (seeds > 1)}; "
         f"{code(found)}; `benchmarks/convert_and_rotate.py`.)"
     )
     head = ["trained on upright digits", "parameters", *angles, f"mean of {count} angles"]
@@ -463,7 +466,7 @@ def gpu_layers(found: dict[str, Any]) -> str:
 
 def code(found: dict[str, Any]) -> str:
     """The revision that found a result, or the day on which what does not know it was committed."""
-    commit, changed, _ = found["revision"].partition("+")
+    commit, changed, _ = found.get("origin", found)["revision"].partition("+")
     if commit == "unknown":
         return f"code of unknown revision, result committed on {found['committed']}"
     return f"code of revision {commit[:12]}" + " with changes" * bool(changed)
