@@ -684,9 +684,15 @@ def test_an_integer_image_is_only_turned_where_nothing_is_interpolated():
         transform(image, "p8", 1)
 
 
-@pytest.mark.parametrize("element", [1.5, "1", None, -1, 8])
+@pytest.mark.parametrize("element", [-1, 8])
 def test_an_element_is_a_number_within_the_group(element):
     with pytest.raises(ValueError, match="element of p8 from 0 to 7; got"):
+        transform(noise(1, 1, 5, 5), "p8", element)
+
+
+@pytest.mark.parametrize("element", [1.5, "1", None, "first"])
+def test_what_is_no_element_says_what_one_is(element):
+    with pytest.raises(ValueError, match="element of p8, as its index or as a matrix 2×2; got"):
         transform(noise(1, 1, 5, 5), "p8", element)
 
 
