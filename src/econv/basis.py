@@ -111,7 +111,8 @@ class FilterBasis:
         runs with: the system fixes what a weight *means*, so that weights can move between them.
         """
         central = Central()
-        size = central.smallest_size(self.operators.polynomials)
+        upright = [Polynomial.monomial(exponents) for exponents in self.operators]
+        size = central.smallest_size(upright)
         rows = [central.weights(exponents, size).ravel() for exponents in self.operators]
         return frozen(np.stack(rows))
 
@@ -278,6 +279,7 @@ class FilterBasis:
         operators = [[int(e) for e in exponents] for exponents in self.operators]
         content = f"{self.group.name} {operators} {self.size} {filters} {self.coordinates}"
         content += f" {self.aspect!r}" if self.aspect != 1.0 else ""
+        content += f" {self.operators.angle!r}" if self.operators.angle else ""
         found = hashlib.sha256(content.encode()).hexdigest()[:32]
         _digested.setdefault(found, self)
         return found
