@@ -314,6 +314,18 @@ def _in_markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     )
 
 
+def _on_its_side(
+    heads: Sequence[str], lines: Sequence[Sequence[str]]
+) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """A table with many columns as one with many rows, which fits a page.
+
+    >>> _on_its_side(["a", "b"], [["1", "2"], ["3", "4"]])
+    (('a', '1', '3'), [('b', '2', '4')])
+    """
+    head, *rest = zip(heads, *lines, strict=True)
+    return head, rest
+
+
 _COMPARED_HEADS = (
     "network",
     "paper, %",
@@ -486,7 +498,7 @@ def updated(text: str, found: Sequence[Row], name: str | Path = "the text") -> s
     """
     parts = {
         BEGIN: lambda: as_markdown(found),
-        COMPARED: lambda: _in_markdown(_COMPARED_HEADS, compared(found)) + "\n",
+        COMPARED: lambda: _in_markdown(*_on_its_side(_COMPARED_HEADS, compared(found))) + "\n",
         EARLIER: lambda: _in_markdown(_EARLIER_HEADS, earlier(found)) + "\n",
     }
     wanted = [marker for marker in parts if marker in text] or [BEGIN]
