@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -190,8 +191,10 @@ def convolve(
     if channels != in_channels * groups:
         raise ValueError(f"expected {in_channels * groups} channels; got {channels}")
     padded = torch.zeros(batch, channels, *(n + 2 * padding for n in sizes)).double()
-    inside = [slice(padding, padding + n) for n in sizes]
-    padded[(slice(None), slice(None), *inside)] = x.double()
+    inside = tuple(slice(padding, padding + n) for n in sizes)
+    every = slice(None)
+    whole: Any = (every, every, *inside)
+    padded[whole] = x.double()
     extent = dilation * (size - 1) + 1
     counts = [(n + 2 * padding - extent) // stride + 1 for n in sizes]
     per_group = out_channels // groups
@@ -201,12 +204,13 @@ def convolve(
         c = slice(group * in_channels, (group + 1) * in_channels)
         for tap in itertools.product(range(size), repeat=len(sizes)):
             firsts = [dilation * t for t in tap]
-            read = [
+            read = tuple(
                 slice(first, first + stride * (count - 1) + 1, stride)
                 for first, count in zip(firsts, counts, strict=True)
-            ]
-            weights = filters[(o, slice(None), *tap)]
-            out[:, o] += torch.einsum("oc,bc...->bo...", weights, padded[(slice(None), c, *read)])
+            )
+            one: Any = (o, every, *tap)
+            seen: Any = (every, c, *read)
+            out[:, o] += torch.einsum("oc,bc...->bo...", filters[one], padded[seen])
     return out if bias is None else out + bias.double().view(-1, *[1] * len(sizes))
 
 
@@ -216,9 +220,11 @@ def pad(x: Tensor, padding: int, modes: tuple[str, ...]) -> Tensor:
     out = torch.zeros(batch, channels, *(n + 2 * padding for n in sizes)).double()
     for place in itertools.product(*map(range, out.shape[2:])):
         each = zip(place, sizes, modes, strict=True)
-        source = [_inside(i - padding, size, mode) for i, size, mode in each]
+        source = tuple(_inside(i - padding, size, mode) for i, size, mode in each)
         if None not in source:
-            out[(..., *place)] = x[(..., *source)].double()
+            here: Any = (..., *place)
+            there: Any = (..., *source)
+            out[here] = x[there].double()
     return out
 
 
@@ -245,6 +251,8 @@ def recentre(x: Tensor, *sizes: int) -> Tensor:
         twice = [have - n + 2 * i for have, n, i in zip(x.shape[2:], sizes, place, strict=True)]
         around = list(itertools.product(*({t // 2, (t + 1) // 2} for t in twice)))
         if all(0 <= i < n for near in around for i, n in zip(near, x.shape[2:], strict=True)):
+            here: Any = (..., *place)
             for near in around:
-                out[(..., *place)] += x[(..., *near)].double() / len(around)
+                there: Any = (..., *near)
+                out[here] += x[there].double() / len(around)
     return out

@@ -83,7 +83,7 @@ from econv.layers.synchronised import (
     SyncGroupBatchNorm3d,
     convert_sync_batchnorm,
 )
-from econv.layers.window import GroupWindowConv2d
+from econv.layers.window import GroupWindowConv, GroupWindowConv2d, GroupWindowConv3d
 
 __all__ = [
     "CentredAvgPool2d",
@@ -123,7 +123,9 @@ __all__ = [
     "GroupPool2d",
     "GroupPool3d",
     "GroupUpsampleConv2d",
+    "GroupWindowConv",
     "GroupWindowConv2d",
+    "GroupWindowConv3d",
     "GroupWindows2d",
     "LiftConv",
     "LiftConv2d",

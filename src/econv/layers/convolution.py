@@ -14,7 +14,7 @@ from econv.basis import COORDINATES, Gains, filter_basis
 from econv.engines import Part, Prologue, Weight, dense
 from econv.engines.problem import times
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_groups, check_maps, positive
+from econv.layers.checks import check_groups, check_maps, positive, read_group
 from econv.layers.constants import WithConstants
 from econv.layers.sampling import Enlarge2d, Upsample2d, picked, recentre, window_count
 from econv.operators import OperatorsLike
@@ -812,14 +812,6 @@ class GroupUpsampleConv2d(nn.Module):
 _WORDS = {2: ("an image", "pixels"), 3: ("a volume", "voxels")}
 _KINDS = {2: "image", 3: "volume"}
 _SEVERAL = {2: "a pair of them for (y, x)", 3: "three of them for (z, y, x)"}
-
-
-def read_group(group: GroupLike, dimension: int, name: str) -> Group:
-    found = Group(group)
-    if found.dimension != dimension:
-        wanted = {2: "the plane, such as 'p4' or 'p8m'", 3: "space, such as 'O' or 'Ih'"}
-        raise ValueError(f"{name}: expected a group of {wanted[dimension]}; got {found.name!r}")
-    return found
 
 
 def read_spacing(given: object, dimension: int = 2) -> float | tuple[float, ...]:

@@ -1,17 +1,19 @@
 """Time of the engines on convolutions of volumes, and the memory that they take on a GPU.
 
-    python benchmarks/volumes.py --threads 2 --json benchmarks/results/volumes_cpu.json
-    python benchmarks/volumes.py --device cuda --json benchmarks/results/volumes_cuda.json
+    python benchmarks/volume_engines.py --threads 2 --json outputs/volume_engines.json
+    python benchmarks/volume_engines.py --device cuda --json outputs/volume_engines_cuda.json
 
 One layer at a time, forward and backward; all engines in one process, on the same numbers, one
 after the other again and again. Times are medians and the least; what counts are their ratios. On
-a CPU they are float32, on a GPU bfloat16 with channels last (dense = cuDNN, `benchmark=True`).
+a CPU numbers are float32, and seconds of the processor are told too, which other work on the
+machine lengthens less. On a GPU they are bfloat16 with channels last, and dense is cuDNN.
 ``--engines spectral`` leaves the choice between spectral engines to econv, and the row says which.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -54,14 +56,14 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.backends.cudnn.benchmark = True
-    head = {"benchmark": "volumes", "origin": origin(args.device)}
+    head = {"benchmark": "volume_engines", "origin": origin(args.device)}
     record = Growing(args.json, head, "rows", lambda row: row["case"])
     for case in CASES[args.device]:
         if args.groups is None or case.group in args.groups:
             row = measured(case, args.device, args.engines, args.seconds)
             record.keep(row)
             least = row["seconds"]["least"]
-            ratios = {name: round(least["dense"] / time, 2) for name, time in least.items()}
+            ratios = {name: round(least["dense"] / took, 2) for name, took in least.items()}
             print(f"{case.group}, {case.fields} fields, {case.size}³: dense over each {ratios}")
 
 
@@ -96,7 +98,10 @@ def measured(case: Case, device: str, engines: list[str], seconds: float) -> dic
         "ran": {name: ran[0] for name, (ran, _) in found.items()},
         "seconds": medians({name: run(name) for name in engines}, device, seconds=seconds),
     }
-    if device == "cuda":
+    if device == "cpu":
+        each = {name: min(_processor_seconds(run(name)) for _ in range(5)) for name in engines}
+        row["processor_seconds"] = {name: round(seconds, 4) for name, seconds in each.items()}
+    else:
         row["bytes"] = {name: _peak(run(name)) for name in engines}
     return row
 
@@ -105,6 +110,12 @@ def _spectral_multiplications(layer: econv.GroupConv3d) -> list[float]:
     """For each pixel, pair of fields and operator, beside the dense ones for each tap."""
     plan = layer.convolution.plan(layer.convolution.parts[0])
     return [plan.multiplications / len(plan.stencils)]
+
+
+def _processor_seconds(run: Callable[[], object]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
 
 
 def _peak(run: Callable[[], object]) -> int:
