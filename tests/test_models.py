@@ -408,7 +408,7 @@ def test_an_ordinary_imagenet_resnet_halves_five_times():
 
 
 def test_an_imagenet_depth_that_does_not_exist_is_an_error():
-    with pytest.raises(ValueError, match=r"expected a depth of \[18, 34.*got 20"):
+    with pytest.raises(ValueError, match=r"expected a depth of \[10, 18, 34.*got 20"):
         ImageNetResNet("p4", depth=20)
     with pytest.raises(ValueError, match="four stages"):
         ImageNetResNet("p4", fields=(1, 2))
@@ -540,6 +540,38 @@ def test_initial_weights_know_their_activation():
 def test_what_smooth_networks_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         create_model("convnet7_p4", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("convnet6_p4", {}),  # reads the last map whole
+        ("convnet7_p8", {}),
+        ("paper_resnet26_p8", {"fields": (4, 4, 8)}),
+        ("resnet18_p4", {"fields": (2, 2, 2, 4)}),
+    ],
+)
+def test_the_classifier_begins_as_the_paper_says(name, options):
+    """Xavier's scheme: normal, with the variance 2 / (inputs + outputs)."""
+    torch.manual_seed(0)
+    network = create_model(name, num_classes=1000, **options)
+    weight = network.classifier.weight.detach().flatten(1)
+    area = network.classifier.weight[0, 0].numel()
+    wanted = (2 / (weight.shape[1] + area * 1000)) ** 0.5
+    assert float(weight.std()) == pytest.approx(wanted, rel=0.05)
+    assert abs(float(weight.mean())) < 4 * wanted / weight.numel() ** 0.5
+    kurtosis = float(((weight / weight.std()) ** 4).mean())
+    assert kurtosis == pytest.approx(3.0, abs=0.3)  # 1.8 if it were uniform
+    if "resnet" in name:
+        assert not network.classifier.bias.any()
+
+
+def test_ordinary_networks_begin_by_hes_scheme():
+    torch.manual_seed(0)
+    network = create_model("convnet7", fields=(64,) * 7)
+    for conv in [m for m in network.modules() if isinstance(m, nn.Conv2d)][1:-1]:
+        wanted = (2 / conv.weight[0].numel()) ** 0.5
+        assert float(conv.weight.detach().std()) == pytest.approx(wanted, rel=0.05)
 
 
 # Volumes

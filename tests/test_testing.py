@@ -32,6 +32,7 @@ from econv import (
 )
 from econv.engines.dense import filter_offsets
 from econv.testing import (
+    _on_grid,
     assert_equivariant,
     convergence_order,
     equivariance_error,
@@ -683,9 +684,15 @@ def test_an_integer_image_is_only_turned_where_nothing_is_interpolated():
         transform(image, "p8", 1)
 
 
-@pytest.mark.parametrize("element", [1.5, "1", None, -1, 8])
+@pytest.mark.parametrize("element", [-1, 8])
 def test_an_element_is_a_number_within_the_group(element):
     with pytest.raises(ValueError, match="element of p8 from 0 to 7; got"):
+        transform(noise(1, 1, 5, 5), "p8", element)
+
+
+@pytest.mark.parametrize("element", [1.5, "1", None, "first"])
+def test_what_is_no_element_says_what_one_is(element):
+    with pytest.raises(ValueError, match="element of p8, as its index or as a matrix 2×2; got"):
         transform(noise(1, 1, 5, 5), "p8", element)
 
 
@@ -845,3 +852,12 @@ def test_bad_input_for_volumes_is_refused():
         transform(x, None, random_rotations(1)[0], "regular")
     with pytest.raises(ValueError, match="expected one spacing, or 3"):
         transform(x, "T", 1, spacing=(1.0, 2.0))
+
+
+def test_what_maps_rectangles_onto_themselves():
+    group = Group("p4m")
+    for element in range(group.order):
+        diagonal = abs(float(group.matrices[element][0, 1])) < 0.5
+        matrix = np.asarray(group.matrices[element])
+        assert _on_grid(matrix, (2.0, 1.0)) == diagonal
+        assert _on_grid(matrix, (1.0, 1.0))

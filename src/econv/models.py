@@ -880,6 +880,10 @@ def create_model(
         out_indices: which of these maps, all by default.
         options: arguments of the network's class, such as ``num_classes`` or ``in_channels``.
 
+    Raises:
+        ValueError: for a name that none of these is, or arguments out of their range.
+        TypeError: for options that the class does not take.
+
     >>> model = create_model("resnet18_p8", num_classes=100)
     >>> create_model("cifar_resnet8_p4m").group
     Group('p4m')

@@ -45,6 +45,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         model: any network.
         weight_decay: the decay of the first group.
 
+    Raises:
+        ValueError: if the decay is no number of 0 or more.
+
     >>> import torch, econv
     >>> model = econv.create_model("cifar_resnet26_p8")
     >>> optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.05), lr=1e-3)

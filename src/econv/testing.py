@@ -134,7 +134,10 @@ def _read_element(group: Group | None, element: Element) -> tuple[FloatArray, in
             )
         return np.asarray(group.matrices[element]), int(element)
     given = element.detach().cpu().numpy() if isinstance(element, Tensor) else element
-    matrix = np.asarray(given, dtype=np.float64)
+    try:
+        matrix = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError):  # no numbers at all
+        matrix = np.empty(0)
     size = len(matrix) if matrix.ndim else 0
     fits = matrix.shape == (size, size) and size in (
         (2, 3) if group is None else (group.dimension,)

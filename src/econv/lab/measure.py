@@ -370,11 +370,11 @@ def operator_symbols(
 
     symbols = []
     for place, polynomial in enumerate(basis.operators.polynomials):
-        exponents = basis.operators.monomials[place]
         found = _response(basis.turned[0, place], kappa, basis.aspect)
-        ideal = np.ones_like(found)
-        for axis, exponent in enumerate(exponents):
-            ideal = ideal * (1j * kappa[axis]) ** exponent
+        ideal = np.zeros_like(found)
+        for exponents, coefficient in polynomial.terms:
+            waves = [(1j * kappa[axis]) ** exponent for axis, exponent in enumerate(exponents)]
+            ideal = ideal + coefficient * math.prod(waves, start=np.ones_like(found))
         # r(A⁻¹x) moves frequency κ to Aκ, where the operator in frame A must do what it did at κ.
         turning = 0.0
         for element, matrix in enumerate(basis.group.matrices):
