@@ -747,7 +747,7 @@ def volume_errors(found: dict[str, Any]) -> str:
         f"(Group {found['group']}, one field, volumes of {found['voxels']}³ of σ = "
         f"{' / '.join(f'{sigma:g}' for sigma in smoothness)} voxels, "
         f"{found['elements'] * found['seeds']} rotations that the grid has not; {code(found)}; "
-        "`benchmarks/equivariance_3d.py`.)"
+        "`benchmarks/volumes.py`.)"
     )
     return "\n".join([*table(head, cells), "", note])
 
@@ -821,7 +821,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
     "docs/converting.md": {"pretrained": ("pretrained.json", pretrained_table)},
     "docs/zoo.md": {"zoo": ("zoo.json", zoo)},
     "docs/volumes.md": {
-        "equivariance of volumes": ("equivariance_3d.json", volume_errors),
+        "equivariance of volumes": ("volumes.json", volume_errors),
         "tetris": ("tetris.json", tetris),
     },
 }

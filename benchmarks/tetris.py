@@ -77,7 +77,11 @@ def turned(pieces: Tensor, rotations: np.ndarray) -> Tensor:
 
 
 class Network(nn.Module):
-    """A lift and group convolutions on ever coarser grids, then means over all there is."""
+    """A lift and group convolutions, first on half of the grid's points, then on a quarter.
+
+    What goes in is blurred, so that upright pieces have edges like turned ones, and stencils find
+    what they can turn.
+    """
 
     def __init__(
         self,
@@ -86,19 +90,20 @@ class Network(nn.Module):
         stencils: str,
         fields: tuple[int, ...],
         activation: str = "silu",
-        reduce: str = "max",
+        reduce: str = "mean",
+        blur: float = 2.0,
+        fine: int = 1,
     ) -> None:
         super().__init__()
-        self.halve = Downsample3d()
         options: Any = {"size": size, "stencils": stencils, "operators": "order<=2"}
-        layers: list[nn.Module] = []
+        layers: list[nn.Module] = [GroupActivation3d("identity", width=blur)]
         before = 1
         for number, width in enumerate(fields):
+            if number in (0, fine):
+                layers.append(Downsample3d(antialias=8))
             kind: Any = GroupConv3d if number else LiftConv3d
             layers += [kind(before, width, group, **options), GroupBatchNorm3d(width, group)]
             layers.append(GroupActivation3d(activation))
-            if number == 0:
-                layers.append(Downsample3d(antialias=6))
             before = width
         self.layers = nn.Sequential(*layers)
         self.pool = GroupPool3d(group, reduce)
@@ -106,8 +111,7 @@ class Network(nn.Module):
         self.classifier = nn.Sequential(nn.BatchNorm1d(features), nn.Linear(features, len(PIECES)))
 
     def forward(self, x: Tensor) -> Tensor:
-        features = self.pool(self.layers(self.halve(x))).mean((2, 3, 4))
-        found: Tensor = self.classifier(features)
+        found: Tensor = self.classifier(self.pool(self.layers(x)).mean((2, 3, 4)))
         return found
 
 
@@ -143,7 +147,9 @@ def main() -> None:
     parser.add_argument("--group", default="I")
     parser.add_argument("--fields", type=int, nargs="+", default=[2, 4, 6])
     parser.add_argument("--activation", default="silu")
-    parser.add_argument("--reduce", default="max")
+    parser.add_argument("--reduce", default="mean")
+    parser.add_argument("--blur", type=float, default=2.0, help="of what goes in, in voxels")
+    parser.add_argument("--fine", type=int, default=1, help="layers on the finer grid")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rate", type=float, default=0.03)
@@ -161,6 +167,8 @@ def main() -> None:
         "fields": given.fields,
         "activation": given.activation,
         "reduce": given.reduce,
+        "blur": given.blur,
+        "fine": given.fine,
         "steps": given.steps,
         "rate": given.rate,
         "copies": given.copies,
@@ -172,7 +180,8 @@ def main() -> None:
         for size in given.stencils:
             torch.manual_seed(seed)
             options = (given.group, size, given.kind, tuple(given.fields))
-            network = Network(*options, given.activation, given.reduce)
+            more = (given.activation, given.reduce, given.blur, given.fine)
+            network = Network(*options, *more)
             parameters = sum(p.numel() for p in network.parameters())
             start = time.perf_counter()
             loss = train(network, pieces, given.steps, given.rate)
