@@ -572,3 +572,10 @@ def test_ordinary_networks_begin_by_hes_scheme():
     for conv in [m for m in network.modules() if isinstance(m, nn.Conv2d)][1:-1]:
         wanted = (2 / conv.weight[0].numel()) ** 0.5
         assert float(conv.weight.detach().std()) == pytest.approx(wanted, rel=0.05)
+
+
+def test_ordinary_resnets_are_as_wide_as_everybody_knows_them():
+    with torch.device("meta"):
+        assert create_model("resnet18").config["fields"] == [64, 128, 256, 512]
+        # As many parameters: p8 has eight orientations of √8 times fewer fields.
+        assert create_model("resnet18_p8").config["fields"] == [23, 45, 91, 181]

@@ -411,7 +411,7 @@ def earlier(found: Sequence[Row]) -> list[tuple[str, ...]]:
 
     They are left out of the rows' means.
     """
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for recipe, outdated in {row.recipe.name: (row.recipe, row.outdated) for row in found}.values():
         now = _flat(recipe.settings())
         for ran in _by(outdated, lambda record: f"{_kind(record)} {record.settings}").values():
