@@ -5,6 +5,8 @@ VENV ?= .venv
 ARGS ?=
 JOBS ?= 2
 PEERS ?=
+SECONDS ?= 3600
+PACKAGES := torchvision timm segmentation-models-pytorch monai einops
 TORCH ?=
 
 TEXTS := $(wildcard *.md *.toml *.cff .github Makefile benchmarks docs examples src tests tools)
@@ -20,12 +22,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint docs examples notebooks bench release-check clean
+.PHONY: help run test test-all test-packages test-gpu mutants soak lint docs examples notebooks bench release-check clean
 
 help:
 	@echo "make run       train a p8 network and its CNN twin on turned digits, compare them, in outputs/"
 	@echo "make test      the fast tests, in less than ten minutes"
 	@echo "make test-all  all tests"
+	@echo "make test-packages  those with other packages' networks: torchvision, timm, monai and more"
+	@echo "make test-gpu  those that need an NVIDIA GPU"
+	@echo "make mutants   put faults into the code, one by one, and see that a test finds each"
+	@echo "make soak      random shapes through every engine for SECONDS=3600: memory stays flat"
 	@echo "make lint      style, types, the order of the modules, links and spelling"
 	@echo "make docs      the documentation, in site/"
 	@echo "make examples  the worked examples, which renew their pages of the documentation"
@@ -45,10 +51,30 @@ run: $(STAMP)
 	@$(RUN) -m econv.cli demo --output outputs $(ARGS)
 
 test: $(STAMP)
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m "not slow" $(ARGS)
+	@ECONV_GATE=test OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m "not slow" $(ARGS)
 
 test-all: $(STAMP)
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) $(ARGS)
+	@ECONV_GATE=test-all OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) $(ARGS)
+
+# Other packages' networks, in an environment of their own: the rest has no need of them.
+test-packages:
+	@$(MAKE) --no-print-directory VENV=$(VENV)-packages $(VENV)-packages/.installed
+	@$(VENV)-packages/bin/python -m pip install --quiet -c constraints.txt $(PACKAGES)
+	@ECONV_GATE=test-packages OMP_NUM_THREADS=1 $(VENV)-packages/bin/python -m pytest -q -n $(JOBS) \
+		tests/conversion tests/test_timm.py $(ARGS)
+
+# On a machine with an NVIDIA GPU; docs/compatibility.md has the record.
+test-gpu: $(STAMP)
+	@mkdir -p outputs
+	@$(RUN) benchmarks/device_tests.py --processes $(JOBS) --json outputs/device_tests.json $(ARGS)
+
+# Faults that are put into the code: does a test find each? Minutes to an hour, on one core.
+mutants: $(STAMP)
+	@$(RUN) tests/mutants/run.py $(ARGS)
+
+# Random shapes through every engine for SECONDS: memory flat, caches bounded.
+soak: $(STAMP)
+	@$(RUN) benchmarks/soak.py --seconds $(SECONDS) $(ARGS)
 
 lint: $(STAMP)
 	@echo "ruff check"; $(RUN) -m ruff check .

@@ -37,6 +37,7 @@ from econv import GroupBatchNorm2d, GroupConv2d, LiftConv2d
 from econv.basis import filter_basis
 from econv.files import write_atomically
 from econv.testing import equivariance_error, smooth_field, transform
+from recording import stamp
 
 SMOOTHNESS = (1.0, 1.5, 2.0, 3.0)
 STENCILS: dict[str, dict[str, Any]] = {
@@ -379,7 +380,7 @@ def main(arguments: list[str] | None = None) -> None:
             "numpy": np.__version__,
             "python": platform.python_version(),
         }
-        content = rounded({**record, "settings": settings, "versions": versions})
+        content = rounded({**stamp(), **record, "settings": settings, "versions": versions})
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         write_atomically(args.json, text.encode())
 

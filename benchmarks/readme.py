@@ -65,7 +65,7 @@ def equivariance_table(found: dict[str, Any]) -> str:
     fields = found["one_layer"]["fields"]
     note = (
         f"({fields}→{fields} fields of 8 orientations, mean over {found['settings']['seeds']} "
-        "seeds; `benchmarks/equivariance.py`.)"
+        f"seeds; {code(found)}; `benchmarks/equivariance.py`.)"
     )
     return "\n".join([*table(head, rows), "", note])
 
@@ -101,13 +101,18 @@ def accuracy_in_short(found: list[report.Row]) -> str:
     by_name = {row.recipe.name: row for row in found if row.complete}
     kept = {words: by_name[name] for name, words in ACCURACY.items() if name in by_name}
     rows = [
-        [words, f"{row.recipe.paper_error:.3f}".removesuffix("0"), f"**{row.error}**"]
+        [
+            words,
+            f"{row.recipe.paper_error:.3f}".removesuffix("0"),
+            f"**{report.spread([record.test_error for record in row.records])}**",
+        ]
         for words, row in kept.items()
     ]
-    seeds = min((len(row.records) for row in kept.values()), default=0)
+    seeds = min((row.seeds for row in kept.values()), default=0)
     note = (
         f"Mean and deviation over {seeds} seeds; MNIST-rot is re-created, and the test split is "
-        "read once: [all tables, and how they were made](docs/results.md#accuracy)."
+        "read once: [all tables](docs/results.md#accuracy). The recipes are not the paper's: "
+        "[what differs](docs/paper.md)."
     )
     return "\n".join([*table(["test error, %", "paper", "econv"], rows), "", note])
 
@@ -163,6 +168,8 @@ def compatibility_summary(found: dict[str, Any]) -> str:
         for topic, listed in topics.items()
     ]
     rows.append(["**all checks**", *(f"**{passed(library, names)}**" for library in LIBRARIES)])
+    counts = (str(len(causes_of(found, library))) for library in LIBRARIES)
+    rows.append(["causes of what fails", *counts])
     note = (
         "(The same p8 network in each library, every check in a fresh process; an ordinary CNN, "
         f"the control, passes {passed(CONTROL, names)}. `benchmarks/compatibility.py`; each check "
@@ -171,8 +178,64 @@ def compatibility_summary(found: dict[str, Any]) -> str:
     return "\n".join([*table(["", *heads], rows), "", note])
 
 
+# What lies behind the failures of escnn and e2cnn: a pattern for "check: message", and the cause.
+CAUSES = {
+    "filters are cached in eval mode, as its documentation says; call `.train()` before states are "
+    "saved, loaded, copied or changed": r"functional_call_eval|deepcopy_eval|same_state|"
+    r"loads_across|live_weights|learns_in_eval|parametrised_eval",
+    "orientation pooling writes to memory of its own making: it loses dtype and layout, and vmap "
+    "refuses it": r"pooling_dtype|pooling_layout|func_vmap|per_sample_gradients: .*vmap",
+    "layers look into their numbers while they run, which compilers and exporters cannot follow": (
+        r"compiled|graph_breaks|torch_export|onnx_dynamo|func_grad|per_sample_gradients"
+    ),
+    "new batch sizes are compiled anew": r"recompilations",
+    "groups hold functions that pickle does not know; save the state dict instead": (
+        r".*Can't pickle"
+    ),
+    "the export leaves its own pooling of channels in the network": r"plain_export",
+    "layers share the arrays of their bases, and convert them for all": r"dtype_of_others",
+    "batch norm has no conversion to a synchronised one": r"synchronised",
+    "a plain tensor ends in an assertion without a word": r"plain_tensors",
+}
+
+
+def cause_of(check: str, message: str) -> str:
+    """What lies behind a failure, or its message where nobody has looked."""
+    text = f"{check}: {message}"
+    own = message.replace("`", "'").replace("|", "\\|")
+    return next((cause for cause, pattern in CAUSES.items() if re.match(pattern, text)), own)
+
+
+def causes_of(found: dict[str, Any], library: str) -> dict[str, list[str]]:
+    """The failures of a library by what lies behind them, as titles of the checks."""
+    results = found["libraries"].get(library, {}).get("results", {})
+    causes: dict[str, list[str]] = {}
+    for check in found["checks"]:
+        result = results.get(check["name"], {"status": "absent"})
+        if result["status"] == "fail":
+            cause = cause_of(check["name"], result["message"])
+            causes.setdefault(cause, []).append(check["title"])
+    return causes
+
+
+def compatibility_causes(found: dict[str, Any]) -> list[str]:
+    """A table of causes, with how many checks fail for each."""
+    by_library = {name: causes_of(found, name) for name in LIBRARIES}
+    every = list(dict.fromkeys(cause for causes in by_library.values() for cause in causes))
+    order = {cause: place for place, cause in enumerate(CAUSES)}
+    every.sort(key=lambda cause: order.get(cause, len(order)))
+    rows = [
+        [cause, *(str(len(causes.get(cause, []))) for causes in by_library.values())]
+        for cause in every
+    ]
+    rows.append(["**causes**", *(f"**{len(causes)}**" for causes in by_library.values())])
+    versions = {name: column["versions"] for name, column in found["libraries"].items()}
+    heads = library_names(versions)
+    return ["## What fails, by cause", "", *table(["checks that fail because", *heads], rows), ""]
+
+
 def compatibility_details(found: dict[str, Any]) -> str:
-    """Every check, with the first line of its error where it fails."""
+    """Causes, then every check, with the first line of its error where it fails."""
     libraries = found["libraries"]
 
     def cell(library: str, check: str) -> str:
@@ -188,7 +251,7 @@ def compatibility_details(found: dict[str, Any]) -> str:
         return f"{status} ({message})" if message else status
 
     heads = library_names({name: column["versions"] for name, column in libraries.items()})
-    lines: list[str] = []
+    lines = compatibility_causes(found)
     for topic in dict.fromkeys(check["topic"] for check in found["checks"]):
         rows = [
             [check["title"], *(cell(library, check["name"]) for library in LIBRARIES)]
@@ -199,7 +262,9 @@ def compatibility_details(found: dict[str, Any]) -> str:
     for name, column in libraries.items():
         known = column["versions"] or {}
         listed = ", ".join(f"{package} {version}" for package, version in known.items() if version)
-        lines.append(f"- {'control' if name == CONTROL else name}: {listed or 'not installed'}")
+        when = f"; {code(column)}, {column['finished'][:10]}" if known else ""
+        name = "control" if name == CONTROL else name
+        lines.append(f"- {name}: {listed or 'not installed'}{when}")
     return "\n".join(lines)
 
 
@@ -237,7 +302,7 @@ def costs_table(found: dict[str, Any]) -> str:
     ]
     note = (
         f"({settings['group']}, 5×5, CPU, {settings['threads']} thread, batch {settings['batch']}, "
-        f"{settings['size']}×{settings['size']}; medians, interleaved in one run; "
+        f"{settings['size']}×{settings['size']}; medians, interleaved in one run; {code(found)}; "
         "`benchmarks/build_and_size.py`.)"
     )
     heads = [*library_names(found["versions"]), "ordinary CNN"]
@@ -251,9 +316,11 @@ def conversion_table(found: dict[str, Any]) -> str:
         runs.setdefault(row["network"], []).append(row)
 
     def percent(values: list[float]) -> str:
-        return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+        mean = f"{statistics.mean(values):.1f}"
+        return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean
 
     angles = {"upright": "0", "turned by 90°": "90", "by 45°": "45"}
+    runs = {name: runs[name] for name in sorted(runs, key=lambda name: (name != "source", name))}
     rows = [
         [
             name,
@@ -264,12 +331,13 @@ def conversion_table(found: dict[str, Any]) -> str:
         for name, same in runs.items()
         if "epoch" not in name
     ]
-    settings = found["arguments"]
     count = len(found["rows"][0]["error_percent"])
+    seeds = min(map(len, runs.values()))
     note = (
         f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
-        f"{settings['epochs']} epochs, no augmentation, {settings['seeds']} seeds; "
-        "`benchmarks/convert_and_rotate.py`.)"
+        f"{found['arguments']['epochs']} epochs, no augmentation, {seeds} "
+        f"seed{'s' * (seeds > 1)}; "
+        f"{code(found)}; `benchmarks/convert_and_rotate.py`.)"
     )
     head = ["trained on upright digits", "parameters", *angles, f"mean of {count} angles"]
     return "\n".join([*table(head, rows), "", note])
@@ -397,7 +465,10 @@ def gpu_layers(found: dict[str, Any]) -> str:
 
 
 def code(found: dict[str, Any]) -> str:
-    commit, changed, _ = found["revision"].partition("+")
+    """The revision that found a result, or the day on which what does not know it was committed."""
+    commit, changed, _ = found.get("origin", found)["revision"].partition("+")
+    if commit == "unknown":
+        return f"code of unknown revision, result committed on {found['committed']}"
     return f"code of revision {commit[:12]}" + " with changes" * bool(changed)
 
 
@@ -659,6 +730,52 @@ def migrating_table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", how])
 
 
+def volume_errors(found: dict[str, Any]) -> str:
+    """Errors in volumes at each smoothness, of one layer and of several, beside escnn's."""
+    rows = found["rows"]
+    cases = list(dict.fromkeys((row["layers"], row["size"]) for row in rows))
+    names = list(dict.fromkeys(row["library"] for row in rows))
+    smoothness = list(dict.fromkeys(row["sigma"] for row in rows))
+    head = ["", *(f"{'one layer' if n == 1 else f'{n} layers'}, {k}³" for n, k in cases)]
+    cells = []
+    for name in names:
+        cells.append([name])
+        for case in cases:
+            own = [r for r in rows if (r["library"], r["layers"], r["size"]) == (name, *case)]
+            cells[-1].append(" / ".join(f"{row['error']:.2g}" for row in own) or "–")
+    note = (
+        f"(Group {found['group']}, one field, volumes of {found['voxels']}³ of σ = "
+        f"{' / '.join(f'{sigma:g}' for sigma in smoothness)} voxels, "
+        f"{found['elements'] * found['seeds']} rotations that the grid has not; {code(found)}; "
+        "`benchmarks/equivariance_3d.py`.)"
+    )
+    return "\n".join([*table(head, cells), "", note])
+
+
+def tetris(found: dict[str, Any]) -> str:
+    """Accuracy under all rotations, by the size of the stencils."""
+    cells = []
+    for size in sorted({row["size"] for row in found["runs"]}):
+        own = [row for row in found["runs"] if row["size"] == size]
+        shares = [100 * row["accuracy"] for row in own]
+        spread = f" ± {statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
+        cells.append(
+            [
+                f"{size}³",
+                f"{own[0]['parameters']:,}",
+                str(len(own)),
+                f"{statistics.mean(shares):.1f}{spread} %",
+            ]
+        )
+    head = ["stencils", "parameters", "seeds", "right under all rotations"]
+    note = (
+        f"(Group {found['group']}, {found['stencils']} stencils, {found['steps']} steps on the "
+        f"eight upright pieces; the test has {found['copies']} of each, turned by cubic splines; "
+        f"{code(found)}; `benchmarks/tetris.py`.)"
+    )
+    return "\n".join([*table(head, cells), "", note])
+
+
 # For each file its tables: the name between the markers, the results, and what makes the table.
 TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] = {
     "README.md": {
@@ -703,6 +820,10 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
     "docs/migrating.md": {"migrating": ("migrating.json", migrating_table)},
     "docs/converting.md": {"pretrained": ("pretrained.json", pretrained_table)},
     "docs/zoo.md": {"zoo": ("zoo.json", zoo)},
+    "docs/volumes.md": {
+        "equivariance of volumes": ("equivariance_3d.json", volume_errors),
+        "tetris": ("tetris.json", tetris),
+    },
 }
 # What needs a machine that there may have been none of.
 NOT_EVERYWHERE = (

@@ -135,6 +135,9 @@ class OperatorSet:
 
     monomials: tuple[Exponents, ...]
     name: str = field(default="", compare=False)
+    angle: float = 0.0
+    """Degrees by which the frame of the operators is turned, in the plane only. The filter of the
+    identity then is turned too."""
 
     def __post_init__(self) -> None:
         found = self.monomials
@@ -148,8 +151,15 @@ class OperatorSet:
                 )
         if len(set(found)) != len(found):
             raise ValueError(f"expected each monomial once; got {found!r}")
+        if not math.isfinite(self.angle) or (self.angle and self.dimension != 2):
+            raise ValueError(
+                "expected angle as degrees in the plane, 0 (default) elsewhere; got "
+                f"{self.angle!r} in {self.dimension} dimensions"
+            )
         if not self.name:
-            object.__setattr__(self, "name", ",".join(str(p) for p in self.polynomials))
+            turned = f"@{self.angle:g}" if self.angle else ""
+            names = (str(Polynomial.monomial(exponents)) for exponents in found)
+            object.__setattr__(self, "name", ",".join(names) + turned)
 
     @property
     def dimension(self) -> int:
@@ -168,8 +178,12 @@ class OperatorSet:
 
     @property
     def polynomials(self) -> tuple[Polynomial, ...]:
-        """The monomials as polynomials."""
-        return tuple(Polynomial.monomial(exponents) for exponents in self.monomials)
+        """The operators: the monomials, in the turned frame if there is an angle."""
+        found = tuple(Polynomial.monomial(exponents) for exponents in self.monomials)
+        if not self.angle:
+            return found
+        c, s = math.cos(math.radians(self.angle)), math.sin(math.radians(self.angle))
+        return tuple(operator.in_frame([[c, -s], [s, c]]) for operator in found)
 
     def turned(self, group: GroupLike) -> FloatArray:
         """The operators in the frame of every element: ``[order, operators, monomials]``.
@@ -220,27 +234,35 @@ def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> 
 
     ``"paper"`` is 1, ∂x, ∂y, ∂xx, ∂xy, ∂yy, ∂xxy, ∂xyy, ∂xxyy (two dimensions only);
     ``"order<=N"`` all monomials up to total order N, a set that is closed under every group.
-    The default is ``"paper"`` in the plane, and ``"order<=2"`` in space, ten operators.
+    The default is ``"paper"`` in the plane, and ``"order<=2"`` in space, ten operators. After an
+    ``@`` stand degrees by which the frame of all operators is turned: ``"paper@22.5"`` has the
+    angles 2πk/8 + π/8 that the authors' released code takes for p8.
 
     >>> [str(p) for p in operator_set("order<=1").polynomials]
     ['1', '∂x', '∂y']
     >>> operator_set([(0, 0), (2, 0), (0, 2)]).name
     '1,∂xx,∂yy'
+    >>> operator_set("paper@22.5").angle
+    22.5
     """
     if operators is None:
         operators = "paper" if dimension == 2 else "order<=2"
     if isinstance(operators, OperatorSet):
         found = operators
-    elif isinstance(operators, str) and operators == "paper":
-        found = OperatorSet(_PAPER, "paper")
     elif isinstance(operators, str):
-        match = re.fullmatch(r"order *<= *([0-9]+)", operators)
+        match = re.fullmatch(
+            r"(?:paper|order *<= *([0-9]+))(?:@(-?[0-9]+(?:\.[0-9]+)?))?", operators
+        )
         if match is None:
             raise ValueError(
                 f"unknown operators {operators!r}: expected 'paper', 'order<=N' with a whole "
-                "number N, or a list of exponent tuples such as [(0, 0), (1, 0), (0, 1)]"
+                "number N, either with '@' and degrees after it, or a list of exponent tuples "
+                "such as [(0, 0), (1, 0), (0, 1)]"
             )
-        found = OperatorSet(monomials(int(match[1]), dimension), f"order<={match[1]}")
+        listed = _PAPER if match[1] is None else monomials(int(match[1]), dimension)
+        angle = float(match[2] or 0)
+        name = ("paper" if match[1] is None else f"order<={match[1]}") + f"@{angle:g}" * bool(angle)
+        found = OperatorSet(listed, name, angle)
     else:
         found = OperatorSet(_exponent_tuples(operators))
     if found.dimension != dimension:

@@ -196,3 +196,27 @@ def test_the_papers_tables_are_those_of_the_records():
     assert report.updated(text, found) == text, "econv report --markdown docs/results.md mends it"
     changed = report.rows([])
     assert report.updated(text, changed) != text
+
+
+def test_the_comparison_with_the_papers_recipes_is_that_of_the_records():
+    page, folder = ROOT / "docs" / "paper.md", ROOT / "records"
+    if not page.exists() or not folder.exists():
+        pytest.skip("no records beside the tests")
+    text = page.read_text(encoding="utf-8")
+    found = report.rows(records.load_all(folder))
+    assert report.updated(text, found) == text, "econv report --markdown docs/paper.md mends it"
+    assert report.updated(text, report.rows([])) != text
+
+
+def test_every_result_says_by_which_code_and_when_it_was_found():
+    folder = ROOT / "benchmarks" / "results"
+    if not folder.exists():
+        pytest.skip("no benchmarks beside the tests")
+    for path in folder.glob("*.json"):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        columns = found.get("libraries", {}).values()
+        for part in columns or [{**found.get("origin", {}), **found}]:
+            assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?|unknown", part["revision"]), path
+            known = re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", part["finished"])
+            # What was found before results said so has the day on which it was committed.
+            assert known or re.fullmatch(r"\d{4}-\d\d-\d\d", part["committed"]), path

@@ -1202,3 +1202,13 @@ def test_pixels_that_a_stride_picks(channels, step, dtype, layout):
     assert ours.is_contiguous(memory_format=layout)
     if dtype == torch.float64:
         assert torch.autograd.gradgradcheck(lambda image: picked(image, step), (x,))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms_say_whether_they_have_weights(affine):
+    assert f"affine={affine}" in repr(GroupInstanceNorm2d(2, "p4", affine=affine))
+    assert f"affine={affine}" in repr(GroupLayerNorm2d(2, "p4", affine=affine))
+
+
+def test_the_slope_of_a_group_prelu_begins_as_torchs_own():
+    assert torch.equal(GroupPReLU2d(3, "p4").weight, torch.full((3,), 0.25))
