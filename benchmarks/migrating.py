@@ -24,6 +24,7 @@ from torch import Tensor
 from econv.files import write_atomically
 from econv.lab import windowed
 from econv.testing import equivariance_error, smooth_field
+from recording import stamp
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrating.md"
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     options = parser.parse_args()
     found: dict[str, Any] = {
+        **stamp(),
         "versions": {name: importlib.metadata.version(name) for name in ("escnn", "torch")},
         "pixels": PIXELS,
         "smoothness": SMOOTHNESS,
