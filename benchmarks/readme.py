@@ -725,8 +725,8 @@ def migrating_table(found: dict[str, Any]) -> str:
         lines.append(f"| {title} | {' | '.join(cells)} |")
     how = (
         f"Relative error of `y` when a smooth random image turns ({found['pixels']}², blurred by "
-        f"{found['smoothness']:g} pixels, float32, untrained, mean of {found['seeds']} seeds; "
-        "`benchmarks/migrating.py`)."
+        f"{found['smoothness']:g} pixels, faded towards the corners, float32, untrained, mean of "
+        f"{found['seeds']} seeds; `benchmarks/migrating.py`)."
     )
     return "\n".join([*lines, "", how])
 
