@@ -725,8 +725,8 @@ def migrating_table(found: dict[str, Any]) -> str:
         lines.append(f"| {title} | {' | '.join(cells)} |")
     how = (
         f"Relative error of `y` when a smooth random image turns ({found['pixels']}², blurred by "
-        f"{found['smoothness']:g} pixels, float32, untrained, mean of {found['seeds']} seeds; "
-        "`benchmarks/migrating.py`)."
+        f"{found['smoothness']:g} pixels, faded towards the corners, float32, untrained, mean of "
+        f"{found['seeds']} seeds; `benchmarks/migrating.py`)."
     )
     return "\n".join([*lines, "", how])
 
@@ -748,7 +748,7 @@ def volume_errors(found: dict[str, Any]) -> str:
         f"(Group {found['group']}, one field, volumes of {found['voxels']}³ of σ = "
         f"{' / '.join(f'{sigma:g}' for sigma in smoothness)} voxels, "
         f"{found['elements'] * found['seeds']} rotations that the grid has not; {code(found)}; "
-        "`benchmarks/equivariance_3d.py`.)"
+        "`benchmarks/volumes.py`.)"
     )
     return "\n".join([*table(head, cells), "", note])
 
@@ -822,7 +822,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
     "docs/converting.md": {"pretrained": ("pretrained.json", pretrained_table)},
     "docs/zoo.md": {"zoo": ("zoo.json", zoo)},
     "docs/volumes.md": {
-        "equivariance of volumes": ("equivariance_3d.json", volume_errors),
+        "equivariance of volumes": ("volumes.json", volume_errors),
         "tetris": ("tetris.json", tetris),
     },
 }
