@@ -316,7 +316,7 @@ def _in_markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def _on_its_side(
     heads: Sequence[str], lines: Sequence[Sequence[str]]
-) -> tuple[Sequence[str], list[Sequence[str]]]:
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """A table with many columns as one with many rows, which fits a page.
 
     >>> _on_its_side(["a", "b"], [["1", "2"], ["3", "4"]])
