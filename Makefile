@@ -92,6 +92,9 @@ docs: $(STAMP)
 examples: $(STAMP)
 	@for name in galaxies tissue waves; do $(RUN) examples/$$name.py --docs --seeds 3 $(ARGS) || exit 1; done
 
+notebooks: $(STAMP)
+	@$(RUN) tools/notebooks.py $(ARGS)
+
 bench: $(STAMP)
 	@mkdir -p outputs
 	@$(RUN) benchmarks/build_and_size.py $(PEERS:%=--python %) --json outputs/build_and_size.json

@@ -316,9 +316,11 @@ def conversion_table(found: dict[str, Any]) -> str:
         runs.setdefault(row["network"], []).append(row)
 
     def percent(values: list[float]) -> str:
-        return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+        mean = f"{statistics.mean(values):.1f}"
+        return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean
 
     angles = {"upright": "0", "turned by 90°": "90", "by 45°": "45"}
+    runs = {name: runs[name] for name in sorted(runs, key=lambda name: (name != "source", name))}
     rows = [
         [
             name,
@@ -329,11 +331,12 @@ def conversion_table(found: dict[str, Any]) -> str:
         for name, same in runs.items()
         if "epoch" not in name
     ]
-    settings = found["arguments"]
     count = len(found["rows"][0]["error_percent"])
+    seeds = min(map(len, runs.values()))
     note = (
         f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
-        f"{settings['epochs']} epochs, no augmentation, {settings['seeds']} seeds; "
+        f"{found['arguments']['epochs']} epochs, no augmentation, {seeds} "
+        f"seed{'s' * (seeds > 1)}; "
         f"{code(found)}; `benchmarks/convert_and_rotate.py`.)"
     )
     head = ["trained on upright digits", "parameters", *angles, f"mean of {count} angles"]
@@ -463,7 +466,7 @@ def gpu_layers(found: dict[str, Any]) -> str:
 
 def code(found: dict[str, Any]) -> str:
     """The revision that found a result, or the day on which what does not know it was committed."""
-    commit, changed, _ = found["revision"].partition("+")
+    commit, changed, _ = found.get("origin", found)["revision"].partition("+")
     if commit == "unknown":
         return f"code of unknown revision, result committed on {found['committed']}"
     return f"code of revision {commit[:12]}" + " with changes" * bool(changed)
@@ -708,6 +711,71 @@ def depth_note(found: dict[str, Any]) -> str:
     )
 
 
+def migrating_table(found: dict[str, Any]) -> str:
+    """How far the codes of docs/migrating.md are from equivariance."""
+    versions = found["versions"]
+    lines = [
+        f"| | escnn {versions['escnn']}, 90° | econv, 90° | escnn, 45° | econv, 45° |",
+        "|---|---|---|---|---|",
+    ]
+    for title, row in found["codes"].items():
+        both = (row[name]["errors"][angle] for angle in ("90", "45") for name in ("escnn", "econv"))
+        cells = [f"{error:.1e}" for error in both]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    how = (
+        f"Relative error of `y` when a smooth random image turns ({found['pixels']}², blurred by "
+        f"{found['smoothness']:g} pixels, float32, untrained, mean of {found['seeds']} seeds; "
+        "`benchmarks/migrating.py`)."
+    )
+    return "\n".join([*lines, "", how])
+
+
+def volume_errors(found: dict[str, Any]) -> str:
+    """Errors in volumes at each smoothness, of one layer and of several, beside escnn's."""
+    rows = found["rows"]
+    cases = list(dict.fromkeys((row["layers"], row["size"]) for row in rows))
+    names = list(dict.fromkeys(row["library"] for row in rows))
+    smoothness = list(dict.fromkeys(row["sigma"] for row in rows))
+    head = ["", *(f"{'one layer' if n == 1 else f'{n} layers'}, {k}³" for n, k in cases)]
+    cells = []
+    for name in names:
+        cells.append([name])
+        for case in cases:
+            own = [r for r in rows if (r["library"], r["layers"], r["size"]) == (name, *case)]
+            cells[-1].append(" / ".join(f"{row['error']:.2g}" for row in own) or "–")
+    note = (
+        f"(Group {found['group']}, one field, volumes of {found['voxels']}³ of σ = "
+        f"{' / '.join(f'{sigma:g}' for sigma in smoothness)} voxels, "
+        f"{found['elements'] * found['seeds']} rotations that the grid has not; {code(found)}; "
+        "`benchmarks/equivariance_3d.py`.)"
+    )
+    return "\n".join([*table(head, cells), "", note])
+
+
+def tetris(found: dict[str, Any]) -> str:
+    """Accuracy under all rotations, by the size of the stencils."""
+    cells = []
+    for size in sorted({row["size"] for row in found["runs"]}):
+        own = [row for row in found["runs"] if row["size"] == size]
+        shares = [100 * row["accuracy"] for row in own]
+        spread = f" ± {statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
+        cells.append(
+            [
+                f"{size}³",
+                f"{own[0]['parameters']:,}",
+                str(len(own)),
+                f"{statistics.mean(shares):.1f}{spread} %",
+            ]
+        )
+    head = ["stencils", "parameters", "seeds", "right under all rotations"]
+    note = (
+        f"(Group {found['group']}, {found['stencils']} stencils, {found['steps']} steps on the "
+        f"eight upright pieces; the test has {found['copies']} of each, turned by cubic splines; "
+        f"{code(found)}; `benchmarks/tetris.py`.)"
+    )
+    return "\n".join([*table(head, cells), "", note])
+
+
 # For each file its tables: the name between the markers, the results, and what makes the table.
 TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] = {
     "README.md": {
@@ -749,8 +817,13 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         "depth": ("depth.json", depth_by_activation),
         "depth by halving": ("depth.json", depth_by_halving),
     },
+    "docs/migrating.md": {"migrating": ("migrating.json", migrating_table)},
     "docs/converting.md": {"pretrained": ("pretrained.json", pretrained_table)},
     "docs/zoo.md": {"zoo": ("zoo.json", zoo)},
+    "docs/volumes.md": {
+        "equivariance of volumes": ("equivariance_3d.json", volume_errors),
+        "tetris": ("tetris.json", tetris),
+    },
 }
 # What needs a machine that there may have been none of.
 NOT_EVERYWHERE = (

@@ -5,8 +5,8 @@
 
 The sdist and the wheel go to dist/. The wheel must hold the package and nothing else, the sdist
 must build the same wheel, and the metadata must be valid. Then, for each torch, an environment is
-made from nothing, the wheel installed as a user would, and `tools/smoke.py` run far from the
-sources. At last pip is asked whether it finds what every extra needs.
+made from nothing, the wheel installed as a user would, `tools/smoke.py` run far from the sources,
+and pip asked whether it finds what every extra needs beside that torch.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ def main() -> int:
     for mistake in mistakes:
         print(f"wrong: {mistake}", file=sys.stderr)
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB; {sdist.name}")
-    failed = [f"torch {text}" for text in options.torch if not works(wheel, options.python, text)]
-    if not options.no_extras:
-        failed += [f"extra {name}" for name in extras(metadata) if not found(wheel, name)]
+    names = [] if options.no_extras else extras(metadata)
+    failed = [
+        failure for text in options.torch for failure in trial(wheel, options.python, text, names)
+    ]
     for name in failed:
         print(f"failed: {name}", file=sys.stderr)
     return int(bool(mistakes or failed))
@@ -173,8 +174,8 @@ def requirements(metadata: str, version: str, python: tuple[int, int]) -> list[s
     return pinned
 
 
-def works(wheel: Path, python: str, version: str) -> bool:
-    """Whether the wheel installs into an empty environment and its smoke test passes there."""
+def trial(wheel: Path, python: str, version: str, names: Sequence[str]) -> list[str]:
+    """What does not work of the wheel and its extras in an empty environment with one torch."""
     ask = "import sys; print(*sys.version_info[:2])"
     told = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout
     major, minor = map(int, told.split())
@@ -182,8 +183,19 @@ def works(wheel: Path, python: str, version: str) -> bool:
     print(f"Python {major}.{minor}, {' '.join(wanted) or 'newest torch'}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         run = environment(Path(folder) / "environment", python)
-        pip = [run, "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
-        return clean([*pip, str(wheel), *wanted], folder) and smoke(run, Path(folder))
+        if not installs(run, str(wheel), *wanted):
+            return [f"torch {version}: installing"]
+        failed = [] if smoke(run, Path(folder)) else [f"torch {version}: the smoke test"]
+        for name in names:
+            if not installs(run, f"{wheel}[{name}]", "--dry-run"):
+                failed.append(f"torch {version}: extra {name}")
+        return failed
+
+
+def installs(python: str, *arguments: str) -> bool:
+    """Whether pip finds all that is asked for, as wheels."""
+    pip = [python, "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
+    return clean([*pip, *arguments], tempfile.gettempdir())
 
 
 def smoke(python: str, folder: Path) -> bool:
@@ -192,14 +204,6 @@ def smoke(python: str, folder: Path) -> bool:
     place.mkdir()
     shutil.copy(ROOT / "tools" / "smoke.py", place)
     return clean([python, "-I", "smoke.py"], place)
-
-
-def found(wheel: Path, extra: str) -> bool:
-    """Whether pip finds all that an extra needs, for the interpreter that runs this."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--only-binary", ":all:"]
-    works = clean([*pip, f"{wheel}[{extra}]"], tempfile.gettempdir())
-    print(f"extra {extra}: {'found' if works else 'not found'}", flush=True)
-    return works
 
 
 def environment(folder: Path, python: str) -> str:

@@ -322,6 +322,13 @@ def filter_basis(
     the support of the filters, the smallest odd one that holds every turned operator by default;
     ``aspect`` the height of a pixel over its width, in space depth and height over width;
     ``coordinates`` are those of a weight, ``"orthonormal"`` or ``"pixels"``.
+
+    Raises:
+        ValueError: for unknown names, or a size that does not hold every turned operator.
+
+    >>> basis = filter_basis("p8")
+    >>> basis.turned.shape  # [element, operator, height, width]
+    (8, 9, 5, 5)
     """
     if coordinates not in COORDINATES:
         raise ValueError(f"expected coordinates as one of {COORDINATES}; got {coordinates!r}")

@@ -147,7 +147,7 @@ def _engines(device: torch.device) -> dict[str, Any]:
     """Of each engine nothing where it can run an ordinary layer in training, or why it cannot."""
     conv = convolution(filter_basis("p8"), (Part("regular", 16),), "regular", 16, padding=2)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    problem = Problem(conv, 8, 32, 32, dtype, device, False, True, True)
+    problem = Problem(conv, 8, (32, 32), dtype, device, False, True, True)
     reasons = {name: engine.why_not(problem) for name, engine in ENGINES.items()}
     return {"asked": str(problem), **reasons}
 

@@ -183,6 +183,19 @@ def from_pretrained(
             weights; it is not changed.
         device: where to put the network; the CPU by default.
         options: of a repository, as :meth:`Pretrained.from_pretrained` has them.
+
+    Raises:
+        ValueError: if files are missing, damaged or too large, describe no network of econv, or do
+            not fit one another or ``model``.
+        ImportError: without safetensors, or without huggingface_hub for a repository.
+
+    >>> import econv, tempfile
+    >>> network = econv.create_model("cifar_resnet8_p4").eval()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     network.save_pretrained(folder)
+    ...     again = from_pretrained(folder)
+    >>> torch.equal(again.state_dict()["classifier.weight"], network.classifier.weight)
+    True
     """
     if model is None:
         return Pretrained.from_pretrained(source, device=device, **options)

@@ -110,6 +110,36 @@ def test_the_commands_can_be_given(arguments):
     try_command(arguments)
 
 
+def examples_of_help() -> list[str]:
+    """Every command line among the examples of `econv --help` and of its commands."""
+    texts = [cli._EXAMPLES, *cli._EXAMPLES_OF.values()]
+    found = re.findall(
+        r"(?:\beconv|-m econv\.)\s?((?:demo|check|train|report)\b.*)$", "\n".join(texts), re.M
+    )
+    return [re.split(r"\s{2,}", line)[0] for line in found]
+
+
+@pytest.mark.parametrize("line", examples_of_help())
+def test_the_examples_of_the_help_can_be_given(line):
+    try_command(shlex.split(line))
+
+
+def test_the_help_shows_what_people_do(capsys):
+    for arguments, least in (
+        ([], 5),
+        (["check"], 4),
+        (["demo"], 2),
+        (["train"], 5),
+        (["report"], 3),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main([*arguments, "--help"])
+        out = capsys.readouterr().out
+        examples = out[out.index("what people do" if not arguments else "examples:") :]
+        assert len(re.findall(r"\beconv.(?:demo|check|train|report)", examples)) >= least
+        assert max(map(len, out.splitlines())) <= 100
+
+
 def test_the_commands_of_every_kind_are_found():
     assert {param.values[0][0] for param in COMMANDS} == {"train", "report", "demo", "check"}
 

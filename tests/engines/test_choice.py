@@ -181,7 +181,7 @@ def test_auto_is_dense_while_a_graph_is_exported():
 def test_by_rule_a_gpu_runs_many_taps_(size, batch, device_only, wins):
     layer = GroupConv2d(16, 16, "p8", operators="order<=2", size=size, padding=size // 2)
     given = Problem(
-        *(layer.convolution, 4 * batch, 32, 32, torch.bfloat16, torch.device("cuda")),
+        *(layer.convolution, 4 * batch, (32, 32), torch.bfloat16, torch.device("cuda")),
         *(True, True, True),
     )
     able = [engines.ENGINES["dense"], engines.ENGINES["spectral/triton"]]

@@ -11,7 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from econv.groups import Group
+from econv.groups import Group, GroupLike
+
+MAPS = {
+    1: "[batch, channels, length]",
+    2: "[batch, channels, height, width]",
+    3: "[batch, channels, depth, height, width]",
+}
+"""What tensors of each dimension look like."""
+
+
+def read_group(group: GroupLike, dimension: int, name: str) -> Group:
+    """The group, if it acts on what the layer of that name reads."""
+    found = Group(group)
+    if found.dimension != dimension:
+        wanted = {2: "the plane, such as 'p4' or 'p8m'", 3: "space, such as 'O' or 'Ih'"}
+        raise ValueError(f"{name}: expected a group of {wanted[dimension]}; got {found.name!r}")
+    return found
 
 
 def positive(name: str, value: Any) -> int:
@@ -30,23 +46,25 @@ def check_groups(groups: Any, **counts: int) -> None:
             raise ValueError(f"expected {name} divisible by groups={groups}; got {count}")
 
 
-def check_rank(x: Tensor, ranks: tuple[int, ...] = (4,)) -> None:
+def check_rank(x: Tensor, dimension: int = 2, flat: bool = False) -> None:
+    """Whether ``x`` is a batch of maps; with ``flat`` features without pixels will do."""
     if torch.compiler.is_compiling():
         return
     if not isinstance(x, Tensor):
         raise ValueError(f"expected a torch.Tensor; got {type(x).__name__}")
-    if x.ndim not in ranks:
-        or_flat = " or [batch, channels]" if 2 in ranks else ""
+    if x.ndim != dimension + 2 and not (flat and x.ndim == 2):
         raise ValueError(
-            f"expected a tensor [batch, channels, height, width]{or_flat}; "
+            f"expected a tensor {MAPS[dimension]}{' or [batch, channels]' if flat else ''}; "
             f"got {x.ndim} dimensions: {tuple(x.shape)}"
         )
     if not x.is_floating_point():
         raise ValueError(f"expected a floating-point tensor, such as x.float(); got {x.dtype}")
 
 
-def check_maps(x: Tensor, channels: int, expected: str, weight: Tensor | None = None) -> None:
-    check_rank(x)
+def check_maps(
+    x: Tensor, channels: int, expected: str, weight: Tensor | None = None, dimension: int = 2
+) -> None:
+    check_rank(x, dimension)
     if torch.compiler.is_compiling():
         return
     if x.shape[1] != channels:
@@ -63,7 +81,8 @@ def check_maps(x: Tensor, channels: int, expected: str, weight: Tensor | None = 
 
 def check_fields(x: Tensor, fields: int, group: Group, weight: Tensor | None) -> None:
     channels = fields * group.order
-    check_maps(x, channels, f"{channels} channels ({fields} fields of {group.name})")
+    expected = f"{channels} channels ({fields} fields of {group.name})"
+    check_maps(x, channels, expected, dimension=group.dimension)
     # torch normalises half precisions with float32 parameters, and nothing else mixed.
     if (
         weight is not None
@@ -74,8 +93,8 @@ def check_fields(x: Tensor, fields: int, group: Group, weight: Tensor | None) ->
         raise ValueError(f"expected {weight.dtype}, the dtype of the layer; got {x.dtype}")
 
 
-def check_multiple(x: Tensor, group: Group, ranks: tuple[int, ...] = (4,)) -> None:
-    check_rank(x, ranks)
+def check_multiple(x: Tensor, group: Group, flat: bool = False) -> None:
+    check_rank(x, group.dimension, flat)
     if not torch.compiler.is_compiling() and x.shape[1] % group.order:
         raise ValueError(
             f"expected channels in multiples of {group.order}, the order of {group.name}; "

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import hashlib
 import itertools
+import math
 import os
 import re
 import shutil
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Problem
+from econv.engines.problem import Problem, times
 from econv.engines.spectral.operator import Task
 from econv.engines.spectral.torch import Torch, arrays
 from econv.files import atomic, cache_folder
@@ -43,7 +44,7 @@ __all__ = ["Native", "available", "compiler", "means", "reason"]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _INCLUDED = Path(__file__).with_name("means.inc")  # at its end
-_LARGEST = 9  # size of the stencils that the kernel is instantiated for
+_LARGEST = {2: 9, 3: 5}  # size of the stencils that the kernel is instantiated for
 _REALS = {torch.float32: "float", torch.float64: "double"}
 _TUNED: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])  # the first that works
 _WRONG = {1: "another layout of its arguments", 2: "more taps than it knows", 3: "no memory"}
@@ -77,7 +78,7 @@ class Native(Torch):
     compiled = True
 
     def why_not(self, problem: Problem) -> str | None:
-        """It runs on a CPU, in float32 or float64, for stencils up to 9×9."""
+        """It runs on a CPU, in float32 or float64, for stencils up to 9×9 or 5×5×5."""
         if problem.device.type != "cpu":
             return f"it runs on a CPU; the input is on {problem.device.type}"
         if problem.context == "watched":
@@ -85,9 +86,10 @@ class Native(Torch):
         # Half precisions run in float32 and are rounded once, at the end.
         if torch.promote_types(problem.dtype, torch.float32) not in _REALS:
             return f"it runs in float32 and float64; the input is {problem.dtype}"
-        size = problem.convolution.basis.size
-        if size > _LARGEST:
-            return f"it knows stencils of up to {_LARGEST}×{_LARGEST}; these are {size}×{size}"
+        size, dimension = problem.convolution.basis.size, problem.convolution.dimension
+        if size > (most := _LARGEST[dimension]):
+            known, these = (times([n] * dimension) for n in (most, size))
+            return f"it knows stencils of up to {known}; these are {these}"
         return super().why_not(problem) or reason(torch.promote_types(problem.dtype, torch.float32))
 
     def product(
@@ -100,17 +102,21 @@ class Native(Torch):
         x, weights = _dense_images(x), weights.contiguous()
         other = None if other is None else _dense_images(other)
         out_fields, in_fields, _ = weights.shape
-        shape = (x.shape[0], out_fields * len(plan.synthesis), geometry.height, geometry.width)
-        nothing = not x.numel() or not geometry.height or not geometry.width
+        shape = (x.shape[0], out_fields * len(plan.synthesis), *geometry.sizes)
+        nothing = not x.numel() or not geometry.pixels
         result = (x.new_zeros if nothing else x.new_empty)(shape) if out else None
         found = None if other is None else torch.zeros_like(weights)
         if nothing:
             return result, found
         program, _kept = _program(plan, x.dtype)
-        numbers = (torch.get_num_threads(), x.shape[0], *x.shape[2:], in_fields, out_fields)
+        flat = [1] * (x.ndim == 4)  # the depth of an image
+        into = [*geometry.numbers[:4], *flat, *geometry.sizes]
+        numbers = (
+            *(torch.get_num_threads(), x.shape[0], *flat, *x.shape[2:], in_fields, out_fields),
+        )
         strides = x.stride(0), 0 if other is None else other.stride(0)
         images = [0 if t is None else t.data_ptr() for t in (x, weights, other, result, found)]
-        job = array("q", [*program, *geometry, *numbers, *strides, *images])
+        job = array("q", [*program, *into, *numbers, *strides, *images])
         code = library.econv_spectral(job.buffer_info()[0], len(job))
         if code:
             raise RuntimeError(f"the native kernel failed: {_WRONG.get(code, code)}")
@@ -129,8 +135,8 @@ def means(dtype: torch.dtype, job: Sequence[int]) -> None:
 
 def _dense_images(x: Tensor) -> Tensor:
     """Images whose channels, rows and columns are contiguous, at any distance."""
-    height, width = x.shape[2:]
-    return x if x.stride()[1:] == (height * width, width, 1) else x.contiguous()
+    steps = tuple(math.prod(x.shape[n:]) for n in range(2, x.ndim + 1))
+    return x if x.stride()[1:] == steps else x.contiguous()
 
 
 @lru_cache(maxsize=512)
@@ -164,12 +170,28 @@ def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np
 
     blocks = [[block.rows, block.inner, block.columns] for block in plan.blocks]
     slots = tables["synthesis"].T
-    pointers = (*symmetry_classes(plan.stencils), tables["pick"].T, tables["factors"].T, blocks)
+    if plan.stencils.ndim == 3:
+        start, pick, factors = 0, tables["pick"].T, tables["factors"].T
+        classes = symmetry_classes(plan.stencils)
+    else:  # as many terms as each feature has
+        there = tables["factors"].T != 0
+        start = address(np.append(0, there.sum(axis=1).cumsum()))
+        pick, factors = tables["pick"].T[there], tables["factors"].T[there]
+        classes = cube_classes(plan.stencils)
     numbers = [
-        *(plan.basis.size, len(plan.stencils), len(slots), plan.weights, len(blocks)),
+        *(
+            plan.stencils.ndim - 1,
+            plan.basis.size,
+            len(plan.stencils),
+            len(slots),
+            plan.weights,
+            len(blocks),
+        ),
         *(len(plan.analysis), len(plan.synthesis)),
         *(*fast(plan.analysis), *fast(slots, turned=True), *fast(slots)),
-        *map(address, (*pointers, tables["entries"], tables["signs"])),
+        *map(address, classes),
+        start,
+        *map(address, (pick, factors, blocks, tables["entries"], tables["signs"])),
     ]
     return numbers, kept
 
@@ -198,8 +220,27 @@ def symmetry_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
     classes = [*across(even), mixed, mixed.transpose(0, 2, 1), *across(odd)]
     parts = np.concatenate(classes).reshape(size**2, size**2)
     factors = stencils.reshape(count, -1) @ np.linalg.inv(parts)
+    return _by_class(factors, [len(found) for found in classes])
+
+
+def cube_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
+    """As `symmetry_classes`, of stencils in space: eight classes, even or odd along y, x and z."""
+    count, size = stencils.shape[:2]
+    taps, radius = np.eye(size), size // 2
+    ahead, behind = taps[radius + 1 :], taps[:radius][::-1]
+    lines = np.concatenate([taps[radius : radius + 1], ahead + behind]), ahead - behind
+    classes = [
+        np.einsum("az,by,cx->abczyx", lines[z], lines[y], lines[x]).reshape(-1, size**3)
+        for y, x, z in itertools.product((0, 1), repeat=3)
+    ]
+    factors = stencils.reshape(count, -1) @ np.linalg.inv(np.concatenate(classes))
+    return _by_class(factors, [len(found) for found in classes])
+
+
+def _by_class(factors: np.ndarray, lengths: list[int]) -> tuple[np.ndarray, ...]:
+    """The factors of each stencil, class after class of its parts, without those that read none."""
     factors[np.abs(factors) <= 1e-14 * np.abs(factors).max(axis=1, keepdims=True)] = 0.0
-    each = np.split(factors, np.cumsum([len(found) for found in classes])[:-1], axis=1)
+    each = np.split(factors, np.cumsum(lengths)[:-1], axis=1)
     reads = np.array([here.any(axis=1) for here in each])  # [class, stencil]
     given = np.concatenate([here[own].ravel() for here, own in zip(each, reads, strict=True)])
     start = np.append(0, reads.sum(axis=1).cumsum())
