@@ -77,7 +77,11 @@ def turned(pieces: Tensor, rotations: np.ndarray) -> Tensor:
 
 
 class Network(nn.Module):
-    """A lift and group convolutions on ever coarser grids, then means over all there is."""
+    """A lift and group convolutions, first on half of the grid's points, then on a quarter.
+
+    What goes in is blurred, so that upright pieces have edges like turned ones, and stencils find
+    what they can turn.
+    """
 
     def __init__(
         self,
@@ -86,19 +90,20 @@ class Network(nn.Module):
         stencils: str,
         fields: tuple[int, ...],
         activation: str = "silu",
-        reduce: str = "max",
+        reduce: str = "mean",
+        blur: float = 2.0,
+        fine: int = 1,
     ) -> None:
         super().__init__()
-        self.halve = Downsample3d()
         options: Any = {"size": size, "stencils": stencils, "operators": "order<=2"}
-        layers: list[nn.Module] = []
+        layers: list[nn.Module] = [GroupActivation3d("identity", width=blur)]
         before = 1
         for number, width in enumerate(fields):
+            if number in (0, fine):
+                layers.append(Downsample3d(antialias=8))
             kind: Any = GroupConv3d if number else LiftConv3d
             layers += [kind(before, width, group, **options), GroupBatchNorm3d(width, group)]
             layers.append(GroupActivation3d(activation))
-            if number == 0:
-                layers.append(Downsample3d(antialias=6))
             before = width
         self.layers = nn.Sequential(*layers)
         self.pool = GroupPool3d(group, reduce)
@@ -106,19 +111,19 @@ class Network(nn.Module):
         self.classifier = nn.Sequential(nn.BatchNorm1d(features), nn.Linear(features, len(PIECES)))
 
     def forward(self, x: Tensor) -> Tensor:
-        features = self.pool(self.layers(self.halve(x))).mean((2, 3, 4))
-        found: Tensor = self.classifier(features)
+        found: Tensor = self.classifier(self.pool(self.layers(x)).mean((2, 3, 4)))
         return found
 
 
-def train(network: nn.Module, pieces: Tensor, steps: int, rate: float) -> float:
-    """Learn the eight by heart; the last loss."""
+def train(network: nn.Module, pieces: Tensor, steps: int, rate: float, noise: float) -> float:
+    """Learn the eight by heart, with white noise on every voxel; the last loss."""
     optimiser = torch.optim.Adam(network.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, total_steps=steps)
     labels = torch.arange(len(pieces), device=pieces.device)
     network.train()
     for _ in range(steps):
-        loss = functional.cross_entropy(network(pieces), labels)
+        noisy = pieces + noise * torch.randn_like(pieces)
+        loss = functional.cross_entropy(network(noisy), labels)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()
@@ -143,10 +148,13 @@ def main() -> None:
     parser.add_argument("--group", default="I")
     parser.add_argument("--fields", type=int, nargs="+", default=[2, 4, 6])
     parser.add_argument("--activation", default="silu")
-    parser.add_argument("--reduce", default="max")
+    parser.add_argument("--reduce", default="mean")
+    parser.add_argument("--blur", type=float, default=2.0, help="of what goes in, in voxels")
+    parser.add_argument("--noise", type=float, default=0.3, help="deviation, in training")
+    parser.add_argument("--fine", type=int, default=1, help="layers on the finer grid")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rate", type=float, default=0.03)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--rate", type=float, default=0.05)
     parser.add_argument("--copies", type=int, default=100, help="of each piece in the test")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -161,6 +169,9 @@ def main() -> None:
         "fields": given.fields,
         "activation": given.activation,
         "reduce": given.reduce,
+        "blur": given.blur,
+        "fine": given.fine,
+        "noise": given.noise,
         "steps": given.steps,
         "rate": given.rate,
         "copies": given.copies,
@@ -172,10 +183,11 @@ def main() -> None:
         for size in given.stencils:
             torch.manual_seed(seed)
             options = (given.group, size, given.kind, tuple(given.fields))
-            network = Network(*options, given.activation, given.reduce)
+            more = (given.activation, given.reduce, given.blur, given.fine)
+            network = Network(*options, *more)
             parameters = sum(p.numel() for p in network.parameters())
             start = time.perf_counter()
-            loss = train(network, pieces, given.steps, given.rate)
+            loss = train(network, pieces, given.steps, given.rate, given.noise)
             trained = time.perf_counter() - start
             shares = accuracy(network, test, given.copies)
             row = {

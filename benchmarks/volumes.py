@@ -1,7 +1,7 @@
 """What is left of equivariance in volumes: one layer and four, beside escnn's of the same support.
 
-    python benchmarks/equivariance_3d.py
-    python benchmarks/equivariance_3d.py --json benchmarks/results/equivariance_3d.json
+    python benchmarks/volumes.py
+    python benchmarks/volumes.py --json benchmarks/results/volumes.json
 
 Layers of the icosahedral group, whose rotations but twelve are none of the voxel grid. Group
 convolutions of one field, on smooth random features (white noise blurred by σ voxels), and networks
