@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -202,3 +203,14 @@ def test_nothing_is_left_behind():
 def test_converted_networks_pass():
     source = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
     passes(econv.convert(source, "p4", example_input=IMAGE).eval())
+
+
+def test_what_was_followed_is_followed_no_more():
+    """No hook of the process stays, whether the network was in order or refused."""
+    hooks = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
+    before = [len(each) for each in hooks]
+    for wrong in (False, True):
+        network = nn.Sequential(LiftConv2d(1, 2, "p8"), GroupConv2d(2, 1, "p4" if wrong else "p8"))
+        with contextlib.suppress(KindError), checked():
+            network(torch.randn(1, 1, 8, 8))
+    assert [len(each) for each in hooks] == before

@@ -232,3 +232,8 @@ def test_a_butterfly_joins_what_is_alike_only():
     pairs, rest = fourier.butterflies(matrix[:2])
     assert pairs == [(0, 1)]
     assert rest.tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_numbers_that_are_none_are_no_representation():
+    with pytest.raises(ArithmeticError, match="not an orthogonal representation of p1: off by nan"):
+        fourier.decompose(Group("p1"), np.full((1, 1, 1), np.nan))

@@ -240,7 +240,9 @@ def test_numbers_are_white_where_the_colour_is_dark():
 
 
 def test_all_copies_share_a_scale_that_holds_the_largest_and_has_zero_in_the_middle():
-    for layer in (LiftConv2d(1, 1, "p8"), GroupConv2d(1, 1, "p6m")):
+    # That of one derivative alone has no canonical square, and other sizes between the axes.
+    alone = LiftConv2d(1, 1, "p8", operators=[(1, 0)])
+    for layer in (LiftConv2d(1, 1, "p8"), GroupConv2d(1, 1, "p6m"), alone):
         axes = filter_axes(plot_filters(layer))
         largest = max(np.abs(axis.images[0].get_array()).max() for axis in axes)
         for axis in axes:

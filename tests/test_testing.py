@@ -856,8 +856,8 @@ def test_bad_input_for_volumes_is_refused():
 
 def test_what_maps_rectangles_onto_themselves():
     group = Group("p4m")
-    for element in range(group.order):
-        diagonal = abs(float(group.matrices[element][0, 1])) < 0.5
-        matrix = np.asarray(group.matrices[element])
-        assert _on_grid(matrix, (2.0, 1.0)) == diagonal
+    for matrix in group.matrices:
+        diagonal = abs(float(matrix[0, 1])) < 0.5
+        assert _on_grid(matrix, (1.0, 2.0)) == diagonal
         assert _on_grid(matrix, (1.0, 1.0))
+    assert not _on_grid(Group("p8").matrices[1], (1.0, 1.0))
