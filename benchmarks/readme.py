@@ -134,8 +134,9 @@ def speed_in_short(cpu: dict[str, Any], gpu: dict[str, Any], networks: dict[str,
             rows.append([name, run["batch"] / speed["dense"], run["batch"] / speed["auto"]])
     cells = [[name, f"{1e3 * a:.3g}", f"**{1e3 * b:.3g}**"] for name, a, b in rows]
     note = (
-        "Medians; float32 on the CPU, bfloat16 on the GPU. Small layers gain less, and then econv "
-        "runs `conv2d`: [all figures](docs/results.md#speed)."
+        "Medians. On the CPU in float32; on the GPU in bfloat16, layers as CUDA graphs, each "
+        "engine by itself. Where a layer gains nothing, econv runs `conv2d`: "
+        "[all figures](docs/results.md#speed)."
     )
     return "\n".join([*table(["ms for a training step", "dense", "econv"], cells), "", note])
 
@@ -724,8 +725,8 @@ def migrating_table(found: dict[str, Any]) -> str:
         lines.append(f"| {title} | {' | '.join(cells)} |")
     how = (
         f"Relative error of `y` when a smooth random image turns ({found['pixels']}², blurred by "
-        f"{found['smoothness']:g} pixels, float32, untrained, mean of {found['seeds']} seeds; "
-        "`benchmarks/migrating.py`)."
+        f"{found['smoothness']:g} pixels, faded towards the corners, float32, untrained, mean of "
+        f"{found['seeds']} seeds; `benchmarks/migrating.py`)."
     )
     return "\n".join([*lines, "", how])
 

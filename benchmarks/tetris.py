@@ -115,14 +115,15 @@ class Network(nn.Module):
         return found
 
 
-def train(network: nn.Module, pieces: Tensor, steps: int, rate: float) -> float:
-    """Learn the eight by heart; the last loss."""
+def train(network: nn.Module, pieces: Tensor, steps: int, rate: float, noise: float) -> float:
+    """Learn the eight by heart, with white noise on every voxel; the last loss."""
     optimiser = torch.optim.Adam(network.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, total_steps=steps)
     labels = torch.arange(len(pieces), device=pieces.device)
     network.train()
     for _ in range(steps):
-        loss = functional.cross_entropy(network(pieces), labels)
+        noisy = pieces + noise * torch.randn_like(pieces)
+        loss = functional.cross_entropy(network(noisy), labels)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()
@@ -149,10 +150,11 @@ def main() -> None:
     parser.add_argument("--activation", default="silu")
     parser.add_argument("--reduce", default="mean")
     parser.add_argument("--blur", type=float, default=2.0, help="of what goes in, in voxels")
+    parser.add_argument("--noise", type=float, default=0.3, help="deviation, in training")
     parser.add_argument("--fine", type=int, default=1, help="layers on the finer grid")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rate", type=float, default=0.03)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--rate", type=float, default=0.05)
     parser.add_argument("--copies", type=int, default=100, help="of each piece in the test")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -169,6 +171,7 @@ def main() -> None:
         "reduce": given.reduce,
         "blur": given.blur,
         "fine": given.fine,
+        "noise": given.noise,
         "steps": given.steps,
         "rate": given.rate,
         "copies": given.copies,
@@ -184,7 +187,7 @@ def main() -> None:
             network = Network(*options, *more)
             parameters = sum(p.numel() for p in network.parameters())
             start = time.perf_counter()
-            loss = train(network, pieces, given.steps, given.rate)
+            loss = train(network, pieces, given.steps, given.rate, given.noise)
             trained = time.perf_counter() - start
             shares = accuracy(network, test, given.copies)
             row = {

@@ -676,3 +676,10 @@ def test_networks_for_images_alone_refuse_groups_of_space():
         ResNet("O")
     with pytest.raises(ValueError, match="expected dimension 2 or 3"):
         create_model("unet_p4", dimension=1)
+
+
+def test_ordinary_resnets_are_as_wide_as_everybody_knows_them():
+    with torch.device("meta"):
+        assert create_model("resnet18").config["fields"] == [64, 128, 256, 512]
+        # As many parameters: p8 has eight orientations of √8 times fewer fields.
+        assert create_model("resnet18_p8").config["fields"] == [23, 45, 91, 181]
