@@ -202,3 +202,29 @@ def test_nothing_is_left_behind():
 def test_converted_networks_pass():
     source = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
     passes(econv.convert(source, "p4", example_input=IMAGE).eval())
+
+
+# Volumes
+
+
+@pytest.mark.parametrize("name", ["unet_3d_T", "resnet10_3d_T"])
+def test_networks_of_volumes_pass(name):
+    fields = (1, 2) if "unet" in name else (1, 1, 1, 1)
+    network = econv.create_model(name, fields=fields, in_channels=1).eval()
+    volume = torch.randn(1, 1, *[8 if "unet" in name else 33] * 3)
+    with checked():
+        network(volume)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (lambda: nn.BatchNorm3d(24), r"Use GroupBatchNorm3d\(2, 'T'\)"),
+        (lambda: econv.GroupConv3d(1, 1, "O"), "Restrict3d|does not contain"),
+        (lambda: econv.LiftConv3d(24, 1, "T"), r"GroupPool3d\('T'\) makes images"),
+    ],
+)
+def test_what_volumes_cannot_mean_is_found_and_named(last, message):
+    network = nn.Sequential(econv.LiftConv3d(1, 2, "T"), last()).eval()
+    with checked(), pytest.raises(KindError, match=message):
+        network(torch.randn(1, 1, 4, 4, 4))

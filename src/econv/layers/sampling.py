@@ -75,7 +75,8 @@ class Downsample(WithConstants):
         if not compiling and torch._C._is_tracing() and torch.onnx.is_in_onnx_export():
             raise ValueError(
                 "expected torch's current exporter, torch.onnx.export(…, dynamo=True): the older "
-                "one writes no convolution whose kernel depends on the size, as Downsample's does"
+                "one writes no convolution whose kernel depends on the size, as "
+                f"{type(self).__name__}'s does"
             )
         halved = halve(x, self.taps, self.reduce, self.antialias, self.dimension)
         return halved.contiguous(memory_format=memory_format(x))
