@@ -14,12 +14,14 @@ from torch import Tensor
 from econv.groups import Group
 
 
-def positive(name: str, value: Any) -> int:
+def positive(name: str, value: Any, most: int = 2**31 - 1) -> int:
     whole = (
         0 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
     )
     if whole < 1:
         raise ValueError(f"expected {name} as a whole number of at least 1; got {value!r}")
+    if whole > most:
+        raise ValueError(f"expected {name} of at most {most}; got {value!r}")
     return whole
 
 
@@ -51,6 +53,8 @@ def check_maps(x: Tensor, channels: int, expected: str, weight: Tensor | None = 
         return
     if x.shape[1] != channels:
         raise ValueError(f"expected {expected}; got {x.shape[1]} channels: {tuple(x.shape)}")
+    if weight is not None:
+        check_device(x, weight)
     if weight is None or x.dtype == weight.dtype:
         return
     # Autocast converts both to its own dtype, but leaves float64 alone.
@@ -61,15 +65,22 @@ def check_maps(x: Tensor, channels: int, expected: str, weight: Tensor | None = 
         )
 
 
+def check_device(x: Tensor, weight: Tensor) -> None:
+    if x.device != weight.device:
+        raise ValueError(
+            f"expected a tensor on {weight.device}, the device of the layer; got one on {x.device}"
+        )
+
+
 def check_fields(x: Tensor, fields: int, group: Group, weight: Tensor | None) -> None:
     channels = fields * group.order
     check_maps(x, channels, f"{channels} channels ({fields} fields of {group.name})")
+    if weight is None or torch.compiler.is_compiling():
+        return
+    check_device(x, weight)
     # torch normalises half precisions with float32 parameters, and nothing else mixed.
-    if (
-        weight is not None
-        and not torch.compiler.is_compiling()
-        and x.dtype != weight.dtype
-        and not (weight.dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16))
+    if x.dtype != weight.dtype and not (
+        weight.dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16)
     ):
         raise ValueError(f"expected {weight.dtype}, the dtype of the layer; got {x.dtype}")
 

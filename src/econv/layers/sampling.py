@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from econv.engines import memory_format
-from econv.engines.problem import replicate, transformed, watched
+from econv.engines.problem import one_by_one, replicate, transformed, watched
 from econv.layers.checks import check_rank, positive
 from econv.layers.constants import WithConstants
 from econv.layers.shift import mean_of_four
@@ -281,13 +282,18 @@ class _Picked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        return one_by_one(partial(_Picked.spread, ctx), gradient), None
+
+    @staticmethod
+    def spread(ctx: Any, gradient: Tensor) -> Tensor:
+        """Every number in its place, and zeros between them."""
         (shape, layout), step = ctx.like, ctx.step
         found = torch.empty(
             shape, dtype=gradient.dtype, device=gradient.device, memory_format=layout
         ).zero_()
         into, given = _in_words(found, gradient)
         into[:, ::step, ::step] = given
-        return found, None
+        return found
 
 
 def _in_words(*images: Tensor) -> tuple[Tensor, ...]:

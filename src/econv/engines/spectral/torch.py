@@ -179,9 +179,11 @@ def apply(
 
 def _padded(maps: Tensor, size: int, geometry: Geometry) -> Tensor:
     """The input, spread and padded so that the stencils give the output without padding."""
-    if more := geometry.up - 1:
-        maps = functional.pad(maps[:, :, :, None, :, None], (0, more, 0, 0, 0, more))
-        maps = maps.flatten(4, 5).flatten(2, 3)
+    for axis in (2, 3):
+        # One pixel has none to be apart from: of a large step nothing is left but zeros.
+        if (more := geometry.up - 1) and maps.shape[axis] != 1:
+            after = (0, more) if axis == 3 else (0, 0, 0, more)
+            maps = functional.pad(maps.unsqueeze(axis + 1), after).flatten(axis, axis + 1)
     sides = []
     for length, wanted in zip(maps.shape[:1:-1], (geometry.width, geometry.height), strict=True):
         needed = (wanted - 1) * geometry.down + geometry.dilation * (size - 1) + 1
