@@ -177,8 +177,10 @@ class ResNet(_Classifier):
         oversample: int = 1,
     ) -> None:
         super().__init__()
-        if not isinstance(depth, int) or depth < 8 or (depth - 2) % 6:
-            raise ValueError(f"expected a depth of 6n + 2, such as 26 or 44; got {depth!r}")
+        if not isinstance(depth, int) or not 8 <= depth <= 1202 or (depth - 2) % 6:
+            raise ValueError(
+                f"expected a depth of 6n + 2 from 8 to 1202, such as 26 or 44; got {depth!r}"
+            )
         if not isinstance(fields, Sequence) or len(fields) != 3:
             raise ValueError(f"expected the fields of three stages; got {fields!r}")
         _expect_whole("fields", fields)
@@ -570,6 +572,8 @@ class ConvNet(_Classifier):
         if readout not in ("map", "mean"):
             raise ValueError(f"expected readout 'map' or 'mean'; got {readout!r}")
         _expect_whole("fields", fields)
+        if not fields:
+            raise ValueError("expected the fields of one layer or more; got none")
         _expect_whole("pooled_after", pooled_after)
         _expect_whole("in_channels", in_channels)
         _expect_whole("image_size", image_size)

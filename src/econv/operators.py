@@ -26,6 +26,8 @@ Scalar = float | complex
 
 _PAPER = ((0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (2, 1), (1, 2), (2, 2))
 _AXES = "xyz"
+_HIGHEST = 10
+"""The order of derivation beyond which rounding is all that is left of a stencil of any size."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ class Polynomial:
     def __pow__(self, exponent: int) -> Polynomial:
         if not isinstance(exponent, int) or exponent < 0:
             raise ValueError(f"expected a whole exponent, 0 or more; got {exponent!r}")
+        if exponent > 64:
+            raise ValueError(f"expected an exponent of at most 64; got {exponent!r}")
         return _Powers(self)[exponent]
 
     def __str__(self) -> str:
@@ -148,6 +152,7 @@ class OperatorSet:
                 )
         if len(set(found)) != len(found):
             raise ValueError(f"expected each monomial once; got {found!r}")
+        check_order(max(map(sum, found)))
         if not self.name:
             object.__setattr__(self, "name", ",".join(str(p) for p in self.polynomials))
 
@@ -240,7 +245,8 @@ def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> 
                 f"unknown operators {operators!r}: expected 'paper', 'order<=N' with a whole "
                 "number N, or a list of exponent tuples such as [(0, 0), (1, 0), (0, 1)]"
             )
-        found = OperatorSet(monomials(int(match[1]), dimension), f"order<={match[1]}")
+        order = check_order(int(match[1]) if len(match[1]) < 10 else 10**9)
+        found = OperatorSet(monomials(order, dimension), f"order<={match[1]}")
     else:
         found = OperatorSet(_exponent_tuples(operators))
     if found.dimension != dimension:
@@ -248,6 +254,13 @@ def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> 
             f"expected operators in {dimension} dimensions; {found.name!r} has {found.dimension}"
         )
     return found
+
+
+def check_order(order: int) -> int:
+    """The order of derivation, if stencils are made for it."""
+    if order > _HIGHEST:
+        raise ValueError(f"expected operators of an order of at most {_HIGHEST}; got {order}")
+    return order
 
 
 def monomials(order: int, dimension: int) -> tuple[Exponents, ...]:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from econv.groups import FloatArray, frozen
 from econv.harmonics import Field, designed, gaussian_derivatives, nearest, of_order
-from econv.operators import Exponents, Polynomial, monomials
+from econv.operators import Exponents, Polynomial, check_order, monomials
 
 __all__ = [
     "Aspect",
@@ -40,6 +40,9 @@ __all__ = [
     "harmonic",
     "stencil_set",
 ]
+
+_LARGEST = 21  # size: a design of isotropic stencils grows with its sixth power
+_MOST_ACCURACY = 16  # fractions of larger ones take long, and float64 does not tell them apart
 
 Aspect = float | tuple[float, ...]
 """Of a pixel: height over width; in space depth and height over width, or 1 for cubes."""
@@ -228,6 +231,10 @@ class Central(StencilSet):
                 f"expected an even accuracy, 2 or higher, for central stencils; "
                 f"got {self.accuracy!r}"
             )
+        if self.accuracy > _MOST_ACCURACY:
+            raise ValueError(
+                f"expected an accuracy of at most {_MOST_ACCURACY}; got {self.accuracy!r}"
+            )
 
     def smallest_size(self, operators: Sequence[Polynomial]) -> int:
         every = (e for p in operators for exponents, _ in p.terms for e in exponents)
@@ -404,7 +411,9 @@ def stencil_set(stencils: StencilsLike, accuracy: int = 2, rotations: int = 0) -
 
 def central(exponents: Exponents, accuracy: int = 2, size: int | None = None) -> Stencil:
     """The central-difference stencil of one monomial, such as ∂xxy for ``(2, 1)``."""
-    return Central(accuracy).stencil(Polynomial.monomial(tuple(exponents)), size)
+    order = tuple(exponents)
+    check_order(sum(order))
+    return Central(accuracy).stencil(Polynomial.monomial(order), size)
 
 
 def check_size(size: int, smallest: int, what: str, stencils: StencilSet) -> int:
@@ -414,6 +423,8 @@ def check_size(size: int, smallest: int, what: str, stencils: StencilSet) -> int
             f"expected an odd size of at least {smallest} for the {stencils.name} stencils of "
             f"{what}; got {size!r}"
         )
+    if size > _LARGEST:
+        raise ValueError(f"expected a size of at most {_LARGEST} for stencils; got {size!r}")
     return size
 
 

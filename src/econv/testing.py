@@ -368,6 +368,8 @@ def _undisturbed(
         torch.manual_seed(0)
         result = module(x)
         restore()
+        if not isinstance(result, Tensor):
+            raise ValueError(f"expected a module that gives a tensor; got {type(result).__name__}")
         return result
 
     devices = [device] if device.type == "cuda" else []

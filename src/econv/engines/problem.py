@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -129,7 +131,9 @@ class Convolution:
         )
 
 
-_NAMED: dict[str, Convolution] = {}
+# They last as long as layers do, the latest a little longer: copies are made of what is gone.
+_NAMED: WeakValueDictionary[str, Convolution] = WeakValueDictionary()
+_latest: deque[Convolution] = deque(maxlen=64)
 
 
 def convolution(*properties: Any, **others: Any) -> Convolution:
@@ -140,12 +144,17 @@ def convolution(*properties: Any, **others: Any) -> Convolution:
     p8, 4 regular → 6 regular, 5×5
     """
     made = Convolution(*properties, **others)
-    return _NAMED.setdefault(made.name, made)
+    found = _NAMED.setdefault(made.name, made)
+    _latest.append(found)
+    return found
 
 
 def convolution_named(name: str) -> Convolution:
     """The convolution whose `Convolution.name` this is."""
-    return _NAMED[name]
+    found = _NAMED.get(name)
+    if found is None:
+        raise ValueError(f"expected the name of a convolution of this process; got {name}")
+    return found
 
 
 class Problem(NamedTuple):
@@ -359,7 +368,7 @@ def one_by_one(run: Callable[..., _Found], *given: Tensor | None) -> _Found:
     while not any(_at(t, level) for t in given):  # of blocks within one another the innermost
         level -= 1
     each = [
-        torch._remove_batch_dim(t, level, 1, 0).unbind() if _at(t, level) else repeat(t)
+        repeat(t) if t is None or not _at(t, level) else torch._remove_batch_dim(t, level, 1, 0)
         for t in given
     ]
     found = [one_by_one(run, *one) for one in zip(*each, strict=False)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from econv.engines import memory_format
 from econv.layers.blur import mean_of_pixels
-from econv.layers.checks import check_rank
+from econv.layers.checks import check_filled, check_rank
 from econv.layers.constants import WithConstants
 
 __all__ = ["ACTIVATIONS", "GroupActivation2d", "activation_module", "group_activation"]
@@ -104,6 +104,7 @@ class GroupActivation2d(WithConstants):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the function to ``[batch, channels, height, width]``."""
         check_rank(x)
+        check_filled(x)
         lines = dict(self.named_buffers(recurse=False))
         out = limited(x, self.function, self.oversample, self.width, lines)
         return out.contiguous(memory_format=memory_format(x))
@@ -121,6 +122,7 @@ def group_activation(
     torch.Size([1, 8, 9, 9])
     """
     check_rank(x)
+    check_filled(x)
     function = activation_module(activation)
     oversample = _read_oversample(oversample)
     width = _read_width(width, oversample)

@@ -5,16 +5,21 @@ Nothing is checked while a graph is traced, so that no size is frozen into it.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from econv.groups import Group
 
+LARGEST_IMAGE = 1 << 16
+"""Pixels along a side, or a stride, dilation or padding: more are a slip."""
 
-def positive(name: str, value: Any, most: int = 2**31 - 1) -> int:
+
+def positive(name: str, value: Any, most: int = 1 << 24) -> int:
     whole = (
         0 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
     )
@@ -23,6 +28,46 @@ def positive(name: str, value: Any, most: int = 2**31 - 1) -> int:
     if whole > most:
         raise ValueError(f"expected {name} of at most {most}; got {value!r}")
     return whole
+
+
+def truth(name: str, value: Any) -> bool:
+    """A truth value, and nothing that merely counts as one: ``"no"`` would."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"expected {name} as True or False; got {value!r}")
+    return bool(value)
+
+
+def check_dtype(dtype: Any) -> None:
+    """A dtype that parameters can have; ``None`` is torch's default."""
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"expected a floating-point dtype such as torch.float32; got {dtype!r}")
+
+
+def check_statistics(eps: Any, momentum: Any = None) -> None:
+    """What keeps a norm from dividing by zero, and how fast running statistics follow."""
+    if not isinstance(eps, float | int) or isinstance(eps, bool) or not 0 <= eps < math.inf:
+        raise ValueError(f"expected eps as a number of 0 or more; got {eps!r}")
+    given = isinstance(momentum, float | int) and not isinstance(momentum, bool)
+    if momentum is not None and not (given and 0 <= momentum <= 1):
+        raise ValueError(f"expected momentum between 0 and 1, or None; got {momentum!r}")
+
+
+def check_sizes(*sizes: Any) -> None:
+    """Height and width that an image is to have; those of a traced graph may be symbols."""
+    for size in sizes:
+        whole = isinstance(size, int | torch.SymInt | Tensor) and not isinstance(size, bool)
+        if not whole or (isinstance(size, int) and not 1 <= size <= LARGEST_IMAGE):
+            raise ValueError(
+                f"expected sizes as whole numbers from 1 to {LARGEST_IMAGE}; got {size!r}"
+            )
+
+
+def check_filled(x: Tensor) -> None:
+    """An image has pixels and channels; only the batch may be empty."""
+    if not torch.compiler.is_compiling() and not torch._C._is_tracing() and 0 in x.shape[1:]:
+        raise ValueError(f"expected images with channels and pixels; got {tuple(x.shape)}")
 
 
 def check_groups(groups: Any, **counts: int) -> None:
@@ -37,13 +82,16 @@ def check_rank(x: Tensor, ranks: tuple[int, ...] = (4,)) -> None:
         return
     if not isinstance(x, Tensor):
         raise ValueError(f"expected a torch.Tensor; got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        what = "a nested one" if x.is_nested else str(x.layout)
+        raise ValueError(f"expected a dense tensor, such as x.to_dense(); got {what}")
     if x.ndim not in ranks:
         or_flat = " or [batch, channels]" if 2 in ranks else ""
         raise ValueError(
             f"expected a tensor [batch, channels, height, width]{or_flat}; "
             f"got {x.ndim} dimensions: {tuple(x.shape)}"
         )
-    if not x.is_floating_point():
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise ValueError(f"expected a floating-point tensor, such as x.float(); got {x.dtype}")
 
 

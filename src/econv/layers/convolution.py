@@ -13,7 +13,14 @@ from econv import engines
 from econv.basis import COORDINATES, Gains, filter_basis
 from econv.engines import Part, Prologue, Weight, dense
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_groups, check_maps, positive
+from econv.layers.checks import (
+    LARGEST_IMAGE,
+    check_dtype,
+    check_groups,
+    check_maps,
+    positive,
+    truth,
+)
 from econv.layers.constants import WithConstants
 from econv.layers.sampling import Enlarge2d, Upsample2d, picked, recentre, window_count
 from econv.operators import OperatorsLike
@@ -33,6 +40,8 @@ __all__ = [
 ]
 
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+_MOST_NUMBERS = 1 << 31  # of a weight
+_MOST_PADDING = 1024  # pixels, but for "same"
 _WINDOWS = ("stride", "padding", "padding_mode", "dilation")
 
 
@@ -110,8 +119,8 @@ class PDOConv2d(WithConstants):
         self.basis = filter_basis(self.group, operators, stencils, size, accuracy, aspect)
         self.in_channels = in_channels
         self.out_channels = out_channels
-        self.stride = positive("stride", stride)
-        self.dilation = positive("dilation", dilation)
+        self.stride = positive("stride", stride, LARGEST_IMAGE)
+        self.dilation = positive("dilation", dilation, LARGEST_IMAGE)
         self.groups = groups
         self.padding = self._read_padding(padding)
         self.padding_mode = read_padding_mode(padding_mode)
@@ -121,12 +130,17 @@ class PDOConv2d(WithConstants):
         self.init = init
         self._order = self.group.order
         self._convolution = self._describe()
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"expected a floating-point dtype; got {dtype}")
+        check_dtype(dtype)
+        numbers = math.prod(weight_shape) * len(self.basis.operators)
+        if numbers > _MOST_NUMBERS:
+            raise ValueError(
+                f"expected fields whose weight has at most {_MOST_NUMBERS} numbers; these have "
+                f"{numbers}"
+            )
         self.weight = nn.Parameter(
             torch.empty(*weight_shape, len(self.basis.operators), device=device, dtype=dtype)
         )
-        if bias:
+        if truth("bias", bias):
             shape = (weight_shape[0],)
             self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         else:
@@ -142,6 +156,8 @@ class PDOConv2d(WithConstants):
                 "expected padding as 'same', 'valid' or one whole number for every side "
                 f"(unequal sides break the symmetry); got {padding!r}"
             )
+        if padding > _MOST_PADDING:
+            raise ValueError(f"expected padding of at most {_MOST_PADDING}; got {padding!r}")
         return padding
 
     def _constants(self) -> dict[str, np.ndarray]:
@@ -374,7 +390,8 @@ class PDOConv2d(WithConstants):
         most = {"zeros": math.inf, "replicate": math.inf, "circular": 0, "reflect": -1}
         mode = self.padding_mode
         modes = (mode, mode) if isinstance(mode, str) else mode
-        if any(self.padding > n + most[m] for n, m in zip((height, width), modes, strict=True)):
+        read = [self.points(n) if self.centred else n for n in (height, width)]
+        if any(self.padding > n + most[m] for n, m in zip(read, modes, strict=True)):
             raise ValueError(
                 f"expected an image larger than the padding of {self.padding} for "
                 f"padding_mode={self.padding_mode!r}; got {height}×{width}"
@@ -725,6 +742,8 @@ def read_spacing(given: object) -> float | tuple[float, float]:
             f"expected a positive spacing, or a pair of them for (y, x); got {given!r}"
         )
     y, x = (float(n) for n in numbers)
+    if not 1e-3 <= y / x <= 1e3:
+        raise ValueError(f"expected pixels up to 1000 times as high as wide; got {given!r}")
     return y if y == x else (y, x)
 
 
@@ -750,7 +769,7 @@ def _read_centred(centred: object) -> bool | tuple[int, int]:
     if isinstance(centred, tuple | list) and len(centred) == 2:
         extent, padding = centred
         whole = all(isinstance(n, int) and not isinstance(n, bool) for n in centred)
-        if whole and extent >= 1 and padding >= 0:
+        if whole and 1 <= extent <= LARGEST_IMAGE and 0 <= padding <= LARGEST_IMAGE:
             return extent, padding
     raise ValueError(
         "expected centred as True, False or a pair (extent, padding) of whole numbers; "

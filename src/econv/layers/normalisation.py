@@ -15,7 +15,14 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from econv.engines import memory_format
 from econv.groups import Group, GroupLike
 from econv.layers import pooled
-from econv.layers.checks import check_fields, check_groups, positive
+from econv.layers.checks import (
+    check_dtype,
+    check_fields,
+    check_groups,
+    check_statistics,
+    positive,
+    truth,
+)
 
 __all__ = [
     "GroupBatchNorm2d",
@@ -53,9 +60,10 @@ class GroupBatchNorm2d(_BatchNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            positive("fields", fields), eps, momentum, affine, track_running_stats, device, dtype
-        )
+        check_statistics(eps, momentum)
+        check_dtype(dtype)
+        options = truth("affine", affine), truth("track_running_stats", track_running_stats)
+        super().__init__(positive("fields", fields), eps, momentum, *options, device, dtype)
         self.fields = fields
         self.group = Group(group)
         self._order = self.group.order
@@ -186,9 +194,10 @@ class GroupInstanceNorm2d(_InstanceNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            positive("fields", fields), eps, momentum, affine, track_running_stats, device, dtype
-        )
+        check_statistics(eps, momentum)
+        check_dtype(dtype)
+        options = truth("affine", affine), truth("track_running_stats", track_running_stats)
+        super().__init__(positive("fields", fields), eps, momentum, *options, device, dtype)
         self.fields = fields
         self.group = Group(group)
 
@@ -202,7 +211,8 @@ class GroupInstanceNorm2d(_InstanceNorm):
         """Normalise ``[batch, fields * order, height, width]``."""
         own = self.running_mean if self.weight is None else self.weight
         check_fields(x, self.fields, self.group, own)
-        normed = super().forward(x.reshape(x.shape[0], self.fields, -1)).view(x.shape)
+        numbers = x.shape[1] // self.fields * x.shape[2] * x.shape[3]
+        normed = super().forward(x.reshape(x.shape[0], self.fields, numbers)).view(x.shape)
         return normed.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
@@ -229,9 +239,11 @@ class _FieldAffine(nn.Module):
         super().__init__()
         self.fields = positive("fields", fields)
         self.group = Group(group)
+        check_statistics(eps)
+        check_dtype(dtype)
         self.eps = eps
         self._order = self.group.order
-        if affine:
+        if truth("affine", affine):
             self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
             self.bias = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
         else:

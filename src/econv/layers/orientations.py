@@ -12,7 +12,13 @@ from torch.nn import functional
 
 from econv.engines import memory_format
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_fields, check_multiple, check_rank, positive
+from econv.layers.checks import (
+    check_dtype,
+    check_fields,
+    check_multiple,
+    check_rank,
+    positive,
+)
 from econv.layers.constants import WithConstants
 
 __all__ = [
@@ -211,6 +217,7 @@ class FieldParameter(nn.Module):
         self.initial = float(initial)
         self.pixels = pixels
         self._order = self.group.order
+        check_dtype(dtype)
         self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -251,6 +258,7 @@ class GroupPReLU2d(nn.Module):
         self.group = Group(group)
         self.init = float(init)
         self._order = self.group.order
+        check_dtype(dtype)
         self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
         self.reset_parameters()
 

@@ -14,7 +14,14 @@ from torch.nn import functional
 
 from econv.engines import memory_format
 from econv.engines.problem import one_by_one, replicate, transformed, watched
-from econv.layers.checks import check_rank, positive
+from econv.layers.checks import (
+    LARGEST_IMAGE,
+    check_filled,
+    check_rank,
+    check_sizes,
+    positive,
+    truth,
+)
 from econv.layers.constants import WithConstants
 from econv.layers.shift import mean_of_four
 
@@ -81,6 +88,7 @@ class Downsample2d(WithConstants):
     def forward(self, x: Tensor) -> Tensor:
         """Halve ``[batch, channels, height, width]``."""
         check_rank(x)
+        check_filled(x)
         compiling = torch.compiler.is_compiling()
         if not compiling and torch._C._is_tracing() and torch.onnx.is_in_onnx_export():
             raise ValueError(
@@ -133,6 +141,7 @@ class Upsample2d(WithConstants):
     def forward(self, x: Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
         """Double ``[batch, channels, height, width]``."""
         check_rank(x)
+        check_filled(x)
         doubled = self._doubled(x, size)
         if self.antialias == 4:
             return doubled
@@ -230,7 +239,7 @@ class Enlarge2d(nn.Module):
 
     def __init__(self, factor: int, excess: int = 0) -> None:
         super().__init__()
-        self.factor = positive("factor", factor)
+        self.factor = positive("factor", factor, LARGEST_IMAGE)
         if isinstance(excess, bool) or not isinstance(excess, int):
             raise ValueError(f"expected excess as a whole number of pixels; got {excess!r}")
         self.excess = excess
@@ -238,11 +247,13 @@ class Enlarge2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Enlarge ``[batch, channels, height, width]``."""
         check_rank(x)
+        check_filled(x)
         return self.enlarge(x, recentre)
 
     def enlarge(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
         """Interpolate, and take the points that ``recentre`` finds."""
         height, width = (x.shape[axis] * self.factor + self.excess for axis in (2, 3))
+        check_sizes(height, width)
         enlarged = functional.interpolate(x, scale_factor=float(self.factor), mode="bilinear")
         return recentre(enlarged, height, width)
 
@@ -371,11 +382,15 @@ class Recentre2d(nn.Module):
 
     def __init__(self, fill: float = 0.0) -> None:
         super().__init__()
+        if not isinstance(fill, float | int) or isinstance(fill, bool):
+            raise ValueError(f"expected fill as a number; got {fill!r}")
         self.fill = float(fill)
 
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
         """The ``height`` × ``width`` points about the centre of ``[batch, channels, …]``."""
         check_rank(x)
+        check_filled(x)
+        check_sizes(height, width)
         return recentre(x, height, width, self.fill)
 
     def extra_repr(self) -> str:
@@ -399,6 +414,8 @@ class NearestResize2d(nn.Module):
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
         """Resize ``[batch, channels, …]`` to ``height`` × ``width``."""
         check_rank(x)
+        check_filled(x)
+        check_sizes(height, width)
         resized = nearest_pixels(x, height, width)
         return resized.contiguous(memory_format=memory_format(x))
 
@@ -431,8 +448,10 @@ class _CentredPool2d(nn.Module):
         self, kernel_size: int, stride: int | None = None, padding: int = 0, ceil_mode: bool = False
     ) -> None:
         super().__init__()
-        self.kernel_size = positive("kernel_size", kernel_size)
-        self.stride = self.kernel_size if stride is None else positive("stride", stride)
+        self.kernel_size = positive("kernel_size", kernel_size, LARGEST_IMAGE)
+        self.stride = (
+            self.kernel_size if stride is None else positive("stride", stride, LARGEST_IMAGE)
+        )
         if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
             raise ValueError(f"expected padding as one whole number, 0 or more; got {padding!r}")
         if 2 * padding > self.kernel_size:
@@ -440,7 +459,7 @@ class _CentredPool2d(nn.Module):
                 f"expected padding of at most half of kernel_size={kernel_size}; got {padding}"
             )
         self.padding = padding
-        self.ceil_mode = bool(ceil_mode)
+        self.ceil_mode = truth("ceil_mode", ceil_mode)
 
     def points(self, size: int) -> int:
         """How many points of an axis the windows fill, without the padding."""
@@ -461,6 +480,7 @@ class _CentredPool2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Pool ``[batch, channels, height, width]``."""
         check_rank(x)
+        check_filled(x)
         return self.pool(x, recentre)
 
     def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
@@ -512,7 +532,7 @@ class CentredAvgPool2d(_CentredPool2d):
         count_include_pad: bool = True,
     ) -> None:
         super().__init__(kernel_size, stride, padding, ceil_mode)
-        self.count_include_pad = bool(count_include_pad)
+        self.count_include_pad = truth("count_include_pad", count_include_pad)
 
     def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
         """Pool the points that ``recentre`` finds."""

@@ -40,6 +40,10 @@ from econv.plan import ParityError, SpectralPlan, plan_named
 __all__ = ["FAILED", "EngineError", "Gradients", "Saved", "Spectral", "Task", "give_up", "through"]
 
 
+_MOST_ELEMENTS = 128
+"""Of a group: its Fourier transform is found in a time that grows with their cube."""
+
+
 class EngineError(RuntimeError):
     """A kernel that could not be compiled or launched; its cause says why."""
 
@@ -83,6 +87,9 @@ class Spectral(Engine):
 
     def why_not(self, problem: Problem) -> str | None:
         """Why the engine cannot run a problem, as a sentence; nothing where it can."""
+        order = problem.convolution.basis.group.order
+        if order > _MOST_ELEMENTS:
+            return f"it knows groups of up to {_MOST_ELEMENTS} elements; this one has {order}"
         try:
             for part in problem.convolution.parts:
                 problem.convolution.plan(part).stencils  # noqa: B018  # checks its parity
