@@ -809,6 +809,8 @@ class Features(nn.Module):
 
     def __init__(self, network: Network, out_indices: Sequence[int] | None = None) -> None:
         super().__init__()
+        if not isinstance(network, Network):
+            raise ValueError(f"expected a network of econv; got {type(network).__name__}")
         info = network.feature_info()
         each = network.num_features // info[-1]["fields"]
         for entry in info:

@@ -142,6 +142,8 @@ class OperatorSet:
 
     def __post_init__(self) -> None:
         found = self.monomials
+        if not isinstance(found, tuple) or not all(isinstance(e, tuple) for e in found):
+            raise ValueError(f"expected a tuple of exponent tuples; got {found!r}")
         if not found:
             raise ValueError("an operator set needs at least one monomial, such as (0, 0)")
         for exponents in found:
@@ -232,6 +234,8 @@ def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> 
     >>> operator_set([(0, 0), (2, 0), (0, 2)]).name
     '1,∂xx,∂yy'
     """
+    if dimension not in (1, 2, 3):
+        raise ValueError(f"expected 1, 2 or 3 dimensions; got {dimension!r}")
     if operators is None:
         operators = "paper" if dimension == 2 else "order<=2"
     if isinstance(operators, OperatorSet):

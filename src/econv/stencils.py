@@ -71,6 +71,8 @@ class Stencil:
     """Height of a pixel over its width; in space depth and height over width."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.operator, Polynomial):
+            raise ValueError(f"expected an operator as a Polynomial; got {self.operator!r}")
         weights = frozen(np.atleast_1d(self.weights).copy())
         object.__setattr__(self, "weights", weights)
         shape = (self.size,) * self.operator.dimension

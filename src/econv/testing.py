@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from econv.groups import FloatArray, Group, GroupLike
+from econv.layers.checks import positive
 
 __all__ = [
     "KINDS",
@@ -65,6 +66,8 @@ def transform(
     >>> transform(x, "p4", 1)[0, 0].tolist()
     [[2.0, 4.0], [1.0, 3.0]]
     """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"expected a torch.Tensor; got {type(x).__name__}")
     found = Group(group)
     if not isinstance(kind, str):
         return _transform_parts(x, found, element, kind, spacing)
@@ -136,11 +139,13 @@ def rotate(x: Tensor, degrees: float) -> Tensor:
     >>> rotate(torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]]), 90)[0, 0].tolist()
     [[2.0, 4.0], [1.0, 3.0]]
     """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"expected a torch.Tensor; got {type(x).__name__}")
     if x.ndim != 4:
         raise ValueError(f"expected [batch, channels, height, width]; got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"expected a floating-point image to interpolate; got {x.dtype}")
-    if not math.isfinite(degrees):
+    if not isinstance(degrees, float | int) or not math.isfinite(degrees):
         raise ValueError(f"expected a finite angle in degrees; got {degrees!r}")
     if degrees % 90 == 0:
         return torch.rot90(x, round(degrees / 90), (-2, -1))
@@ -310,6 +315,8 @@ def smooth_field(
     >>> smooth_field(32, channels=3).shape
     torch.Size([1, 3, 32, 32])
     """
+    for name, count in (("size", size), ("channels", channels), ("batch", batch)):
+        positive(name, count, 1 << 14)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(batch, channels, size, size, generator=generator, dtype=torch.float64)
     frequency = torch.fft.fftfreq(size, dtype=torch.float64)

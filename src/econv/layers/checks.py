@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from econv.groups import Group
 
@@ -75,6 +75,11 @@ def check_groups(groups: Any, **counts: int) -> None:
     for name, count in counts.items():
         if count % groups:
             raise ValueError(f"expected {name} divisible by groups={groups}; got {count}")
+
+
+def check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected a torch.nn.Module; got {type(model).__name__}")
 
 
 def check_rank(x: Tensor, ranks: tuple[int, ...] = (4,)) -> None:

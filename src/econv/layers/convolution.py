@@ -18,6 +18,7 @@ from econv.layers.checks import (
     check_dtype,
     check_groups,
     check_maps,
+    check_rank,
     positive,
     truth,
 )
@@ -642,8 +643,10 @@ class GroupLinear(GroupConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, in_fields * order]``."""
-        if not torch.compiler.is_compiling() and getattr(x, "ndim", 2) != 2:
-            raise ValueError(f"expected [batch, channels]; got {tuple(x.shape)}")
+        if not torch.compiler.is_compiling():
+            check_rank(x, (2, 4))
+            if x.ndim != 2:
+                raise ValueError(f"expected [batch, channels]; got {tuple(x.shape)}")
         return super().forward(x[:, :, None, None]).flatten(1)
 
 
