@@ -5,6 +5,7 @@ VENV ?= .venv
 ARGS ?=
 JOBS ?= 2
 PEERS ?=
+CASES ?=
 
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin/python
@@ -17,12 +18,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint docs examples bench clean
+.PHONY: help run test test-all fuzz fuzz-native lint docs examples bench clean
 
 help:
 	@echo "make run       train a p8 network and its CNN twin on turned digits, compare them, in outputs/"
 	@echo "make test      the fast tests, in less than ten minutes"
 	@echo "make test-all  all tests"
+	@echo "make fuzz      20,000 calls that nobody thought of, other ones each time; CASES=… for more"
+	@echo "make fuzz-native  100,000 sets of arguments for compiled code, under AddressSanitizer"
 	@echo "make lint      style, types and the order of the modules"
 	@echo "make docs      the documentation, in site/"
 	@echo "make examples  the worked examples, which renew their pages of the documentation"
@@ -43,6 +46,12 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) $(ARGS)
+
+fuzz: $(STAMP)
+	@ECONV_FUZZ=$(or $(CASES),20000) OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) tests/fuzz $(ARGS)
+
+fuzz-native: $(STAMP)
+	@OMP_NUM_THREADS=1 $(RUN) tests/fuzz/native_gate.py --cases $(or $(CASES),100000) $(ARGS)
 
 lint: $(STAMP)
 	@echo "ruff check"; $(RUN) -m ruff check .

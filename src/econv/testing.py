@@ -317,6 +317,8 @@ def smooth_field(
     """
     for name, count in (("size", size), ("channels", channels), ("batch", batch)):
         positive(name, count, 1 << 14)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"expected seed as a whole number; got {seed!r}")
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(batch, channels, size, size, generator=generator, dtype=torch.float64)
     frequency = torch.fft.fftfreq(size, dtype=torch.float64)

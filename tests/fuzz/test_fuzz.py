@@ -62,13 +62,12 @@ def limits(seconds=SECONDS, memory=BYTES):
     if pages:
         most = pages * resource.getpagesize() + memory
         resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
-    handler = signal.signal(signal.SIGPROF, stop)
+    signal.signal(signal.SIGPROF, stop)  # for good: a late one must not end the process
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, handler)
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
@@ -86,6 +85,10 @@ def allowed(call, *given, **options):
             if not any(word in str(error) for word in WORDS):
                 raise AssertionError(f"says nothing of what was expected: {error!r}") from error
             return None
+        except RuntimeError as error:
+            if "device type at start of device string" not in str(error):
+                raise
+            return None  # torch's own sentence on names of devices
 
 
 # What can stand for an argument
@@ -160,7 +163,7 @@ CALLS = {
     and not inspect.ismodule(call)
     and not (inspect.isclass(call) and issubclass(call, BaseException))
 }
-ABSTRACT = {"models.Network"}
+LEFT_OUT = {"models.Network", "models.FeatureInfo"}  # abstract; made by another
 
 
 def parameters(call):
@@ -187,6 +190,8 @@ def calls(draw):
         usual = USUAL.get(word)
         odd = usual is None or (strange and draw(st.integers(0, 2)) == 0)
         options[word] = draw(st.sampled_from(STRANGE) if odd else usual)
+    if "fields" in parameters(CALLS[name]) and name.startswith("models."):
+        options.setdefault("fields", {"models.ResNet": [1] * 3}.get(name, [1] * 4))
     return name, options
 
 
@@ -203,7 +208,7 @@ def made(shape, dtype, layout):
         "negative": lambda: torch._neg_view(x) if x.is_floating_point() else x,
         "meta": lambda: x.to("meta"),
         "sparse": lambda: x.to_sparse() if dtype.itemsize > 1 else x,
-        "nested": lambda: torch.nested.nested_tensor([x, x]),
+        "nested": lambda: torch.nested.nested_tensor([x, x]) if dtype.itemsize > 1 else x,
         "gradient": lambda: x.requires_grad_() if x.is_floating_point() else x,
         "list": lambda: x.tolist(),
     }[layout]()
@@ -241,7 +246,7 @@ def reads(module):
 @given(call=calls(), image=images())
 def test_a_call_gives_a_result_or_says_what_was_expected(call, image):
     name, options = call
-    if name in ABSTRACT:
+    if name in LEFT_OUT:
         return
     found = allowed(CALLS[name], **options)
     if isinstance(found, econv.Group) and found.order <= 16:

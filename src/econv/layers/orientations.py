@@ -270,7 +270,7 @@ class GroupPReLU2d(nn.Module):
         """Bend ``[batch, fields * order, height, width]``."""
         check_fields(x, self.fields, self.group, self.weight)
         slopes = self.weight[:, None].expand(-1, self._order).flatten()
-        return functional.prelu(x, slopes)
+        return functional.prelu(x, slopes.to(x.dtype))
 
     def extra_repr(self) -> str:
         return f"{self.fields}, {self.group.name}, init={self.init}"
