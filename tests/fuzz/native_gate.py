@@ -115,7 +115,7 @@ def _product(rng, plan) -> None:
     other = _tensor(rng, result, dtype, odd and rng.random() < 0.3) if rng.random() < 0.6 else None
     wants = rng.random() < 0.8 or other is None
     found = Native().product(x, weights, Task(plan, geometry), other, wants)
-    if rng.random() < 0.02 and x.numel() and min(result) and geometry.up == 1:
+    if not odd and rng.random() < 0.02 and x.numel() and min(result) and geometry.up == 1:
         wanted = apply(x.clone(), weights.clone(), plan, geometry, other)
         for one, two in zip(found, wanted, strict=True):
             if one is not None and two is not None:

@@ -190,7 +190,8 @@ def _means_addresses(
 
 def _loaded(dtype: torch.dtype) -> Any:
     """The library, or an error that says why there is none."""
-    found = _library(_REALS[dtype]) if dtype in _REALS else f"there is no kernel for {dtype}"
+    check(dtype in _REALS, "float32 or float64")
+    found = _library(_REALS[dtype])
     if isinstance(found, str):
         raise RuntimeError(f"the native kernel is not available: {found}")
     return found
