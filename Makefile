@@ -6,6 +6,11 @@ ARGS ?=
 JOBS ?= 2
 PEERS ?=
 CASES ?=
+SECONDS ?= 3600
+PACKAGES := torchvision timm segmentation-models-pytorch monai einops
+TORCH ?=
+
+TEXTS := $(wildcard *.md *.toml *.cff .github Makefile benchmarks docs examples src tests tools)
 
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin/python
@@ -18,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all fuzz fuzz-native lint docs examples bench clean
+.PHONY: help run test test-all fuzz fuzz-native test-packages test-gpu mutants soak lint docs examples notebooks bench release-check clean
 
 help:
 	@echo "make run       train a p8 network and its CNN twin on turned digits, compare them, in outputs/"
@@ -26,14 +31,21 @@ help:
 	@echo "make test-all  all tests"
 	@echo "make fuzz      20,000 calls that nobody thought of, other ones each time; CASES=… for more"
 	@echo "make fuzz-native  100,000 sets of arguments for compiled code, under AddressSanitizer"
-	@echo "make lint      style, types and the order of the modules"
+	@echo "make test-packages  those with other packages' networks: torchvision, timm, monai and more"
+	@echo "make test-gpu  those that need an NVIDIA GPU"
+	@echo "make mutants   put faults into the code, one by one, and see that a test finds each"
+	@echo "make soak      random shapes through every engine for SECONDS=3600: memory stays flat"
+	@echo "make lint      style, types, the order of the modules, links and spelling"
 	@echo "make docs      the documentation, in site/"
 	@echo "make examples  the worked examples, which renew their pages of the documentation"
+	@echo "make notebooks the notebooks, run from top to bottom, with their pictures"
 	@echo "make bench     cost, compatibility, initialisation and equivariance, in outputs/"
+	@echo "make release-check  build, look into the wheel, try it with the oldest and the newest torch"
 	@echo "make clean     remove the environment, the caches and what was built; outputs/ stays"
 	@echo
 	@echo "PYTHON=python3.12   the interpreter to set up with ($(PYTHON) now)"
 	@echo "VENV=folder         where to set up ($(VENV) now); another interpreter needs another folder"
+	@echo "TORCH='torch==2.10.*'  another torch than that of constraints.txt; it needs another folder too"
 	@echo "JOBS=2              how many tests run side by side"
 	@echo "PEERS=python        bench: an interpreter that has escnn and e2cnn (benchmarks/compatibility.py)"
 	@echo "ARGS=--fresh        further arguments for run, test, test-all and examples, such as ARGS='-k groups'"
@@ -42,10 +54,30 @@ run: $(STAMP)
 	@$(RUN) -m econv.cli demo --output outputs $(ARGS)
 
 test: $(STAMP)
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m "not slow" $(ARGS)
+	@ECONV_GATE=test OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m "not slow" $(ARGS)
 
 test-all: $(STAMP)
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) $(ARGS)
+	@ECONV_GATE=test-all OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) $(ARGS)
+
+# Other packages' networks, in an environment of their own: the rest has no need of them.
+test-packages:
+	@$(MAKE) --no-print-directory VENV=$(VENV)-packages $(VENV)-packages/.installed
+	@$(VENV)-packages/bin/python -m pip install --quiet -c constraints.txt $(PACKAGES)
+	@ECONV_GATE=test-packages OMP_NUM_THREADS=1 $(VENV)-packages/bin/python -m pytest -q -n $(JOBS) \
+		tests/conversion tests/test_timm.py $(ARGS)
+
+# On a machine with an NVIDIA GPU; docs/compatibility.md has the record.
+test-gpu: $(STAMP)
+	@mkdir -p outputs
+	@$(RUN) benchmarks/device_tests.py --processes $(JOBS) --json outputs/device_tests.json $(ARGS)
+
+# Faults that are put into the code: does a test find each? Minutes to an hour, on one core.
+mutants: $(STAMP)
+	@$(RUN) tests/mutants/run.py $(ARGS)
+
+# Random shapes through every engine for SECONDS: memory flat, caches bounded.
+soak: $(STAMP)
+	@$(RUN) benchmarks/soak.py --seconds $(SECONDS) $(ARGS)
 
 fuzz: $(STAMP)
 	@ECONV_FUZZ=$(or $(CASES),20000) OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) tests/fuzz $(ARGS)
@@ -58,6 +90,8 @@ lint: $(STAMP)
 	@echo "ruff format --check"; $(RUN) -m ruff format --check .
 	@echo "mypy"; $(RUN) -m mypy
 	@echo "lint-imports"; $(VENV)/bin/lint-imports
+	@echo "links"; $(RUN) tools/check_links.py
+	@echo "codespell"; $(VENV)/bin/codespell --check-hidden $(TEXTS)
 
 # Strict: a link, a name or a page that leads nowhere is an error.
 docs: $(STAMP)
@@ -66,6 +100,9 @@ docs: $(STAMP)
 
 examples: $(STAMP)
 	@for name in galaxies tissue waves; do $(RUN) examples/$$name.py --docs --seeds 3 $(ARGS) || exit 1; done
+
+notebooks: $(STAMP)
+	@$(RUN) tools/notebooks.py $(ARGS)
 
 bench: $(STAMP)
 	@mkdir -p outputs
@@ -79,6 +116,10 @@ bench: $(STAMP)
 	@$(RUN) benchmarks/networks.py --cpu --json outputs/networks.json
 	@$(RUN) benchmarks/initialisation.py
 	@$(RUN) benchmarks/equivariance.py --json outputs/equivariance.json
+
+# Minutes, and gigabytes for a while: every torch comes into an environment of its own.
+release-check: $(STAMP)
+	@$(RUN) tools/release_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
@@ -99,4 +140,5 @@ $(STAMP): pyproject.toml constraints.txt
 				install --quiet --ignore-installed pip; fi; fi
 	@echo "Installing econv and its tools into $(VENV) (minutes, the first time)"
 	@$(RUN) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@if [ -n "$(TORCH)" ]; then $(RUN) -m pip install --quiet $(TORCH); fi
 	@touch $@

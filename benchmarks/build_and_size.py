@@ -305,9 +305,11 @@ def main(arguments: list[str] | None = None) -> None:
 
     if args.json:
         from econv.files import write_atomically
+        from recording import stamp
 
         settings = {n: getattr(args, n) for n in ("group", "imports", "builds")} | options
         record = {
+            **stamp(),
             "settings": {**settings, "widths": WIDTHS},
             "versions": known,
             "import_s": imports,

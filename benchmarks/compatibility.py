@@ -124,12 +124,15 @@ def record(
     limit: float,
 ) -> dict[str, Any]:
     """What the tables are made of."""
+    from recording import stamp
+
     return {
         "limit_s": limit,
         "checks": [{"name": c.name, "topic": c.topic, "title": c.title} for c in checks],
         "libraries": {
             name: {
                 "versions": known,
+                **stamp(),
                 "results": {
                     check: {"status": o.status, "message": o.message or o.value or ""}
                     for check, o in results.get(name, {}).items()

@@ -42,7 +42,7 @@ LAYOUT = "`channels_last` kept"
 FUNC = "`torch.func`: functional_call, grad, vmap"
 COPIES = "deepcopy, pickle, `torch.save`"
 STATE = "one state dict for train and eval, live weights"
-TRAINING = "DDP, SyncBatchNorm, checkpointing, parametrize, weight decay"
+TRAINING = "DDP, SyncBatchNorm, checkpointing, parametrize"
 TENSORS = "plain tensors in, clear errors"
 EQUIVARIANCE = "quarter turns and reflections exact"
 
@@ -321,22 +321,43 @@ def _precisions() -> dict[str, dict[str, Any]]:
     }
 
 
-@check(PRECISION, ".to({dtype}), {mode} mode", **_precisions())
+def _before_pooling(network: Network, x: Tensor) -> Any:
+    """What all layers but the orientation pooling, which is the last, make of an image."""
+    features = network.enter(x)
+    for layer in network.layers[:-1]:
+        features = layer(features)
+    return features
+
+
+@check(
+    PRECISION,
+    ".to({dtype}), {mode} mode: convolution, norm and ReLU",
+    **_precisions(),
+)
 def dtypes(library: Library, dtype: str, training: bool) -> None:
     kind = getattr(torch, dtype)
     network = trained(library).train(training)
-    wanted = network(image())
+    wanted = network.leave(_before_pooling(network, image()))
     network.to(kind)  # in that mode: what was built for the old dtype must not stay behind
-    found = network(image().to(kind))
+    found = network.leave(_before_pooling(network, image().to(kind)))
     if found.dtype != kind:
         raise AssertionError(f"the output has dtype {found.dtype}")
     same(found, wanted, limit=1e-4 if dtype == "float64" else 0.1)
     if not training:
         return
     found.sum().backward()
-    for name, parameter in network.named_parameters():
+    for name, parameter in network.features.named_parameters():
+        if name.startswith(f"{len(network.layers) - 1}."):
+            continue  # the control's pooling learns
         if parameter.grad is None or parameter.grad.dtype != kind:
             raise AssertionError(f"no gradient of {name} in {dtype}")
+
+
+@check(PRECISION, ".to(float64): orientation pooling")
+def pooling_dtype(library: Library) -> None:
+    network = trained(library).eval()
+    wanted = network(image())
+    same(network.to(torch.float64)(image().double()), wanted, limit=1e-4)
 
 
 @check(PRECISION, ".double() of one network leaves another one alone")
@@ -347,8 +368,8 @@ def dtype_of_others(library: Library) -> None:
     same(network(image()), wanted)
 
 
-@by_mode(LAYOUT, "channels_last kept by every layer")
-def channels_last(library: Library, training: bool) -> None:
+def _lost(library: Library, training: bool) -> list[str]:
+    """The layers that do not keep the layout of their input."""
     network = trained(library).train(training)
     wanted = trained(library).train(training)(image())
     network = network.to(memory_format=torch.channels_last)
@@ -362,6 +383,21 @@ def channels_last(library: Library, training: bool) -> None:
     for name, module in network.features.named_children():
         module.register_forward_hook(functools.partial(look, name))
     same(network(image().to(memory_format=torch.channels_last)), wanted, limit=1e-4)
+    return lost
+
+
+@by_mode(LAYOUT, "channels_last kept by convolution, norm and ReLU")
+def channels_last(library: Library, training: bool) -> None:
+    last = str(len(trained(library).layers) - 1)
+    lost = [name for name in _lost(library, training) if name.split()[0] != last]
+    if lost:
+        raise AssertionError(f"lost in layer {', '.join(lost)}")
+
+
+@check(LAYOUT, "channels_last kept by orientation pooling")
+def pooling_layout(library: Library) -> None:
+    last = str(len(trained(library).layers) - 1)
+    lost = [name for name in _lost(library, False) if name.split()[0] == last]
     if lost:
         raise AssertionError(f"lost in layer {', '.join(lost)}")
 
@@ -620,24 +656,6 @@ def parametrised(library: Library, training: bool) -> None:
     same(network(image()), plain, "output after removal")
 
 
-@check(TRAINING, "weight decay for convolutions, none for norms")
-def weight_decay(library: Library) -> str:
-    network = trained(library)
-    groups = library.parameter_groups(network)
-    decay = {id(p) for g in groups if g["weight_decay"] > 0 for p in g["params"]}
-    none = {id(p) for g in groups if g["weight_decay"] == 0 for p in g["params"]}
-    torch.optim.AdamW(groups)
-    for name, module in network.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            convolves = hasattr(module, "stride") and own == library.learned
-            if convolves and id(parameter) not in decay:
-                raise AssertionError(f"{name}.{own} does not decay: it is one-dimensional")
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and id(parameter) not in none:
-                raise AssertionError(f"{name}.{own}, of a norm, decays")
-    helper = type(library).parameter_groups is not Library.parameter_groups
-    return "the library's helper" if helper else "the usual rule: what has one dimension does not"
-
-
 # ------------------------------------------------------------------------------------ plain tensors
 
 
@@ -689,28 +707,21 @@ def quarter_turns(library: Library) -> str:
     return _invariant(trained(library), PIXELS)
 
 
-@check(
-    EQUIVARIANCE,
-    "quarter turns of {size}×{size} images, halved on the way",
-    control=False,
-    odd={"size": 17},
-    even={"size": 16},
-)
-def halved(library: Library, size: int) -> str:
-    return _invariant(trained(library, halved=True), size)
+# All three halve images of odd sizes exactly, and escnn and e2cnn ask for them.
+@check(EQUIVARIANCE, "quarter turns of 17×17 images, halved on the way", control=False)
+def halved(library: Library) -> str:
+    return _invariant(trained(library, halved=True), 17)
 
 
 @check(
     EQUIVARIANCE,
-    "reflections and quarter turns of features, p4m (D4), {filters}",
+    "reflections and quarter turns of features, p4m (D4)",
     control=False,
-    usual={"filters": "the library's usual filters"},
-    operators={"filters": "filters of differential operators"},
 )
-def reflections(library: Library, filters: str) -> str:
+def reflections(library: Library) -> str:
     errors = {}
     for before in (0, 2):
-        layer = library.convolution("p4m", before, 2, operators="operators" in filters).eval()
+        layer = library.convolution("p4m", before, 2).eval()
         channels = 2 * libraries.order_of("p4m") if before else 3
         x = library.wrapped(image(2, channels, PIXELS, PIXELS), layer)
         out = layer(x)

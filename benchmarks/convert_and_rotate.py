@@ -15,10 +15,9 @@ from __future__ import annotations
 import argparse
 import gzip
 import importlib.util
-import json
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +26,8 @@ from torch.nn import functional
 
 import econv
 from econv import data
-from econv.files import write_atomically
 from econv.testing import rotate
+from recording import Growing, origin
 
 ANGLES = tuple(range(0, 360, 15))
 Images = tuple[Tensor, Tensor]
@@ -80,14 +79,16 @@ def upright(name: str, folder: Path | None) -> tuple[Images, Images]:
     return tuple((x.float() / 255, y) for x, y in splits)  # type: ignore[return-value]
 
 
-def train(network: nn.Module, images: Images, epochs: int, seed: int, device: str) -> float:
-    """Adam with one cycle of the rate; seconds."""
+def train(
+    network: nn.Module, images: Images, epochs: int, rate: float, seed: int, device: str
+) -> float:
+    """Adam with one cycle of the rate, which has its highest value here; seconds."""
     start = time.perf_counter()
     network.to(device).train()
     x, y = (tensor.to(device) for tensor in images)
     batches = len(x) // 64
     optimiser = torch.optim.Adam(network.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 5e-3, total_steps=epochs * batches)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, total_steps=epochs * batches)
     for epoch in range(epochs):
         order = data.permutation(len(x), seed, epoch).to(device)
         for batch in order[: batches * 64].split(64):
@@ -115,7 +116,8 @@ def main() -> None:
     parser.add_argument("--match", default="params", choices=econv.conversion.MATCHES)
     parser.add_argument("--width", type=int, default=8, help="channels of the first layer")
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--short", type=int, default=1, help="epochs of the short trainings")
+    parser.add_argument("--rate", type=float, default=1.5e-2, help="the highest of learning")
+    parser.add_argument("--short", type=int, default=1, help="epochs of short trainings, or 0")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--data", default="digits", choices=("digits", "mnist"))
     parser.add_argument("--root", type=Path, help="where MNIST lies, or is downloaded to")
@@ -126,70 +128,49 @@ def main() -> None:
     training, (test_x, test_y) = upright(args.data, args.root)
     turned = {angle: rotate(test_x, angle) for angle in ANGLES}
     example = training[0][:64]
-    rows = []
+    asked = {k: v for k, v in vars(args).items() if k not in ("root", "json", "seeds")}
+    head = {"origin": origin(args.device), "arguments": asked, "training_images": len(training[0])}
+    record = Growing(args.json, head, "rows", lambda row: (row["seed"], row["network"]))
+    done = {(row["seed"], row["network"]) for row in record.rows}
+    print("| network | parameters | upright | 90° | 45° | mean of 24 angles | worst | seconds |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+
+    def measure(seed: int, name: str, network: nn.Module, epochs: int) -> None:
+        if (seed, name) in done:
+            return
+        took = train(network, training, epochs, args.rate, seed, args.device)
+        found = errors(network, turned, test_y, args.device)
+        by_angle = dict(zip(map(str, ANGLES), found, strict=True))
+        row = {"seed": seed, "network": name, "seconds": took, "error_percent": by_angle}
+        row["parameters"] = sum(p.numel() for p in network.parameters())
+        row["mean"] = sum(found) / len(found)
+        record.keep(row)
+        print(
+            f"| {name} | {row['parameters']:,} | {by_angle['0']:.1f} | {by_angle['90']:.1f} | "
+            f"{by_angle['45']:.1f} | {row['mean']:.1f} | {max(found):.1f} | {took:.0f} |",
+            flush=True,
+        )
+
     for seed in range(args.seeds):
         torch.manual_seed(seed)
         source = source_network(args.width)
-        ours = econv.convert(source, args.group, args.match, example_input=example)
-        smooth = econv.convert(source, args.group, args.match, example_input=example, smooth=True)
-        again = econv.convert(source, args.group, args.match, example_input=example, measure=False)
-        runs = {
-            "source": (source, args.epochs),
-            f"converted to {args.group}": (ours, args.epochs),
-            f"converted to {args.group}, smooth": (smooth, args.epochs),
-            f"converted, drawn anew, {args.short} epoch": (again, args.short),
-        }
-        for name, (network, epochs) in runs.items():
-            took = train(network, training, epochs, seed, args.device)
-            rows.append((seed, name, network, took, errors(network, turned, test_y, args.device)))
-        started = econv.convert(
-            source.cpu(),
-            args.group,
-            args.match,
-            example_input=example,
-            pretrained=True,
-            measure=False,
-        )
-        took = train(started, training, args.short, seed, args.device)
-        found = errors(started, turned, test_y, args.device)
-        name = f"converted, source's weights, {args.short} epoch"
-        rows.append((seed, name, started, took, found))
-
-    print(
-        f"{args.data}, {len(training[0])} upright images to train, {len(test_y)} to test, "
-        f"{args.epochs} epochs; test errors in %\n"
-    )
-    print("| network | parameters | upright | 90° | 45° | mean of 24 angles | worst | seconds |")
-    print("|---|---|---|---|---|---|---|---|")
-    record = []
-    for seed, name, network, took, found in rows:
-        by_angle = dict(zip(ANGLES, found, strict=True))
-        count = sum(p.numel() for p in network.parameters())
-        mean = sum(found) / len(found)
-        print(
-            f"| {name} | {count:,} | {by_angle[0]:.1f} | {by_angle[90]:.1f} | {by_angle[45]:.1f} | "
-            f"{mean:.1f} | {max(found):.1f} | {took:.0f} |"
-        )
-        record.append(
-            {
-                "seed": seed,
-                "network": name,
-                "parameters": count,
-                "seconds": took,
-                "error_percent": by_angle,
-                "mean": mean,
-            }
-        )
-    if args.json:
-        about = {
-            "arguments": {k: v for k, v in vars(args).items() if k not in ("root", "json")},
-            "training_images": len(training[0]),
-            "torch": torch.__version__,
-            "econv": econv.__version__,
-            "python": sys.version.split()[0],
-            "rows": record,
-        }
-        write_atomically(args.json, (json.dumps(about, indent=2) + "\n").encode())
+        common: dict[str, Any] = {"example_input": example, "measure": False}
+        ours = econv.convert(source, args.group, args.match, **common)
+        smooth = econv.convert(source, args.group, args.match, smooth=True, **common)
+        again = econv.convert(source, args.group, args.match, **common)
+        measure(seed, f"converted to {args.group}, smooth", smooth, args.epochs)
+        measure(seed, f"converted to {args.group}", ours, args.epochs)
+        if args.short:
+            measure(seed, f"converted, drawn anew, {args.short} epoch", again, args.short)
+        started = f"converted, source's weights, {args.short} epoch"
+        if (seed, "source") in done and (not args.short or (seed, started) in done):
+            continue
+        done.discard((seed, "source"))
+        measure(seed, "source", source, args.epochs)
+        if args.short:
+            common["pretrained"] = True
+            network = econv.convert(source.cpu(), args.group, args.match, **common)
+            measure(seed, started, network, args.short)
 
 
 if __name__ == "__main__":

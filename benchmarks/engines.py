@@ -329,6 +329,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def worse(layers: list[dict[str, Any]]) -> list[str]:
+    """Where the spectral engine takes more memory than dense, or errs by half as much again."""
+    found = []
+    for layer in layers:
+        peak, errors = layer.get("peak_bytes", {}), layer.get("errors", {})
+        if {"dense", "spectral"} <= peak.keys() and peak["spectral"] > peak["dense"]:
+            found.append(f"{layer['case']}: {peak['spectral']} bytes, dense {peak['dense']}")
+        found += [
+            f"{layer['case']}: {name} errs by {error:.2g}, dense by {errors['dense'][name]:.2g}"
+            for name, error in errors.get("spectral", {}).items()
+            if error > 1.5 * errors["dense"][name]
+        ]
+    return found
+
+
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     stop = time.perf_counter() + args.limit
@@ -354,6 +369,8 @@ def main(arguments: list[str] | None = None) -> None:
             found["peak_bytes"] = cpu_peaks(case)
         print(line(case, found), flush=True)
         record.keep(found)
+    if args.device == "cuda" and (lines := worse(record.rows)):
+        sys.exit("\n".join(lines))
 
 
 if __name__ == "__main__":

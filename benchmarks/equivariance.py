@@ -2,11 +2,13 @@
 
     python benchmarks/equivariance.py
     python benchmarks/equivariance.py --install-escnn --json benchmarks/results/equivariance.json
+    python benchmarks/equivariance.py --add e2cnn --json benchmarks/results/equivariance.json
 
 Smooth random fields (white noise blurred by σ pixels) are turned by quintic splines; what counts is
 ‖f(πx) − πf(x)‖ / ‖πf(x)‖ inside a central disc that no border reaches, in float64, mean over seeds.
 Three tables: one layer side by side with escnn's on the same fields, one layer of other groups,
-and six layers with batch norm and ReLU, where errors compound.
+and six layers with batch norm and ReLU, where errors compound. `--add` measures the layer of one
+library alone, in an environment that has it, and puts its row into a record that there is.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from econv import GroupBatchNorm2d, GroupConv2d, LiftConv2d
 from econv.basis import filter_basis
 from econv.files import write_atomically
 from econv.testing import equivariance_error, smooth_field, transform
+from recording import stamp
 
 SMOOTHNESS = (1.0, 1.5, 2.0, 3.0)
 STENCILS: dict[str, dict[str, Any]] = {
@@ -44,7 +47,8 @@ STENCILS: dict[str, dict[str, Any]] = {
     "isotropic 7×7": {"stencils": "isotropic", "size": 7},
 }
 OURS = "isotropic 5×5"
-ESCNN = "escnn R2Conv 5×5"
+PEERS = {"escnn": "escnn R2Conv 5×5", "e2cnn": "e2cnn R2Conv 5×5"}
+ESCNN = PEERS["escnn"]
 
 PIXELS, BORDER = 65, 12  # the disc has the radius PIXELS / 2 − BORDER
 # Six layers of 7×7 carry what lies outside of the image 18 pixels inwards.
@@ -65,22 +69,25 @@ def random_layer(group: str, fields: int, seed: int, options: dict[str, Any]) ->
     return layer
 
 
-def escnn_layer(fields: int, seed: int) -> Layer:
+def peer_layer(library: str, fields: int, seed: int) -> Layer:
     """R2Conv between regular fields of C8 with its own initialisation, as a function of a tensor.
 
     Channels are field · 8 + rotation and rotations run anticlockwise, as here; that a quarter turn
     comes out at rounding shows that both are read right.
     """
-    from escnn import gspaces
-    from escnn import nn as escnn_nn
-
+    gspaces = importlib.import_module(f"{library}.gspaces")
+    modules = importlib.import_module(f"{library}.nn")
     torch.manual_seed(seed)
-    space = gspaces.rot2dOnR2(8)
-    kind = escnn_nn.FieldType(space, fields * [space.regular_repr])
-    layer = escnn_nn.R2Conv(kind, kind, 5, padding=2, bias=False).double()
+    space = gspaces.rot2dOnR2(8) if library == "escnn" else gspaces.Rot2dOnR2(8)
+    kind = modules.FieldType(space, fields * [space.regular_repr])
+    layer = modules.R2Conv(kind, kind, 5, padding=2, bias=False)
+    if library == "e2cnn":  # whose layers have no .double(): their filters have
+        filters = layer.expand_parameters()[0].detach().double()
+        return lambda x: nn.functional.conv2d(x, filters, padding=2)
+    layer = layer.double()
 
     def run(x: Tensor) -> Tensor:
-        result: Tensor = layer(escnn_nn.GeometricTensor(x, kind)).tensor
+        result: Tensor = layer(modules.GeometricTensor(x, kind)).tensor
         return result
 
     return run
@@ -136,7 +143,7 @@ def side_by_side(seeds: int, with_escnn: bool) -> dict[str, Any]:
         for name, options in STENCILS.items()
     }
     if with_escnn:
-        makers[ESCNN] = lambda seed: escnn_layer(fields, seed)
+        makers[ESCNN] = lambda seed: peer_layer("escnn", fields, seed)
     rows = {name: one_layer(make, group, fields, 1, seeds) for name, make in makers.items()}
     table(rows, OURS, [f"σ={sigma:g}" for sigma in SMOOTHNESS])
     quarter = {
@@ -164,6 +171,27 @@ def side_by_side(seeds: int, with_escnn: bool) -> dict[str, Any]:
         "errors": rows,
         "quarter_turn": quarter,
     }
+
+
+def add_row(library: str, file: Path) -> None:
+    """Measure the layer of one library as a record was, and write its row into that record."""
+    record = json.loads(file.read_text(encoding="utf-8"))
+    found, seeds = record["one_layer"], record["settings"]["seeds"]
+
+    def make(seed: int) -> Layer:
+        return peer_layer(library, found["fields"], seed)
+
+    quarter = max(one_layer(make, found["group"], found["fields"], 2, 1))
+    if quarter > 1e-5:
+        sys.exit(f"quarter turns of {library} are off by {quarter:.0e}: misread here")
+    row = rounded(one_layer(make, found["group"], found["fields"], 1, seeds))
+    found["errors"][PEERS[library]] = row
+    found["quarter_turn"][PEERS[library]] = rounded(quarter)
+    versions = {name: importlib.metadata.version(name) for name in (library, "torch", "numpy")}
+    record.setdefault("added", {})[library] = {**versions, "python": platform.python_version()}
+    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+    write_atomically(file, text.encode())
+    print(f"{PEERS[library]}: {', '.join(two_digits(error) for error in row)}")
 
 
 def other_groups(seeds: int) -> dict[str, Any]:
@@ -305,7 +333,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--install-escnn", action="store_true", help="install escnn if it is absent"
     )
+    parser.add_argument("--add", choices=PEERS, help="measure this library alone, into --json")
     args = parser.parse_args(arguments)
+    if args.add and not (args.json and args.json.exists()):
+        parser.error("--add: --json has to name a record that there is")
     for name in ("seeds", "deep_seeds", "threads"):
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
@@ -321,6 +352,9 @@ def main(arguments: list[str] | None = None) -> None:
         install_escnn()
     with_escnn = importlib.util.find_spec("escnn") is not None
     torch.set_num_threads(args.threads)
+    if args.add:
+        add_row(args.add, args.json)
+        return
     start = time.perf_counter()
     print(f"Equivariance errors, mean over {args.seeds} seeds ({args.deep_seeds} for networks)\n")
     record = {
@@ -346,7 +380,7 @@ def main(arguments: list[str] | None = None) -> None:
             "numpy": np.__version__,
             "python": platform.python_version(),
         }
-        content = rounded({**record, "settings": settings, "versions": versions})
+        content = rounded({**stamp(), **record, "settings": settings, "versions": versions})
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         write_atomically(args.json, text.encode())
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import econv
 from econv.models import ResNet
+from recording import stamp
 from timing import interleaved
 
 TARGET = 1.05
@@ -117,6 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"\nat most {TARGET} × plain: {'reached' if worst <= TARGET else 'missed'} ({worst:.3f})")
     if args.json:
         record = {
+            **stamp(),
             "model": args.model,
             "depth": args.depth,
             "fields": list(args.fields),

@@ -1,12 +1,15 @@
 """Which learning rate fits: PDO-eConvs beside an ordinary CNN, and whether batch norm keeps up.
 
     python benchmarks/learning_rates.py --output benchmarks/results/learning_rates.json
+    python benchmarks/learning_rates.py --draw docs/pictures/learning_rates.png
 
 Two tasks. Digits: the 3,000 turned digits that come with a package, averaged to 14×14 pixels, four
 layers with batch norm and ReLU, for three epochs in batches of 64. Flow: a step of Burgers'
 equation on smooth periodic fields of 16×16 pixels, four layers with GELU and no norm, for 300 steps
 in batches of 16. Rates are constant and a factor of √10 apart. The loss is the mean of the last
 quarter of the steps: what fits best is the rate whose loss, averaged over the seeds, is lowest.
+Without norms SGD takes rates that are far smaller, and more of them are tried there. With `--add`
+rows go to a record that other code began, and name theirs; `--draw` makes the picture of a record.
 
 For digits, the accuracy on validation images with the statistics that batch norm has kept is put
 beside the one with those of the batch, every 24 steps after the first forty.
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import statistics
 import time
@@ -32,11 +36,16 @@ from torch.nn import functional
 import econv
 from econv.data.digits import digits
 from econv.data.splits import Dataset
+from econv.files import atomic
 from econv.models import ConvNet
+from econv.records import revision
 from recording import Growing, origin
 
 LAYERS = 4
+RESULTS = Path(__file__).resolve().parent / "results" / "learning_rates.json"
 RATES = {"adam": (-3.0, -2.5, -2.0, -1.5, -1.0), "sgd": (-2.0, -1.5, -1.0, -0.5, 0.0)}
+LOWER = (-4.0, -3.5, -3.0, -2.5)
+"""Rates of SGD where no norm follows the convolutions of a group."""
 NETWORKS: dict[str, dict[str, Any]] = {
     "CNN, 16 channels": {"group": None, "fields": 16},
     "CNN, 48 channels": {"group": None, "fields": 48},
@@ -53,6 +62,17 @@ NETWORKS: dict[str, dict[str, Any]] = {
 PIXELS = "p8, 6 fields, pixels"
 """The network whose weights are the pixels of canonical filters, as in the first version."""
 TASKS = ("digits", "flow")
+DRAWN = {
+    "CNN, 16 channels": ("#c8553d", "o"),
+    "CNN, 48 channels": ("#c8553d", "s"),
+    "p4, 8 fields": ("#a07a1e", "D"),
+    "p8, 3 fields": ("#1f5fa8", "o"),
+    "p8, 6 fields": ("#1f5fa8", "D"),
+    "p8, 12 fields": ("#1f5fa8", "s"),
+    "p16, 3 fields": ("#3b8f5a", "o"),
+    "p8m, 3 fields": ("#8a5aa8", "o"),
+}
+"""Colours and markers of the networks in the picture."""
 
 
 def options_of(network: dict[str, Any]) -> dict[str, Any]:
@@ -228,12 +248,26 @@ def flow_run(
     return {"loss": loss / float(y.var())}
 
 
+def rates(task: str, network: dict[str, Any], optimizer: str) -> tuple[float, ...]:
+    """The decimal logarithms of the rates that are tried."""
+    lower = task == "flow" and optimizer == "sgd" and network["group"]
+    return (*LOWER, *RATES[optimizer]) if lower else RATES[optimizer]
+
+
 def measure(
-    record: Growing, task: str, name: str, seeds: int, pool: str | None, optimizers: list[str]
+    record: Growing,
+    task: str,
+    name: str,
+    options: argparse.Namespace,
+    more: dict[str, Any],
 ) -> None:
     network = NETWORKS[name if name != PIXELS else "p8, 6 fields"]
-    for optimizer in optimizers:
-        for exponent in RATES[optimizer]:
+    pool = None if options.pool == "none" else options.pool
+    seeds = options.seeds
+    for optimizer in options.optimizers:
+        for exponent in rates(task, network, optimizer):
+            if options.only and exponent not in options.only:
+                continue
             runs = []
             start = time.perf_counter()
             for seed in range(seeds):
@@ -259,7 +293,7 @@ def measure(
                     row[key] = statistics.fmean(run[key] for run in runs)
                     row[f"{key}_std"] = statistics.pstdev([run[key] for run in runs])
             row["seconds"] = time.perf_counter() - start
-            record.keep(row)
+            record.keep({**row, **more})
             print(
                 f"{task:7}{name:26}{row['pool'] or '':10}{optimizer:5} 1e{exponent:+.1f} "
                 f"loss {row['loss']} lag {row.get('lag')} {row['seconds']:.0f} s",
@@ -267,37 +301,77 @@ def measure(
             )
 
 
-def best(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:
-    """The row with the lowest loss among those that are asked for."""
-    fits = [
-        row
-        for row in rows
-        if all(row[key] == value for key, value in wanted.items()) and row["loss"] is not None
-    ]
-    return min(fits, key=lambda row: row["loss"], default=None)
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Loss over rate: a panel for every task and optimiser, a line for every network."""
+    from matplotlib.figure import Figure  # here, so that nothing else needs it
+
+    figure = Figure(figsize=(9.2, 7.0), layout="constrained")
+    panels = figure.subplots(2, 2, sharey="row")
+    words = {"adam": "Adam", "sgd": "SGD", "digits": "turned digits, batch norm"}
+    words["flow"] = "Burgers' equation, no norm"
+    for across, task in zip(panels, TASKS, strict=True):
+        for panel, optimizer in zip(across, RATES, strict=True):
+            rows = [
+                row
+                for row in record["rows"]
+                if (row["task"], row["optimizer"]) == (task, optimizer)
+                and row["pool"] in (None, "max")
+                and row["network"] in DRAWN
+            ]
+            for name, (colour, style) in DRAWN.items():
+                own = sorted((r["exponent"], r["loss"]) for r in rows if r["network"] == name)
+                finite = [(10**e, loss) for e, loss in own if loss is not None]
+                drawn = {"color": colour, "marker": style, "ms": 4, "lw": 1.3}
+                panel.plot(*zip(*finite, strict=True), label=name, **drawn) if finite else None
+            panel.set(xscale="log", yscale="log")
+            panel.set_title(f"{words[task]}: {words[optimizer]}", fontsize=10)
+            panel.grid(color="0.9")
+            panel.spines[["top", "right"]].set_visible(False)
+        across[0].set_ylabel("training loss")
+    panels[1, 0].set_ylim(top=2.0)
+    for panel in panels[1]:
+        panel.set_xlabel("learning rate")
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9
+    )
+    with atomic(path) as temporary:
+        figure.savefig(temporary, dpi=100, format="png")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="the record to write or to continue")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--optimizers", nargs="+", choices=RATES, default=list(RATES))
-    parser.add_argument("--networks", nargs="+", choices=[*NETWORKS, PIXELS], metavar="NAME")
-    parser.add_argument("--pool", default="max", help="pooling of orientations; 'none' for none")
-    parser.add_argument("--seeds", type=int, default=2)
+    add = parser.add_argument
+    add("--output", type=Path, help="the record to write or to continue")
+    add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    add("--optimizers", nargs="+", choices=RATES, default=list(RATES))
+    add("--networks", nargs="+", choices=[*NETWORKS, PIXELS], metavar="NAME")
+    add("--only", nargs="+", type=float, metavar="EXPONENT", help="of the rates that are tried")
+    add("--pool", default="max", help="pooling of orientations; 'none' for none")
+    add("--seeds", type=int, default=2)
+    add("--add", action="store_true", help="continue a record that other code began")
+    add("--draw", type=Path, metavar="PICTURE", help="draw the record instead of measuring")
     options = parser.parse_args()
+    if options.draw:
+        record = options.output or RESULTS
+        draw(json.loads(record.read_text(encoding="utf-8")), options.draw)
+        return
     torch.set_num_threads(1)
-    head = {"about": "learning rates", **origin("cpu")}
+    head: dict[str, Any] = {"about": "learning rates", **origin("cpu")}
+    more: dict[str, Any] = {}
+    if options.add:
+        if not options.output or not options.output.exists():
+            parser.error(f"--add: expected a record in --output; got {options.output}")
+        begun = json.loads(options.output.read_text(encoding="utf-8"))
+        head, more = {name: begun[name] for name in head}, {"revision": revision()}
     record = Growing(
         options.output,
         head,
         "rows",
         lambda row: [row[k] for k in ("task", "network", "pool", "optimizer", "exponent")],
     )
-    pool = None if options.pool == "none" else options.pool
     for task in options.tasks:
         for name in options.networks or [*NETWORKS, PIXELS]:
-            measure(record, task, name, options.seeds, pool, options.optimizers)
+            measure(record, task, name, options, more)
 
 
 if __name__ == "__main__":

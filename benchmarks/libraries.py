@@ -61,7 +61,6 @@ class Library:
         group: str = "p8",
         fields: tuple[int, ...] = (2, 4, 4),
         halved: bool = False,
-        operators: bool = False,
     ) -> Network:
         """Convolution, batch norm, ReLU for each width; pooling; a linear classifier.
 
@@ -69,13 +68,12 @@ class Library:
             group: ``pn`` or ``pnm``.
             fields: how many regular fields each convolution gives.
             halved: halve the image after the first layer, by what the library has for it.
-            operators: filters made of differential operators.
         """
         layers: list[nn.Module] = []
         before = 0
         for index, count in enumerate(fields):
             layers += [
-                self.convolution(group, before, count, operators),
+                self.convolution(group, before, count),
                 self.norm(group, count),
                 self.relu(group, count),
             ]
@@ -87,9 +85,7 @@ class Library:
     def assembled(self, layers: list[nn.Module], classifier: nn.Linear) -> Network:
         return Network(nn.Sequential(*layers), classifier)
 
-    def convolution(
-        self, group: str, before: int, after: int, operators: bool = False
-    ) -> nn.Module:
+    def convolution(self, group: str, before: int, after: int) -> nn.Module:
         """A convolution with 5×5 taps; ``before = 0`` is an image with three channels."""
         raise NotImplementedError
 
@@ -129,14 +125,6 @@ class Library:
         """The network with norms that share their statistics, by the recommended means."""
         return nn.SyncBatchNorm.convert_sync_batchnorm(network)
 
-    def parameter_groups(self, network: Network) -> list[dict[str, Any]]:
-        """What decays and what does not: without a helper, the rule of most training scripts."""
-        parameters = list(network.parameters())
-        return [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-
 
 class Network(nn.Module):
     """Layers of a library between plain tensors."""
@@ -164,9 +152,7 @@ class Torch(Library):
     name = "torch"
     learned = "weight"
 
-    def convolution(
-        self, group: str, before: int, after: int, operators: bool = False
-    ) -> nn.Module:
+    def convolution(self, group: str, before: int, after: int) -> nn.Module:
         order = order_of(group)
         return nn.Conv2d(before * order or 3, after * order, TAPS, padding=TAPS // 2, bias=False)
 
@@ -190,10 +176,7 @@ class Econv(Library):
     def __init__(self) -> None:
         self.econv = importlib.import_module("econv")
 
-    def convolution(
-        self, group: str, before: int, after: int, operators: bool = False
-    ) -> nn.Module:
-        # Every filter of econv is made of differential operators, asked for or not.
+    def convolution(self, group: str, before: int, after: int) -> nn.Module:
         if not before:
             return self.econv.LiftConv2d(3, after, group, size=TAPS)
         return self.econv.GroupConv2d(before, after, group, size=TAPS)
@@ -225,9 +208,6 @@ class Econv(Library):
     def synchronised(self, network: Network) -> nn.Module:
         return self.econv.convert_sync_batchnorm(network)
 
-    def parameter_groups(self, network: Network) -> list[dict[str, Any]]:
-        return self.econv.parameter_groups(network, weight_decay=0.1)
-
 
 class Geometric(Library):
     """What escnn and its predecessor e2cnn have in common: nearly everything."""
@@ -250,15 +230,9 @@ class Geometric(Library):
     def assembled(self, layers: list[nn.Module], classifier: nn.Linear) -> Network:
         return GeometricNetwork(self.nn.SequentialModule(*layers), classifier)
 
-    def convolution(
-        self, group: str, before: int, after: int, operators: bool = False
-    ) -> nn.Module:
+    def convolution(self, group: str, before: int, after: int) -> nn.Module:
         types = self.fields(group, before), self.fields(group, after)
-        if not operators:
-            return self.nn.R2Conv(*types, TAPS, padding=TAPS // 2, bias=False)
-        if not hasattr(self.nn, "R2Diffop"):
-            raise AbsentError(f"{self.name} has no layer made of differential operators")
-        return self.nn.R2Diffop(*types, TAPS, padding=TAPS // 2, bias=False)
+        return self.nn.R2Conv(*types, TAPS, padding=TAPS // 2, bias=False)
 
     def norm(self, group: str, fields: int) -> nn.Module:
         return self.nn.InnerBatchNorm(self.fields(group, fields))
@@ -340,3 +314,10 @@ def trained(library: Library, **options: Any) -> Network:
         optimiser.step()
     network.zero_grad(set_to_none=True)
     return network
+
+
+def layers_of(name: str) -> dict[str, Any]:
+    """The version of escnn or e2cnn, and the public names of its layers."""
+    found = importlib.import_module(f"{name}.nn")
+    names = sorted(each for each in vars(found) if each[0].isupper())
+    return {"version": importlib.metadata.version(name), "layers": names}

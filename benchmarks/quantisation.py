@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import econv
 from econv.data import Dataset, load, normalise
 from econv.models import ConvNet
+from recording import stamp
 
 
 def train(network: nn.Module, data: Dataset, epochs: int, batch: int = 64) -> None:
@@ -158,6 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"\nint8 adds {100 * loss:+.2f} points of test error, mean over {len(results)} seeds")
     if args.json:
         record = {
+            **stamp(),
             "data": "digits",
             "fields": list(args.fields),
             "epochs": args.epochs,

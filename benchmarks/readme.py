@@ -16,17 +16,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from econv import records, report
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+RECORDS = "records"  # in the place of a file of results: what was trained
 
 # Rows of the table, as the benchmark calls them and as a reader should.
 ROWS = {
     "escnn R2Conv 5×5": "escnn R2Conv, 5×5",
+    "e2cnn R2Conv 5×5": "e2cnn R2Conv, 5×5",
     "central 5×5": "econv, the paper's central differences, 5×5",
     "isotropic 5×5": "**econv, isotropic stencils, 5×5 (default)**",
     "isotropic 7×7": "econv, isotropic stencils, 7×7",
 }
-
 
 # Columns, in this order; the versions come from the results.
 LIBRARIES = {"econv": "**econv**", "escnn": "escnn", "e2cnn": "e2cnn"}
@@ -57,10 +60,85 @@ def equivariance_table(found: dict[str, Any]) -> str:
     rows = [
         [text, *(f"{error:.2g}" for error in found["one_layer"]["errors"][name])]
         for name, text in ROWS.items()
+        if name in found["one_layer"]["errors"]
     ]
     fields = found["one_layer"]["fields"]
-    note = f"({fields}→{fields} fields of 8 orientations, one run; `benchmarks/equivariance.py`.)"
+    note = (
+        f"({fields}→{fields} fields of 8 orientations, mean over {found['settings']['seeds']} "
+        f"seeds; {code(found)}; `benchmarks/equivariance.py`.)"
+    )
     return "\n".join([*table(head, rows), "", note])
+
+
+def equivariance_in_short(found: dict[str, Any]) -> str:
+    """One layer of each library, by how smooth the image is."""
+    errors = found["one_layer"]["errors"]
+    columns = {"escnn": "escnn R2Conv 5×5", "e2cnn": "e2cnn R2Conv 5×5", "econv": "isotropic 5×5"}
+    known = {text: errors[name] for text, name in columns.items() if name in errors}
+    rows = [
+        [f"{smooth:g}", *(f"{row[place]:.2g}" for row in known.values())]
+        for place, smooth in enumerate(found["settings"]["smoothness"])
+    ]
+    rows = [[*row[:-1], f"**{row[-1]}**"] for row in rows]
+    note = (
+        f"Relative error of 5×5 filters, mean over {found['settings']['seeds']} seeds: "
+        "[how it was measured, and more](docs/results.md#equivariance)."
+    )
+    return "\n".join([*table(["smoothness in pixels", *known], rows), "", note])
+
+
+# Rows of the README: recipes, and what they are called there.
+ACCURACY = {
+    "mnist_rot_p8": "MNIST-rot",
+    "mnist_rot_p8_large": "MNIST-rot, augmented",
+    "cifar10_resnet26_p6m": "CIFAR-10, small network",
+    "cifar10_resnet26_p8": "CIFAR-10, large network",
+}
+
+
+def accuracy_in_short(found: list[report.Row]) -> str:
+    """The paper's error and ours, where all seeds are there."""
+    by_name = {row.recipe.name: row for row in found if row.complete}
+    kept = {words: by_name[name] for name, words in ACCURACY.items() if name in by_name}
+    rows = [
+        [
+            words,
+            f"{row.recipe.paper_error:.3f}".removesuffix("0"),
+            f"**{report.spread([record.test_error for record in row.records])}**",
+        ]
+        for words, row in kept.items()
+    ]
+    seeds = min((row.seeds for row in kept.values()), default=0)
+    note = (
+        f"Mean and deviation over {seeds} seeds; MNIST-rot is re-created, and the test split is "
+        "read once: [all tables](docs/results.md#accuracy). The recipes are not the paper's: "
+        "[what differs](docs/paper.md)."
+    )
+    return "\n".join([*table(["test error, %", "paper", "econv"], rows), "", note])
+
+
+def speed_in_short(cpu: dict[str, Any], gpu: dict[str, Any], networks: dict[str, Any]) -> str:
+    """Training steps, dense and by the engines: layers on both devices, a network on the GPU."""
+    rows = []
+    for found, where in ((cpu, f"{cpu['threads']} CPU cores"), (gpu, gpu["device"])):
+        for group in ("p8", "p16"):
+            layer = next(each for each in found["layers"] if each["case"]["group"] == group)
+            times = isolated(layer["forward+backward"])["median"]
+            case = layer["case"]
+            name = f"layer of {group}, {case['in_fields']} fields, {where}"
+            rows.append([name, times["dense"], times["spectral"]])
+    for run in networks["runs"]:
+        if run["recipe"].startswith("cifar10_resnet26_p8_paper"):
+            speed = run["images_per_second"]
+            name = f"ResNet-26 of the paper, {networks['device']}"
+            rows.append([name, run["batch"] / speed["dense"], run["batch"] / speed["auto"]])
+    cells = [[name, f"{1e3 * a:.3g}", f"**{1e3 * b:.3g}**"] for name, a, b in rows]
+    note = (
+        "Medians. On the CPU in float32; on the GPU in bfloat16, layers as CUDA graphs, each "
+        "engine by itself. Where a layer gains nothing, econv runs `conv2d`: "
+        "[all figures](docs/results.md#speed)."
+    )
+    return "\n".join([*table(["ms for a training step", "dense", "econv"], cells), "", note])
 
 
 def library_names(versions: dict[str, dict[str, str] | None]) -> list[str]:
@@ -91,16 +169,74 @@ def compatibility_summary(found: dict[str, Any]) -> str:
         for topic, listed in topics.items()
     ]
     rows.append(["**all checks**", *(f"**{passed(library, names)}**" for library in LIBRARIES)])
+    counts = (str(len(causes_of(found, library))) for library in LIBRARIES)
+    rows.append(["causes of what fails", *counts])
     note = (
         "(The same p8 network in each library, every check in a fresh process; an ordinary CNN, "
         f"the control, passes {passed(CONTROL, names)}. `benchmarks/compatibility.py`; each check "
-        "and each error: [docs/compatibility.md](docs/compatibility.md).)"
+        "and each error: [Compatibility](compatibility.md).)"
     )
     return "\n".join([*table(["", *heads], rows), "", note])
 
 
+# What lies behind the failures of escnn and e2cnn: a pattern for "check: message", and the cause.
+CAUSES = {
+    "filters are cached in eval mode, as its documentation says; call `.train()` before states are "
+    "saved, loaded, copied or changed": r"functional_call_eval|deepcopy_eval|same_state|"
+    r"loads_across|live_weights|learns_in_eval|parametrised_eval",
+    "orientation pooling writes to memory of its own making: it loses dtype and layout, and vmap "
+    "refuses it": r"pooling_dtype|pooling_layout|func_vmap|per_sample_gradients: .*vmap",
+    "layers look into their numbers while they run, which compilers and exporters cannot follow": (
+        r"compiled|graph_breaks|torch_export|onnx_dynamo|func_grad|per_sample_gradients"
+    ),
+    "new batch sizes are compiled anew": r"recompilations",
+    "groups hold functions that pickle does not know; save the state dict instead": (
+        r".*Can't pickle"
+    ),
+    "the export leaves its own pooling of channels in the network": r"plain_export",
+    "layers share the arrays of their bases, and convert them for all": r"dtype_of_others",
+    "batch norm has no conversion to a synchronised one": r"synchronised",
+    "a plain tensor ends in an assertion without a word": r"plain_tensors",
+}
+
+
+def cause_of(check: str, message: str) -> str:
+    """What lies behind a failure, or its message where nobody has looked."""
+    text = f"{check}: {message}"
+    own = message.replace("`", "'").replace("|", "\\|")
+    return next((cause for cause, pattern in CAUSES.items() if re.match(pattern, text)), own)
+
+
+def causes_of(found: dict[str, Any], library: str) -> dict[str, list[str]]:
+    """The failures of a library by what lies behind them, as titles of the checks."""
+    results = found["libraries"].get(library, {}).get("results", {})
+    causes: dict[str, list[str]] = {}
+    for check in found["checks"]:
+        result = results.get(check["name"], {"status": "absent"})
+        if result["status"] == "fail":
+            cause = cause_of(check["name"], result["message"])
+            causes.setdefault(cause, []).append(check["title"])
+    return causes
+
+
+def compatibility_causes(found: dict[str, Any]) -> list[str]:
+    """A table of causes, with how many checks fail for each."""
+    by_library = {name: causes_of(found, name) for name in LIBRARIES}
+    every = list(dict.fromkeys(cause for causes in by_library.values() for cause in causes))
+    order = {cause: place for place, cause in enumerate(CAUSES)}
+    every.sort(key=lambda cause: order.get(cause, len(order)))
+    rows = [
+        [cause, *(str(len(causes.get(cause, []))) for causes in by_library.values())]
+        for cause in every
+    ]
+    rows.append(["**causes**", *(f"**{len(causes)}**" for causes in by_library.values())])
+    versions = {name: column["versions"] for name, column in found["libraries"].items()}
+    heads = library_names(versions)
+    return ["## What fails, by cause", "", *table(["checks that fail because", *heads], rows), ""]
+
+
 def compatibility_details(found: dict[str, Any]) -> str:
-    """Every check, with the first line of its error where it fails."""
+    """Causes, then every check, with the first line of its error where it fails."""
     libraries = found["libraries"]
 
     def cell(library: str, check: str) -> str:
@@ -116,7 +252,7 @@ def compatibility_details(found: dict[str, Any]) -> str:
         return f"{status} ({message})" if message else status
 
     heads = library_names({name: column["versions"] for name, column in libraries.items()})
-    lines: list[str] = []
+    lines = compatibility_causes(found)
     for topic in dict.fromkeys(check["topic"] for check in found["checks"]):
         rows = [
             [check["title"], *(cell(library, check["name"]) for library in LIBRARIES)]
@@ -127,7 +263,9 @@ def compatibility_details(found: dict[str, Any]) -> str:
     for name, column in libraries.items():
         known = column["versions"] or {}
         listed = ", ".join(f"{package} {version}" for package, version in known.items() if version)
-        lines.append(f"- {'control' if name == CONTROL else name}: {listed or 'not installed'}")
+        when = f"; {code(column)}, {column['finished'][:10]}" if known else ""
+        name = "control" if name == CONTROL else name
+        lines.append(f"- {name}: {listed or 'not installed'}{when}")
     return "\n".join(lines)
 
 
@@ -165,7 +303,7 @@ def costs_table(found: dict[str, Any]) -> str:
     ]
     note = (
         f"({settings['group']}, 5×5, CPU, {settings['threads']} thread, batch {settings['batch']}, "
-        f"{settings['size']}×{settings['size']}; medians, interleaved in one run; "
+        f"{settings['size']}×{settings['size']}; medians, interleaved in one run; {code(found)}; "
         "`benchmarks/build_and_size.py`.)"
     )
     heads = [*library_names(found["versions"]), "ordinary CNN"]
@@ -179,9 +317,11 @@ def conversion_table(found: dict[str, Any]) -> str:
         runs.setdefault(row["network"], []).append(row)
 
     def percent(values: list[float]) -> str:
-        return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+        mean = f"{statistics.mean(values):.1f}"
+        return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean
 
     angles = {"upright": "0", "turned by 90°": "90", "by 45°": "45"}
+    runs = {name: runs[name] for name in sorted(runs, key=lambda name: (name != "source", name))}
     rows = [
         [
             name,
@@ -192,12 +332,13 @@ def conversion_table(found: dict[str, Any]) -> str:
         for name, same in runs.items()
         if "epoch" not in name
     ]
-    settings = found["arguments"]
     count = len(found["rows"][0]["error_percent"])
+    seeds = min(map(len, runs.values()))
     note = (
         f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
-        f"{settings['epochs']} epochs, no augmentation, {settings['seeds']} seeds; "
-        "`benchmarks/convert_and_rotate.py`.)"
+        f"{found['arguments']['epochs']} epochs, no augmentation, {seeds} "
+        f"seed{'s' * (seeds > 1)}; "
+        f"{code(found)}; `benchmarks/convert_and_rotate.py`.)"
     )
     head = ["trained on upright digits", "parameters", *angles, f"mean of {count} angles"]
     return "\n".join([*table(head, rows), "", note])
@@ -325,7 +466,10 @@ def gpu_layers(found: dict[str, Any]) -> str:
 
 
 def code(found: dict[str, Any]) -> str:
-    commit, changed, _ = found["revision"].partition("+")
+    """The revision that found a result, or the day on which what does not know it was committed."""
+    commit, changed, _ = found.get("origin", found)["revision"].partition("+")
+    if commit == "unknown":
+        return f"code of unknown revision, result committed on {found['committed']}"
     return f"code of revision {commit[:12]}" + " with changes" * bool(changed)
 
 
@@ -568,13 +712,98 @@ def depth_note(found: dict[str, Any]) -> str:
     )
 
 
+def migrating_table(found: dict[str, Any]) -> str:
+    """How far the codes of docs/migrating.md are from equivariance."""
+    versions = found["versions"]
+    lines = [
+        f"| | escnn {versions['escnn']}, 90° | econv, 90° | escnn, 45° | econv, 45° |",
+        "|---|---|---|---|---|",
+    ]
+    for title, row in found["codes"].items():
+        both = (row[name]["errors"][angle] for angle in ("90", "45") for name in ("escnn", "econv"))
+        cells = [f"{error:.1e}" for error in both]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    how = (
+        f"Relative error of `y` when a smooth random image turns ({found['pixels']}², blurred by "
+        f"{found['smoothness']:g} pixels, faded towards the corners, float32, untrained, mean of "
+        f"{found['seeds']} seeds; `benchmarks/migrating.py`)."
+    )
+    return "\n".join([*lines, "", how])
+
+
+def volume_errors(found: dict[str, Any]) -> str:
+    """Errors in volumes at each smoothness, of one layer and of several, beside escnn's."""
+    rows = found["rows"]
+    cases = list(dict.fromkeys((row["layers"], row["size"]) for row in rows))
+    names = list(dict.fromkeys(row["library"] for row in rows))
+    smoothness = list(dict.fromkeys(row["sigma"] for row in rows))
+    head = ["", *(f"{'one layer' if n == 1 else f'{n} layers'}, {k}³" for n, k in cases)]
+    cells = []
+    for name in names:
+        cells.append([name])
+        for case in cases:
+            own = [r for r in rows if (r["library"], r["layers"], r["size"]) == (name, *case)]
+            cells[-1].append(" / ".join(f"{row['error']:.2g}" for row in own) or "–")
+    note = (
+        f"(Group {found['group']}, one field, volumes of {found['voxels']}³ of σ = "
+        f"{' / '.join(f'{sigma:g}' for sigma in smoothness)} voxels, "
+        f"{found['elements'] * found['seeds']} rotations that the grid has not; {code(found)}; "
+        "`benchmarks/volumes.py`.)"
+    )
+    return "\n".join([*table(head, cells), "", note])
+
+
+def tetris(found: dict[str, Any]) -> str:
+    """Accuracy under all rotations, by the size of the stencils."""
+    cells = []
+    for size in sorted({row["size"] for row in found["runs"]}):
+        own = [row for row in found["runs"] if row["size"] == size]
+        shares = [100 * row["accuracy"] for row in own]
+        spread = f" ± {statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
+        cells.append(
+            [
+                f"{size}³",
+                f"{own[0]['parameters']:,}",
+                str(len(own)),
+                f"{statistics.mean(shares):.1f}{spread} %",
+            ]
+        )
+    head = ["stencils", "parameters", "seeds", "right under all rotations"]
+    note = (
+        f"(Group {found['group']}, {found['stencils']} stencils, {found['steps']} steps on the "
+        f"eight upright pieces; the test has {found['copies']} of each, turned by cubic splines; "
+        f"{code(found)}; `benchmarks/tetris.py`.)"
+    )
+    return "\n".join([*table(head, cells), "", note])
+
+
 # For each file its tables: the name between the markers, the results, and what makes the table.
-TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
+TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] = {
     "README.md": {
+        "equivariance in short": ("equivariance.json", equivariance_in_short),
+        "accuracy in short": (RECORDS, accuracy_in_short),
+        "speed in short": (
+            ("engines_cpu.json", "engines_cuda.json", "training_cuda.json"),
+            speed_in_short,
+        ),
+    },
+    "docs/results.md": {
         "equivariance": ("equivariance.json", equivariance_table),
         "compatibility": ("compatibility.json", compatibility_summary),
         "conversion": ("convert_and_rotate.json", conversion_table),
         "costs": ("build_and_size.json", costs_table),
+        "cpu layers": ("engines_cpu.json", cpu_layers),
+        "training on a cpu": ("training_cpu.json", training_speed),
+        "networks on a cpu": ("networks_cpu.json", networks),
+        "gpu layers": ("engines_cuda.json", gpu_layers),
+        "training on a gpu": ("training_cuda.json", training_speed),
+        "networks on a gpu": ("networks_cuda.json", networks),
+        "time of networks": (
+            "networks_cuda.json",
+            lambda found: time_of_networks(found, read("networks_cuda_before.json")),
+        ),
+        "gpu kernels": ("engines_cuda.json", gpu_kernels),
+        "gpu fused": ("engines_cuda.json", gpu_fused),
     },
     "docs/compatibility.md": {
         "compatibility": ("compatibility.json", compatibility_details),
@@ -589,23 +818,12 @@ TABLES: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
         "depth": ("depth.json", depth_by_activation),
         "depth by halving": ("depth.json", depth_by_halving),
     },
+    "docs/migrating.md": {"migrating": ("migrating.json", migrating_table)},
     "docs/converting.md": {"pretrained": ("pretrained.json", pretrained_table)},
-    "docs/engines.md": {
-        "cpu layers": ("engines_cpu.json", cpu_layers),
-        "training on a cpu": ("training_cpu.json", training_speed),
-        "networks on a cpu": ("networks_cpu.json", networks),
-        "gpu layers": ("engines_cuda.json", gpu_layers),
-        "training on a gpu": ("training_cuda.json", training_speed),
-        "networks on a gpu": ("networks_cuda.json", networks),
-        "time of networks": (
-            "networks_cuda.json",
-            lambda found: time_of_networks(found, read("networks_cuda_before.json")),
-        ),
-    },
     "docs/zoo.md": {"zoo": ("zoo.json", zoo)},
-    "docs/engine-kernels.md": {
-        "gpu kernels": ("engines_cuda.json", gpu_kernels),
-        "gpu fused": ("engines_cuda.json", gpu_fused),
+    "docs/volumes.md": {
+        "equivariance of volumes": ("volumes.json", volume_errors),
+        "tetris": ("tetris.json", tetris),
     },
 }
 # What needs a machine that there may have been none of.
@@ -618,7 +836,9 @@ NOT_EVERYWHERE = (
 
 
 def read(results: str) -> Any:
-    """What a benchmark found, or nothing where it may be missing and is."""
+    """What a benchmark found, or nothing where it may be missing and is; rows of the records."""
+    if results == RECORDS:
+        return report.rows(records.load_all(ROOT / "records"))
     path = RESULTS / results
     if results in NOT_EVERYWHERE and not path.exists():
         return None
@@ -647,7 +867,10 @@ def main() -> None:
     for name, tables in TABLES.items():
         file = ROOT / name
         text = file.read_text(encoding="utf-8")
-        made = {marker: make(read(results)) for marker, (results, make) in tables.items()}
+        made = {
+            marker: make(*(read(one) for one in ((of,) if isinstance(of, str) else of)))
+            for marker, (of, make) in tables.items()
+        }
         wanted = with_tables(text, made)
         if options.check and wanted != text:
             sys.exit(f"{name}: a table differs from benchmarks/results")

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +16,12 @@ import torch
 
 from econv.files import write_atomically
 from econv.records import revision, source_hash
+
+
+def stamp() -> dict[str, str]:
+    """Which code found a result, and when: every result says so."""
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"revision": revision(), "source_sha256": source_hash(), "finished": when}
 
 
 def origin(device: str) -> dict[str, Any]:
@@ -66,7 +73,9 @@ class Growing:
     def write(self, **more: Any) -> None:
         """One line for each row."""
         if self.path:
-            about = json.dumps({**self.head, "load": os.getloadavg(), **more})
+            finished = stamp()["finished"]
+            head = {**self.head, "finished": finished, "load": os.getloadavg(), **more}
+            about = json.dumps(head)
             rows = ",\n".join(json.dumps(row) for row in self.rows)
             text = f'{about[:-1]}, "{self.name}": [\n{rows}\n]}}\n'
             write_atomically(self.path, text.encode())

@@ -24,10 +24,10 @@ import econv
 from econv.data import Dataset, Split
 from econv.files import write_atomically
 from econv.recipes import RECIPES, Recipe
-from econv.records import revision, source_hash
 from econv.train.execution import Execution, convolution_precision
 from econv.train.processes import Processes
 from econv.train.trainer import Trainer
+from recording import stamp
 
 ENGINES = ("dense", "spectral", "auto")
 # The paper's networks, with nine operators on 5×5 pixels, and ours, with six on 3×3.
@@ -111,8 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
         "precision": execution.precision,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
-        "revision": revision(),
-        "source_sha256": source_hash(),
+        **stamp(),
         "runs": [],
     }
     for name in args.recipes:

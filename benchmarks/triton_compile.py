@@ -124,7 +124,7 @@ def training_step(
     """The launches of the forward pass, then those of both gradients."""
     plan = spectral_plan(filter_basis(layer.group, layer.operators), "regular", "regular")
     basis, size = plan.basis, layer.size
-    task = Task(plan, Geometry.of(basis.size, size, size, 1, basis.size // 2, 1))
+    task = Task(plan, Geometry.of(basis.size, (size, size), 1, basis.size // 2, 1))
     shape = (layer.batch, layer.fields * basis.group.order, size, size)
     options: dict[str, Any] = {"device": "meta", "memory_format": torch.channels_last}
     x, gradient = (torch.empty(shape, dtype=getattr(torch, layer.dtype), **options),) * 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +24,40 @@ os.environ["ECONV_MEASURE"] = "0"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those that take minutes start before the others: at the end no process would be beside."""
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
+def wrong_skips(reasons: set[str], gate: str) -> list[str]:
+    """Reasons that `skips.json` does not have, or that this target of make should leave nobody.
+
+    A target of make sets ``ECONV_GATE`` to its name: what runs there is not skipped there, unless
+    it needs what not every machine has.
+    """
+    known = json.loads(Path(__file__).with_name("skips.json").read_text(encoding="utf-8"))
+    gates = {"test": ("test",), "test-all": ("test", "test-all")}.get(gate, (gate,))
+    wrong = []
+    for reason in sorted(reasons):
+        entry = next((e for e in known if re.fullmatch(e["reason"], reason, re.DOTALL)), None)
+        if entry is None:
+            wrong.append(f"tests/skips.json has no such reason: {reason}")
+        elif entry["runs"] in gates and "needs" not in entry:
+            wrong.append(f"make {gate} runs these tests, and they were skipped: {reason}")
+    return wrong
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run with a skip that nobody has accounted for fails."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(session.config, "workerinput"):
+        return
+    skipped = [report.longrepr for report in reporter.stats.get("skipped", ())]
+    reasons = {told[2].removeprefix("Skipped: ") for told in skipped if isinstance(told, tuple)}
+    wrong = wrong_skips(reasons, os.environ.get("ECONV_GATE", ""))
+    if wrong:
+        reporter.write_line("")
+        for line in wrong:
+            reporter.write_line(line, red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -409,14 +409,14 @@ def test_an_activated_input_gives_what_the_other_kernels_do(interpret):
     plan = spectral_plan(filter_basis("p4", **LOW), "regular", "regular")
     x = torch.randn(2, 3 * 4, 5, 6).half().to(memory_format=torch.channels_last)
     weight, affine = learned(plan, (2, 3)), torch.randn(3, 3)
-    geometry = Geometry(1, 1, 1, 1, 5, 6)
+    geometry = Geometry(1, 1, 1, 1, (5, 6))
     made = []
     for special in (0, 1):
         gluon = interpret()
         given = [t.detach().requires_grad_() for t in (x, weight, affine)]
         name = "spectral/hopper" if special else "spectral/triton"
         with tiles(warp_specialised=special):
-            out, _ = torch.ops.econv.spectral(*given, name, plan.name, list(geometry), True)
+            out, _ = torch.ops.econv.spectral(*given, name, plan.name, geometry.numbers, True)
             made.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
         assert gluon.launches.keys() == ({"forward", "weight_gradient"} if special else set())
     for ours, theirs in zip(made[1], made[0], strict=True):
@@ -424,7 +424,7 @@ def test_an_activated_input_gives_what_the_other_kernels_do(interpret):
 
 
 SMALL = spectral_plan(filter_basis("p4", **LOW), "regular", "regular")
-AROUND = Geometry(1, 1, 1, 1, 6, 6)
+AROUND = Geometry(1, 1, 1, 1, (6, 6))
 
 
 @pytest.fixture(scope="module")

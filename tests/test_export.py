@@ -108,6 +108,28 @@ def test_norms_are_folded_where_a_convolution_comes_before():
     assert nn.Dropout not in kinds(plain)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_norm_is_folded_into_a_convolution_that_has_a_bias(affine):
+    """The bias passes through the norm too: it is scaled as the weight is."""
+    network = nn.Sequential(
+        LiftConv2d(3, 2, "p4", bias=True),
+        GroupBatchNorm2d(2, "p4", affine=affine),
+        nn.ReLU(),
+        nn.Conv2d(8, 5, 3, bias=True),
+        nn.BatchNorm2d(5, affine=affine),
+    ).double()
+    for module in network.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.running_mean.uniform_(-1, 1)
+            module.running_var.uniform_(4, 9)
+        for name, parameter in module.named_parameters(recurse=False):
+            nn.init.uniform_(parameter, 1, 2) if name == "bias" else None
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    plain = export(network.eval(), x)
+    assert not any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds(plain))
+    torch.testing.assert_close(plain(x), network(x), rtol=0, atol=1e-12)
+
+
 def test_norms_before_the_activation_become_norms_of_channels():
     network = ResNet("p8", depth=8, fields=(1, 2, 2))
     plain = export(network)
@@ -256,7 +278,7 @@ def test_a_layer_with_a_forward_of_its_own_is_refused():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    with pytest.raises(ValueError, match=r"forward of PDOConv2d; Doubled has its own"):
+    with pytest.raises(ValueError, match=r"forward of PDOConv; Doubled has its own"):
         export(nn.Sequential(Doubled(1, 1, "p4")))
 
     @plain_form.register
@@ -362,3 +384,25 @@ def test_layers_that_are_told_a_size_equal_their_plain_form(layer, sizes):
     plain = export(layer)
     x = torch.randn(2, 3, 8, 10)
     torch.testing.assert_close(plain(x, *sizes), layer(x, *sizes))
+
+
+# Volumes
+
+
+@pytest.mark.parametrize("name", ["resnet10_3d_T", "unet_3d_T"])
+def test_networks_of_volumes_become_plain_convolutions(name):
+    torch.manual_seed(0)
+    fields = (1, 2) if "unet" in name else (1, 1, 1, 1)
+    network = econv.create_model(name, fields=fields, in_channels=1)
+    side = 9 if "unet" in name else 33
+    network(torch.randn(2, 1, side, side, side))
+    volume = torch.randn(1, 1, side, side, side)
+    plain = export(network.eval(), volume)
+    assert nn.Conv3d in kinds(plain)
+    assert nn.BatchNorm3d not in kinds(plain)  # folded into the convolutions before them
+    other = torch.randn(2, 1, side + 1, side + 2, side)
+    assert_equal(plain, network, other)
+    network.train()
+    network(torch.randn(2, 1, side, side, side))
+    with pytest.raises(AssertionError):
+        assert_equal(plain, network.eval(), other)

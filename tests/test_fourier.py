@@ -1,5 +1,7 @@
 """Fourier analysis on groups: Schur's relations, Clebsch–Gordan coefficients, fast transforms."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -161,3 +163,72 @@ def test_a_matrix_without_symmetry_has_no_butterflies():
     pairs, rest = fourier.butterflies(matrix)
     assert pairs == []
     assert (rest == matrix).all()
+
+
+def test_the_self_check_of_a_decomposition_can_fail(monkeypatch):
+    """Pieces that are spoilt on the way are noticed, whichever of the two relations they break."""
+    group = Group("p4")
+    matrices = fourier.representation(group, "regular")
+    keep = fourier._without_dust
+
+    def bent(array):
+        """Not of unit length."""
+        return keep(array) * (1 + 1e-6)
+
+    def lost(array):
+        return array * np.nan
+
+    def swapped(array):
+        """Orthonormal, in another order than the irrep's."""
+        return keep(array)[::-1]
+
+    spoilt = {bent: "orthogonal representation", swapped: "off by", lost: "orthogonal"}
+    for spoil, message in spoilt.items():
+        monkeypatch.setattr(fourier, "_without_dust", spoil)
+        with pytest.raises(ArithmeticError, match=message):
+            fourier.decompose(group, matrices)
+    monkeypatch.setattr(fourier, "_without_dust", keep)
+    assert len(fourier.decompose(group, matrices)) == 3
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-11])
+def test_the_self_check_of_a_decomposition_is_as_fine_as_it_says(size):
+    group = Group("p1m")
+    matrices = np.array(fourier.representation(group, "regular"))
+    matrices[1] = matrices[1] + size * np.array([[0.0, 0.0], [1.0, 0.0]])
+    if size > 1e-10:
+        with pytest.raises(ArithmeticError, match="off by"):
+            fourier.decompose(group, matrices)
+    else:
+        fourier.decompose(group, matrices)
+
+
+def test_an_irrep_that_falls_apart_has_no_commutant():
+    """Two copies of one irrep under one name commute with more than an irreducible one does."""
+    group = Group("p3")
+    plane = group.irreps[1]
+
+    class Apart:
+        order, name = group.order, group.name
+        irreps = (
+            SimpleNamespace(
+                matrices=np.stack([np.kron(np.eye(2), m) for m in plane.matrices]),
+                dimension=4,
+                multiplicity=2,
+                name="two planes",
+            ),
+        )
+
+    with pytest.raises(ArithmeticError, match="'two planes' of p3 is not irreducible"):
+        fourier._commutant.__wrapped__(Apart, 0)
+
+
+def test_a_butterfly_joins_what_is_alike_only():
+    """Columns that agree up to sign in a part of the rows alone are left alone."""
+    matrix = np.array([[1.0, 1.0], [1.0, -1.0], [1.0, 0.5]])
+    pairs, rest = fourier.butterflies(matrix)
+    assert pairs == []
+    assert (rest == matrix).all()
+    pairs, rest = fourier.butterflies(matrix[:2])
+    assert pairs == [(0, 1)]
+    assert rest.tolist() == [[1.0, 0.0], [0.0, 1.0]]

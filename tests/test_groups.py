@@ -427,3 +427,7 @@ SPACE = "[CD][1-9][0-9]*[vhd]?|T[dh]?|Oh?|Ih?"  # tests/test_solids.py has those
 def test_any_other_text_is_a_bad_name(text):
     with pytest.raises(ValueError, match="expected 'pn'"):
         Group(text)
+
+
+def test_steps_are_the_turns_of_the_plane_and_none_in_space():
+    assert [Group(name).steps for name in ("p1", "p8", "p6m", "O", "D4h")] == [1, 8, 6, 0, 0]

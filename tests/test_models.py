@@ -408,7 +408,7 @@ def test_an_ordinary_imagenet_resnet_halves_five_times():
 
 
 def test_an_imagenet_depth_that_does_not_exist_is_an_error():
-    with pytest.raises(ValueError, match=r"expected a depth of \[18, 34.*got 20"):
+    with pytest.raises(ValueError, match=r"expected a depth of \[10, 18, 34.*got 20"):
         ImageNetResNet("p4", depth=20)
     with pytest.raises(ValueError, match="four stages"):
         ImageNetResNet("p4", fields=(1, 2))
@@ -540,3 +540,146 @@ def test_initial_weights_know_their_activation():
 def test_what_smooth_networks_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         create_model("convnet7_p4", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("convnet6_p4", {}),  # reads the last map whole
+        ("convnet7_p8", {}),
+        ("paper_resnet26_p8", {"fields": (4, 4, 8)}),
+        ("resnet18_p4", {"fields": (2, 2, 2, 4)}),
+    ],
+)
+def test_the_classifier_begins_as_the_paper_says(name, options):
+    """Xavier's scheme: normal, with the variance 2 / (inputs + outputs)."""
+    torch.manual_seed(0)
+    network = create_model(name, num_classes=1000, **options)
+    weight = network.classifier.weight.detach().flatten(1)
+    area = network.classifier.weight[0, 0].numel()
+    wanted = (2 / (weight.shape[1] + area * 1000)) ** 0.5
+    assert float(weight.std()) == pytest.approx(wanted, rel=0.05)
+    assert abs(float(weight.mean())) < 4 * wanted / weight.numel() ** 0.5
+    kurtosis = float(((weight / weight.std()) ** 4).mean())
+    assert kurtosis == pytest.approx(3.0, abs=0.3)  # 1.8 if it were uniform
+    if "resnet" in name:
+        assert not network.classifier.bias.any()
+
+
+def test_ordinary_networks_begin_by_hes_scheme():
+    torch.manual_seed(0)
+    network = create_model("convnet7", fields=(64,) * 7)
+    for conv in [m for m in network.modules() if isinstance(m, nn.Conv2d)][1:-1]:
+        wanted = (2 / conv.weight[0].numel()) ** 0.5
+        assert float(conv.weight.detach().std()) == pytest.approx(wanted, rel=0.05)
+
+
+# Volumes
+
+
+def small_3d(name, **options):
+    """A network for volumes with few fields, in float64, whose norms have seen something."""
+    torch.manual_seed(0)
+    fields = (1, 2) if name.startswith("unet") else (1, 1, 1, 1)
+    network = create_model(name, fields=fields, num_classes=3, in_channels=1, **options).double()
+    sides = [12] * 3 if name.startswith("unet") else [33] * 3
+    with torch.no_grad():
+        network(torch.randn(2, 1, *sides, dtype=torch.float64))
+    return network.eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("unet_3d_O", (8, 9)),
+        ("unet_3d_Th", (7, 8)),
+        ("resnet10_3d_T", (33, 34)),
+        pytest.param("unet_3d_Oh", (8, 9), marks=pytest.mark.slow),
+        pytest.param("resnet10_3d_O", (33, 34), marks=pytest.mark.slow),
+        pytest.param("resnet10_3d_Oh", (33, 36), marks=pytest.mark.slow),
+        pytest.param("resnet18_3d_D4h", (33, 34), marks=pytest.mark.slow),
+    ],
+)
+def test_networks_of_volumes_are_exact_under_the_symmetries_of_the_cube(name, sizes):
+    network = small_3d(name)
+    for size in sizes:
+        volume = torch.randn(1, 1, *[size] * 3, dtype=torch.float64)
+        group = network.group
+        fast = name in ("resnet10_3d_T", "unet_3d_O", "unet_3d_Th")
+        elements = group.generators if fast else group.grid_symmetries
+        assert_equivariant(network, volume, elements=elements, tolerance=1e-12)
+
+
+def test_another_stride_in_a_network_of_volumes_is_noticed():
+    network = small_3d("resnet10_3d_T", exact=False)
+    volume = torch.randn(1, 1, 34, 34, 34, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="not equivariant"):
+        assert_equivariant(network, volume, elements=network.group.generators)
+
+
+@pytest.mark.parametrize("name", ["resnet18_3d", "unet_3d", "unet"])
+def test_ordinary_twins_have_as_many_parameters_within_a_factor_of_three(name):
+    ours = create_model(f"{name}_O" if "3d" in name else f"{name}_p8")
+    twin = create_model(name)
+    assert twin.group is None
+    assert twin.dimension == ours.dimension
+    counts = [sum(p.numel() for p in network.parameters()) for network in (ours, twin)]
+    assert 1 / 3 < counts[0] / counts[1] < 3
+    assert all("Group" not in type(m).__name__ for m in twin.modules())
+
+
+def test_a_u_net_gives_scores_of_every_voxel_of_any_size():
+    network = small_3d("unet_3d_T").float()
+    for sides in ((6, 7, 9), (8, 8, 8)):
+        assert network(torch.randn(2, 1, *sides)).shape == (2, 3, *sides)
+    images = create_model("unet_p4", fields=(1, 2, 2), num_classes=0)
+    assert images(torch.randn(2, 1, 21, 23)).shape == (2, 1, 21, 23)
+
+
+@pytest.mark.parametrize("name", ["unet_3d_T", "unet_3d", "resnet10_3d_T"])
+def test_networks_of_volumes_are_saved_and_made_again(name, tmp_path):
+    pytest.importorskip("safetensors")
+    network = small_3d(name).float()
+    network.save_pretrained(tmp_path)
+    again = from_pretrained(tmp_path)
+    side = 8 if "unet" in name else 33
+    volume = torch.randn(1, 1, side, side, side)
+    assert type(again) is type(network)
+    torch.testing.assert_close(again(volume), network(volume), rtol=0, atol=0)
+
+
+def test_feature_maps_of_volumes_are_an_ordinary_backbone():
+    backbone = create_model("resnet10_3d_T", features_only=True, fields=(1, 1, 2, 2), in_channels=1)
+    maps = backbone(torch.randn(1, 1, 40, 40, 40))
+    assert [tuple(m.shape[2:]) for m in maps] == [(n,) * 3 for n in (20, 20, 10, 5, 3)]
+    assert backbone.feature_info.reduction() == [2, 2, 4, 8, 16]
+    assert [m.shape[1] for m in maps] == backbone.feature_info.channels()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("unet_3d_p8", "expected a group of space"),
+        ("resnet10_3d_p4", "expected a group of space"),
+        ("unet_O", "expected a group of the plane"),
+        ("resnet11_3d_O", "expected a depth of"),
+        ("convnet6_O", "unknown model"),
+    ],
+)
+def test_names_that_mix_images_and_volumes_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        create_model(name)
+
+
+def test_networks_for_images_alone_refuse_groups_of_space():
+    with pytest.raises(ValueError, match="expected a group of the plane"):
+        ResNet("O")
+    with pytest.raises(ValueError, match="expected dimension 2 or 3"):
+        create_model("unet_p4", dimension=1)
+
+
+def test_ordinary_resnets_are_as_wide_as_everybody_knows_them():
+    with torch.device("meta"):
+        assert create_model("resnet18").config["fields"] == [64, 128, 256, 512]
+        # As many parameters: p8 has eight orientations of √8 times fewer fields.
+        assert create_model("resnet18_p8").config["fields"] == [23, 45, 91, 181]

@@ -433,7 +433,6 @@ def test_unknown_names_say_what_names_look_like(bad):
         ([(math.nan, 0)], "expected"),
         ([0, 1], "exponent tuples"),
         (3, "exponent tuples"),
-        (None, "exponent tuples"),
         ([(0, 0, 0)], "2 dimensions"),
         ([(1,)], "2 dimensions"),
     ],
@@ -451,3 +450,24 @@ def test_the_nine_are_two_dimensional_only():
 def test_a_planar_group_refuses_operators_of_space():
     with pytest.raises(ValueError, match="3×3"):
         OperatorSet(((1, 0, 0),)).turned("p4")
+
+
+@pytest.mark.parametrize("group", ["p4", "p8", "p6m"])
+def test_operators_in_a_turned_frame_are_the_operators_turned(group):
+    upright, turned = operator_set("paper"), operator_set("paper@22.5")
+    angle = math.radians(22.5)
+    frame = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    for matrix, found in zip(Group(group).matrices, turned.turned(group), strict=True):
+        wanted = rows([p.in_frame(matrix @ frame) for p in upright.polynomials], 4, 2)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+    assert np.abs(turned.turned(group) - upright.turned(group)).max() > 0.1
+    assert turned != upright
+    assert turned.name == "paper@22.5"
+
+
+def test_an_angle_that_is_no_angle_is_refused():
+    for wrong in ("paper@", "paper@x", "order<=2@1e3"):
+        with pytest.raises(ValueError, match="unknown operators"):
+            operator_set(wrong)
+    with pytest.raises(ValueError, match="degrees in the plane"):
+        operator_set("order<=2@22.5", 3)

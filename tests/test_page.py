@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import io
 import json
+import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +26,18 @@ from econv import (
     VectorConv2d,
     lab,
 )
-from econv.page import LARGEST, _why, page, png, write_page
+from econv.page import (
+    LARGEST,
+    _chart,
+    _figure,
+    _sheet,
+    _table,
+    _verdict,
+    _why,
+    page,
+    png,
+    write_page,
+)
 from econv.testing import smooth_field
 
 HOSTILE = '</script><script>alert(1)</script>&"{{data}}'
@@ -129,6 +143,104 @@ def test_no_string_of_the_user_becomes_markup(text):
     assert html.escape(HOSTILE) in text
     assert data_of(text)["predicted"]["ours"][0] in ("cat", "dog", HOSTILE)
     assert text.count("<script") == 2
+
+
+def test_no_class_can_end_the_script_that_holds_the_data():
+    text = page(classifier(), images()[:1], classes=[HOSTILE] * 3)
+    assert text.count("<script") == text.count("</script>") == 2
+    assert set(data_of(text)["predicted"]["ours"]) == {HOSTILE}
+    assert data_of(text)["probabilities"]["ours"]
+
+
+def test_names_of_layers_and_kinds_do_not_become_markup():
+    table = lab.layer_errors(classifier(), images()[:1])
+    entry = dataclasses.replace(table.layers[0], name="<b>&", type="<i>", kind="<u>")
+    made = _table(dataclasses.replace(table, layers=(entry,)))
+    assert "&lt;b&gt;&amp; &lt;i&gt;" in made
+    assert "<td>&lt;u&gt;</td>" in made
+    assert not re.search(r"<[biu]>", made)
+    broken = dataclasses.replace(table, unknown=("<s>",))
+    assert "<s>" not in _verdict(broken)
+    assert "&lt;s&gt;" in _verdict(broken)
+
+
+def test_the_table_marks_what_should_be_exact_and_is_not():
+    table = lab.layer_errors(classifier(), images()[:1])
+    grid, off = table.group.grid_symmetries[1], 1
+    places = {element: table.elements.index(element) for element in (grid, off)}
+
+    def cells(**errors: float) -> list[str]:
+        row = list(table.layers[0].errors)
+        for name, error in errors.items():
+            row[places[grid if name == "grid" else off]] = error
+        entry = dataclasses.replace(table.layers[0], errors=tuple(row))
+        made = _table(dataclasses.replace(table, layers=(entry,)))
+        return re.findall(r"<td( class=high)?>", made.split("</thead>")[1].split("</tr>")[0])[1:]
+
+    assert [i for i, c in enumerate(cells(grid=2e-4, off=0.5)) if c] == [places[grid]]
+    assert not any(cells(grid=1e-4, off=0.5))
+    assert any(cells(grid=math.nan))
+    heads = re.findall(r'<th scope="col">([^<]*)</th>', _table(table))[2:]
+    exact = [i for i, element in enumerate(table.elements) if element in (0, 2, 4, 6)]
+    assert [i for i, head in enumerate(heads) if head.endswith("∗")] == exact
+
+
+def test_figures_are_rounded_and_what_was_not_compared_is_a_dash():
+    assert [_figure(e) for e in (None, 0.0, 9e-13, 1e-12, 0.0123)] == [
+        "–",
+        "0",
+        "0",
+        "1.0e-12",
+        "1.2e-02",
+    ]
+
+
+def test_the_chart_has_every_error_at_its_height_and_the_groups_angles():
+    curves = {"ours": [0.0, 1e-7, 1e-3, 1.0], "twin": [10.0, 1.0, math.inf, math.nan]}
+    results = {name: SimpleNamespace(errors=errors) for name, errors in curves.items()}
+    chart = _chart(results, [True, False, True, False])
+    lines = re.findall(r'<polyline points="([^"]+)" style="stroke:var\(--(\w+)\)"', chart)
+    drawn = {
+        name: [tuple(map(float, point.split(","))) for point in points.split()]
+        for points, name in lines
+    }
+    heights = {
+        label: float(y) - 4
+        for y, label in re.findall(r'x="106" y="([\d.]+)" text-anchor="end">([^<]+)', chart)
+    }
+    # From 0° to 360°, where the first comes again.
+    assert [x for x, _ in drawn["ours"]] == pytest.approx([112 + 160 * k for k in range(5)])
+    ours = [y for _, y in drawn["ours"]]
+    wanted = [heights[name] for name in ("≤ 1e-7", "≤ 1e-7", "1e-3", "1", "≤ 1e-7")]
+    assert ours == pytest.approx(wanted, abs=0.1)
+    assert heights["1e1"] < heights["1"] < heights["1e-3"] < heights["≤ 1e-7"]
+    assert [y for _, y in drawn["twin"]] == pytest.approx(
+        [heights[name] for name in ("1e1", "1", "1e1", "1e1", "1e1")], abs=0.1
+    )
+    own = re.findall(r'class="own" x1="([\d.]+)"', chart)
+    assert [float(x) for x in own] == [112.0, 432.0]
+    assert re.findall(r'text-anchor="middle">(\d+)°', chart) == [str(a) for a in range(0, 361, 45)]
+
+
+def test_sheets_have_each_frame_in_its_place_and_colours_that_rise():
+    frames = torch.arange(11.0)[:, None, None].expand(11, 8, 8) + torch.linspace(0, 0.5, 8)
+    sheet, side = _sheet(frames, 0.0, 10.5, ("#000000", "#ffffff"), 8)
+    pixels = decoded(sheet)[..., 0]
+    assert pixels.shape == (2 * side, 9 * side)
+    for number, frame in enumerate(frames):
+        row, column = divmod(number, 9)
+        part = pixels[row * side :, column * side :][:side, :side]
+        np.testing.assert_allclose(part[4], (frame / 10.5)[4].numpy(), atol=1 / 250)
+    clipped = decoded(_sheet(frames[:1] * 0 + 99, 0.0, 1.0, ("#000000", "#ffffff"), 8)[0])
+    assert clipped[4, 4, 0] == 1.0
+
+
+def test_bars_stand_where_the_probabilities_at_rest_are(text):
+    at_rest = [row[0] for row in data_of(text)["probabilities"].values()]
+    marks = [float(x) for x in re.findall(r'<b style="left:([\d.]+)%"></b>', text)]
+    assert marks == pytest.approx(
+        [100 * p for pair in zip(*at_rest, strict=True) for p in pair], abs=0.01
+    )
 
 
 def test_the_page_refers_to_nothing_outside(text):

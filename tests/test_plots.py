@@ -162,3 +162,176 @@ def test_importing_econv_loads_neither_matplotlib_nor_pillow():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "set()"
+
+
+# What a reader sees: positions, signs and scales
+
+
+def seen(axis) -> dict[tuple[float, float], float]:
+    """The numbers of the picture's pixels, by the place on the axes where a reader sees them."""
+    (image,) = axis.images
+    left, right, bottom, top = image.get_extent()
+    rows, columns = image.get_array().shape
+    values = np.asarray(image.get_array())
+    if image.origin == "upper":
+        values = values[::-1]
+    up = axis.get_ylim()[0] < axis.get_ylim()[1]
+    assert up, "y points up"
+    assert axis.get_xlim()[0] < axis.get_xlim()[1]
+    width, height = (right - left) / columns, (top - bottom) / rows
+    return {
+        (round(left + (c + 0.5) * width, 9), round(bottom + (r + 0.5) * height, 9)): values[r, c]
+        for r in range(rows)
+        for c in range(columns)
+    }
+
+
+def derivative(which: int) -> LiftConv2d:
+    """A layer of p4 whose first filter is one derivative by central differences."""
+    layer = LiftConv2d(1, 1, "p4", stencils="central", size=3)
+    beta = torch.zeros(layer.weight.shape)
+    beta[0, 0, which] = 1.0
+    layer.set_coefficients(beta)
+    return layer
+
+
+def filter_axes(figure) -> list:
+    return [axis for axis in figure.axes if axis.get_title()]
+
+
+def test_filters_are_the_right_way_up():
+    """∂y is positive above and negative below; a quarter turn on, left and right."""
+    canonical, straight, turned, *_ = filter_axes(plot_filters(derivative(2)))
+    for axis in (canonical, straight):
+        pixels = seen(axis)
+        assert pixels[0.0, 1.0] == pytest.approx(0.5)
+        assert pixels[0.0, -1.0] == pytest.approx(-0.5)
+        assert [pixels[x, 0.0] for x in (-1.0, 0.0, 1.0)] == pytest.approx([0.0] * 3)
+    pixels = seen(turned)  # ∂y, turned anticlockwise, looks to the left
+    assert pixels[-1.0, 0.0] == pytest.approx(0.5)
+    assert pixels[1.0, 0.0] == pytest.approx(-0.5)
+
+
+def test_numbers_stand_in_their_pixels_with_their_signs():
+    layer = LiftConv2d(1, 1, "p8")
+    for axis in filter_axes(plot_filters(layer)):
+        written = {
+            tuple(round(float(v), 9) for v in text.get_position()): text.get_text()
+            for text in axis.texts
+        }
+        pixels = seen(axis)
+        assert set(written) == set(pixels)
+        assert any(written.values())
+        for place, text in written.items():
+            if abs(pixels[place]) < 0.05:
+                assert text == ""
+            else:
+                assert float(text.replace("−", "-")) == pytest.approx(pixels[place], abs=0.0501)
+        assert all(text.get_ha() == text.get_va() == "center" for text in axis.texts)
+
+
+def test_numbers_are_white_where_the_colour_is_dark():
+    layer = LiftConv2d(1, 1, "p8")
+    for axis in filter_axes(plot_filters(layer)):
+        limit = axis.images[0].get_clim()[1]
+        for text in axis.texts:
+            value = seen(axis)[tuple(round(float(v), 9) for v in text.get_position())]
+            assert text.get_color() == ("white" if abs(value) > 0.6 * limit else "black")
+
+
+def test_all_copies_share_a_scale_that_holds_the_largest_and_has_zero_in_the_middle():
+    for layer in (LiftConv2d(1, 1, "p8"), GroupConv2d(1, 1, "p6m")):
+        axes = filter_axes(plot_filters(layer))
+        largest = max(np.abs(axis.images[0].get_array()).max() for axis in axes)
+        for axis in axes:
+            assert axis.images[0].get_clim() == pytest.approx((-largest, largest))
+            assert axis.images[0].get_cmap().name == "RdBu_r"  # red is positive
+
+
+def test_the_square_turns_with_its_filter():
+    axes = filter_axes(plot_filters(LiftConv2d(1, 1, "p8")))
+    squares = [np.asarray(axis.patches[0].get_xy())[:4] for axis in axes]
+    np.testing.assert_allclose(squares[0], squares[1])
+    assert np.abs(squares[0]).max() == 1.5  # of the canonical filter of 3×3
+    for element, square in enumerate(squares[1:]):
+        angle = 2 * math.pi * element / 8
+        turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+        np.testing.assert_allclose(square, squares[0] @ turn.T, atol=1e-12)
+
+
+def test_spectra_are_the_right_way_up_and_round():
+    """The response of ∂x, without i, is the frequency along x; that of ∂y is the one along y."""
+    symbols = operator_symbols(filter_basis("p4", stencils="central"), points=9)
+    columns = np.array(plot_symbols(symbols).axes).reshape(3, len(symbols))
+    for number, axis in ((1, 0), (2, 1)):
+        assert columns[0, number].get_title() == ("∂x", "∂y")[axis]
+        for place, value in seen_spectrum(columns[0, number], symbols[number]).items():
+            assert value == pytest.approx(place[axis], abs=1e-9)
+        stencil = seen_spectrum(columns[1, number], symbols[number])
+        for place, value in stencil.items():
+            assert value == pytest.approx(math.sin(place[axis]), abs=1e-9)
+    for row in range(3):
+        assert columns[row, 0].get_ylabel() == ("ideal", "stencil", "difference")[row]
+
+
+def seen_spectrum(axis, symbol) -> dict[tuple[float, float], float]:
+    """Pixels by the frequencies that they stand for, in the order in which they are seen."""
+    pixels = seen(axis)
+    xs, ys = (sorted({place[i] for place in pixels}) for i in (0, 1))
+    assert len(xs) == len(ys) == len(symbol.frequencies)
+    line = symbol.frequencies
+    return {(line[i], line[j]): pixels[x, y] for i, x in enumerate(xs) for j, y in enumerate(ys)}
+
+
+def test_the_scale_of_spectra_is_that_of_the_stencil():
+    symbols = operator_symbols(filter_basis("p4", stencils="central"), points=9)
+    columns = np.array(plot_symbols(symbols).axes).reshape(3, len(symbols))
+    for column, symbol in zip(columns.T, symbols, strict=True):
+        largest = np.abs(symbol.stencil).max()
+        assert column[1].images[0].get_clim() == pytest.approx((-largest, largest))
+        assert f"to ideal {symbol.error:.2g}" in column[2].get_xlabel()
+        assert f"turning {symbol.turning_error:.2g}" in column[2].get_xlabel()
+    ticks = columns[2, 0].get_xticks()
+    assert dict(
+        zip(ticks, [t.get_text() for t in columns[2, 0].get_xticklabels()], strict=True)
+    ) == {
+        -math.pi: "−π",
+        0.0: "0",
+        math.pi: "π",
+    }
+
+
+def test_the_rings_say_the_errors_that_lie_on_them():
+    curve = AngleCurve("scalar", (0.0, 90.0, 180.0), (1e-2, 1e-4, 1e-6), Group("p8"))
+    axis, _ = plot_angles(curve).axes
+    radii = dict(zip((1e-2, 1e-4, 1e-6), axis.lines[-1].get_ydata(), strict=False))
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    rings = dict(zip(axis.get_yticks(), labels, strict=True))
+    assert axis.get_ylim() == (0.0, 7.0)
+    for error, radius in radii.items():
+        exponent = round(math.log10(error))
+        assert rings[round(radius)] in (f"$10^{{{exponent}}}$", "")
+        assert radius == pytest.approx(exponent + 7)
+    named = {ring: text for ring, text in rings.items() if text}
+    assert named
+    assert all(text == f"$10^{{{int(ring) - 7}}}$" for ring, text in named.items())
+
+
+def test_the_linear_circle_is_in_percent_from_nothing():
+    axis, _ = plot_angles(angle_curve(0.5), logarithmic=False).axes
+    drawn = axis.lines[-1]
+    assert drawn.get_ydata()[9] == pytest.approx(50.0)
+    assert drawn.get_ydata()[0] == pytest.approx(0.0)
+    low, high = axis.get_ylim()
+    assert (low, high) == (0.0, pytest.approx(52.5))
+    for ring, label in zip(axis.get_yticks(), axis.get_yticklabels(), strict=True):
+        assert label.get_text() in (f"{ring:g} %", "")
+
+
+def test_both_axes_of_the_resolution_are_logarithmic_and_say_the_pixels():
+    (axis,) = plot_resolution(resolution_curve()).axes
+    assert (axis.get_xscale(), axis.get_yscale()) == ("log", "log")
+    assert axis.get_xticks().tolist() == [0.25, 0.5, 1.0]
+    assert [t.get_text() for t in axis.get_xticklabels()] == ["0.25", "0.5", "1"]
+    assert "pixel" in axis.get_xlabel()
+    assert "error" in axis.get_ylabel()

@@ -18,7 +18,7 @@ import econv
 from catalogue import trained
 from econv import Group, from_pretrained, operator_set
 from econv.models import MODELS, ConvNet, ResNet, create_model
-from econv.pretrained import FORMAT, Pretrained
+from econv.pretrained import FORMAT, Pretrained, _check_arguments
 from econv.stencils import Central, Gaussian, Isotropic
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -435,3 +435,24 @@ def test_the_real_hub_library_takes_what_it_is_given(tmp_path):
     pytest.importorskip("huggingface_hub")
     with pytest.raises(ValueError, match=r"cannot read config.json of 'econv/none' from the Hub"):
         from_pretrained("econv/none", local_files_only=True, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        ({"group": "p8"}, True),
+        ({"operators": "order<=4"}, True),
+        ({"operators": "order<=12"}, True),
+        ({"operators": "order<=12", "group": "p64"}, False),
+        ({"operators": "order <= 12", "group": "p64"}, False),
+        ({"operators": "order<=12@5", "group": "p64"}, False),
+        ({"size": 25, "group": "p64"}, True),
+        ({"size": 25, "group": "p72"}, False),
+    ],
+)
+def test_the_work_that_arguments_ask_for_is_counted(arguments, fits):
+    if fits:
+        _check_arguments(Path("x"), arguments, 4096)
+    else:
+        with pytest.raises(ValueError, match=r"expected"):
+            _check_arguments(Path("x"), arguments, 4096)

@@ -4,10 +4,13 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 
+import econv
 from econv import create_model
 from econv.data import Augmentation
+from econv.data.sources import SOURCES
 from econv.recipes import RECIPES, Recipe, recipe
 
 DEMANDED = [
@@ -48,10 +51,22 @@ def test_every_row_has_the_papers_own_schedule(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_models_and_augmentations_can_be_built(name: str) -> None:
+def test_networks_fit_their_data_and_the_papers_size(name: str) -> None:
     found = RECIPES[name]
-    create_model(found.model, **dict(found.model_options))
-    Augmentation(**dict(found.augmentation))
+    source = SOURCES.get(found.dataset)
+    model = create_model(found.model, **dict(found.model_options))
+    assert model.num_classes == (source.classes if source else 10)
+    assert model.config["in_channels"] == (source.shape[0] if source else 1)
+    if found.paper_parameters:
+        own = parameters(found)
+        number, unit = found.paper_parameters[:-1], found.paper_parameters[-1]
+        told = float(number) * {"k": 1e3, "M": 1e6}[unit]
+        if name.endswith("_paper"):  # the paper's networks are its own up to rounding …
+            assert 0.95 < own / told < 1.05 or found.dataset == "cifar100"  # told for ten classes
+        else:  # … and ours are not much larger
+            assert 0.6 < own / parameters(RECIPES[f"{name}_paper"]) < 1.05
+    augmentation = Augmentation(**dict(found.augmentation))
+    assert all(getattr(augmentation, key) == value for key, value in found.augmentation)
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -65,12 +80,56 @@ def test_the_twin_of_the_digits_has_as_many_parameters_and_the_same_recipe() -> 
     own = ("name", "model", "model_options")
     for name, value in ours.settings().items():
         assert name in own or twin.settings()[name] == value
+    own = ("fields", "pool", "activation", "antialias")
     for name, value in dict(ours.model_options).items():
-        assert name in ("fields", "pool") or dict(twin.model_options)[name] == value
+        assert name in own or dict(twin.model_options)[name] == value
 
 
 def test_the_papers_p8_network_has_its_number_of_parameters() -> None:
     assert parameters(RECIPES["mnist_rot_p8_paper"]) == 26_747
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPES if n.endswith("_paper")])
+def test_the_papers_recipes_have_its_stencils_and_its_initialisation(name: str) -> None:
+    found = RECIPES[name]
+    model = create_model(found.model, **dict(found.model_options))
+    layers = [m for m in model.modules() if isinstance(m, econv.LiftConv2d | econv.GroupConv2d)]
+    assert bool(layers) == ("_p" in name.removesuffix("_paper"))
+    for layer in layers:
+        assert (layer.basis.stencils.name, layer.init) == ("central", "paper")
+        own = 1 if len(layer.basis.operators) == 1 else 9
+        assert len(layer.basis.operators) == own
+    assert not found.ema_decay
+    assert not found.retrain_on_all
+
+
+def test_the_papers_p4_network_is_a_g_cnn() -> None:
+    """Its layers learn every filter of 3×3 pixels, and turn it by quarter turns exactly."""
+    found = RECIPES["mnist_rot_p4_paper"]
+    model = create_model(found.model, **dict(found.model_options))
+    layer = next(m for m in model.modules() if isinstance(m, econv.LiftConv2d))
+    basis = layer.basis
+    assert basis.size == 3
+    assert np.linalg.matrix_rank(basis.turned[0].reshape(9, 9)) == 9
+    for turns in range(4):
+        np.testing.assert_allclose(
+            basis.turned[turns], np.rot90(basis.turned[0], turns, (1, 2)), rtol=0, atol=1e-12
+        )
+    # The row without the suffix is none, and does not say so.
+    ours = RECIPES["mnist_rot_p4"]
+    assert "G-CNN" not in ours.row
+    assert dict(ours.model_options) == {}
+
+
+def test_the_released_codes_angles_are_an_option() -> None:
+    plain, turned = RECIPES["mnist_rot_p8_paper"], RECIPES["mnist_rot_p8_angles_paper"]
+    model = create_model(turned.model, **dict(turned.model_options))
+    layer = next(m for m in model.modules() if isinstance(m, econv.GroupConv2d))
+    assert layer.basis.operators.angle == 22.5  # 2πk/8 + π/8
+    assert {k for k, v in turned.settings().items() if plain.settings()[k] != v} == {
+        "name",
+        "model_options",
+    }
 
 
 def test_table_1_is_trained_without_augmentation_and_table_2_with_rotations() -> None:

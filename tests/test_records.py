@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -324,3 +325,39 @@ def test_older_records_call_the_papers_resnets_by_their_present_names(
     told["format"], told["settings"] = number, told["settings"] | {"model": old}
     path.write_text(json.dumps(told))
     assert records.load(path).settings["model"] == new
+
+
+def test_earlier_runs_lie_in_folders_of_their_own_and_are_read_with_the_others(
+    tmp_path: Path,
+) -> None:
+    now = record(finished="2026-02-01T00:00:00+00:00")
+    before = record(finished="2026-01-01T00:00:00+00:00", test_error=9.0)
+    records.save(now, tmp_path)
+    records.save(before, tmp_path / "earlier" / "1")
+    assert records.load_all(tmp_path) == [before, now]
+    assert records.strays(tmp_path) == []
+    wrong = tmp_path / "earlier" / "1" / "0.json"
+    wrong.write_text("{}")
+    assert records.strays(tmp_path) == [wrong]
+
+
+def test_every_run_that_was_ever_committed_is_still_among_the_records() -> None:
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "records").exists() or not (root / ".git").exists():
+        pytest.skip("no history beside the tests")
+
+    def git(*arguments: str, given: str = "") -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(
+            command, input=given, capture_output=True, text=True, check=True
+        ).stdout
+
+    changes = git("log", "--format=", "--raw", "--no-abbrev", "--no-renames", "--", "records")
+    blobs = {line.split()[3] for line in changes.splitlines() if line.endswith(".json")}
+    shown = git("cat-file", "--batch", given="\n".join(sorted(blobs - {"0" * 40})))
+    runs = r'"recipe": "(.*)",\n "seed": (\d+),[^{]*?"predictions_sha256": "(.*)"'
+    ever = set(re.findall(runs, shown))
+    kept = {
+        (r.recipe, str(r.seed), r.predictions_sha256) for r in records.load_all(root / "records")
+    }
+    assert ever - kept == set()

@@ -108,6 +108,94 @@ def test_records_of_earlier_settings_do_not_count() -> None:
     assert "1 outdated" in found.cells()[8]
 
 
+def test_a_recipe_that_was_changed_after_its_test_error_was_seen_says_so() -> None:
+    old = dataclasses.replace(RECIPES["mnist_rot_p8"], epochs=7).settings()
+    now = [made(seed=s, finished="2026-02-01T00:00:00+00:00") for s in range(3)]
+    before = made(seed=0, settings=old, test_error=9.0, finished="2026-01-01T00:00:00+00:00")
+    after = dataclasses.replace(before, finished="2026-03-01T00:00:00+00:00")
+    assert report.CHANGED in row(report.rows([*now, before])).cells()[0]
+    assert report.CHANGED not in row(report.rows([*now, after])).cells()[0]
+    assert report.CHANGED in row(report.rows([before])).cells()[0]
+    assert report.CHANGED not in row(report.rows(now)).cells()[0]
+    ((name, paper, error, seeds, _, finished, changes),) = report.earlier(
+        report.rows([*now, before])
+    )
+    assert (name, paper, error, seeds) == ("PDO-eConv, p8", "1.87", "9.00", "0")
+    assert (finished, changes) == ("2026-01-01", "epochs 7 → 150")
+    assert report.earlier(report.rows(now)) == []
+
+
+def test_runs_of_several_codes_all_count_and_each_code_has_its_mean() -> None:
+    ran = [made(seed=s, test_error=1.0, revision="a" * 40) for s in range(3)]
+    ran += [made(seed=s, test_error=2.0, revision="b" * 40) for s in range(2)]
+    cells = row(report.rows(ran)).cells()
+    assert cells[2] == "1.40 ± 0.55 (1.00 ± 0.00 by aaaaaaaaaa; 2.00 ± 0.00 by bbbbbbbbbb)"
+    assert cells[3] == "3, 5 runs"
+    again = [made(seed=0, revision=code * 40) for code in "abc"]
+    assert row(report.rows(again)).error == "incomplete (1 of 3 seeds)"
+
+
+def test_every_difference_to_the_papers_recipe_is_in_a_column() -> None:
+    found = report.rows([made(seed=s, test_error=1.37) for s in range(3)])
+    (line,) = report.compared(found)
+    cells = dict(zip(report._COMPARED_HEADS, line, strict=True))
+    assert cells["network"] == "PDO-eConv, p8"
+    assert (cells["paper, %"], cells["less by"]) == ("1.87", "0.50")
+    assert cells["layers"].startswith("9 operators, central 5×5, init paper → 9 operators, iso")
+    assert cells["fields"] == "7, 7, 7, 7, 7, 7 → 8, 8, 8, 8, 8, 10"
+    assert cells["orientations pooled"] == "no → max"
+    assert cells["epochs"] == "200 → 150"
+    assert cells["batch"] == "128"
+    assert cells["retrained on all"] == "no → yes"
+    text, page = report.as_text(found), report.as_html(found)
+    assert "orientations pooled: no → max" in " ".join(text.split())
+    assert "<td>no → max</td>" in page
+
+
+def test_whatever_decides_a_result_would_show_among_the_differences() -> None:
+    """A change of any setting changes a cell, so that no difference goes untold."""
+    name = "mnist_rot_p8"
+    changes = {
+        "model_options": (("options", {"stencils": "gaussian"}),),
+        "epochs": 3,
+        "batch_size": 3,
+        "optimizer": "sgd",
+        "learning_rate": 0.5,
+        "schedule": "steps",
+        "warmup_epochs": 2.0,
+        "weight_decay": 0.5,
+        "augmentation": (("shift", 1),),
+        "label_smoothing": 0.5,
+        "ema_decay": 0.5,
+        "retrain_on_all": False,
+    }
+    before = report._settings_told(RECIPES[name])
+    for key, value in changes.items():
+        other = dataclasses.replace(RECIPES[name], **{key: value})
+        assert report._settings_told(other) != before, key
+    untold = {"dataset", "model", "milestones", "final_rate", "evaluate_every", "name"}
+    assert set(RECIPES[name].settings()) == set(changes) | untold
+
+
+def test_marked_tables_of_recipes_and_earlier_runs_are_written_and_checked(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"a\n{report.COMPARED}\nold\n{report.END}\nb\n{report.EARLIER}\n{report.END}\nc\n"
+    )
+    old = dataclasses.replace(RECIPES["mnist_rot_p8"], epochs=7).settings()
+    found = report.rows([*(made(seed=s) for s in range(3)), made(seed=0, settings=old)])
+    assert report.update(page, found)
+    text = page.read_text()
+    assert "| PDO-eConv, p8 | 1.87 |" in text
+    assert "epochs 7 → 150" in text
+    assert "old" not in text
+    assert [line for line in text.splitlines() if len(line) == 1] == ["a", "b", "c"]
+    assert not report.update(page, found)
+    for broken in (text.replace(report.END, "", 1), text + report.END, text + report.COMPARED):
+        with pytest.raises(ValueError, match="expected one line"):
+            report.updated(broken, found)
+
+
 def test_retraining_is_said() -> None:
     found = row(report.rows([made(seed=s) for s in range(3)]))
     assert "retrained on all" in found.cells()[8]

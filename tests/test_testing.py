@@ -23,16 +23,21 @@ from econv import (
     GroupDropout2d,
     GroupPool2d,
     LiftConv2d,
+    LiftConv3d,
     Polynomial,
     VectorConv2d,
+    VectorConv3d,
     central,
     restrict,
 )
 from econv.engines.dense import filter_offsets
 from econv.testing import (
+    _on_grid,
     assert_equivariant,
     convergence_order,
     equivariance_error,
+    random_rotations,
+    rotate,
     smooth_field,
     transform,
 )
@@ -679,9 +684,15 @@ def test_an_integer_image_is_only_turned_where_nothing_is_interpolated():
         transform(image, "p8", 1)
 
 
-@pytest.mark.parametrize("element", [1.5, "1", None, -1, 8])
+@pytest.mark.parametrize("element", [-1, 8])
 def test_an_element_is_a_number_within_the_group(element):
     with pytest.raises(ValueError, match="element of p8 from 0 to 7; got"):
+        transform(noise(1, 1, 5, 5), "p8", element)
+
+
+@pytest.mark.parametrize("element", [1.5, "1", None, "first"])
+def test_what_is_no_element_says_what_one_is(element):
+    with pytest.raises(ValueError, match="element of p8, as its index or as a matrix 2×2; got"):
         transform(noise(1, 1, 5, 5), "p8", element)
 
 
@@ -715,3 +726,138 @@ def test_forgotten_vectors_are_suggested():
     with pytest.raises(AssertionError) as caught:
         assert_equivariant(broken, field, "p2")
     assert "input_kind" not in str(caught.value)
+
+
+# Volumes
+
+
+@pytest.mark.parametrize("kind", ["scalar", "regular", "vector", "pseudoscalar"])
+@pytest.mark.parametrize("name", ["Th", "O", "D4h"])
+def test_symmetries_of_the_cube_compose_exactly_as_the_group_does(name, kind):
+    group = Group(name)
+    channels = {"regular": group.order, "vector": 6}.get(kind, 2)
+    x = noise(1, channels, 3, 4, 5)
+    for a, b in [(1, 2), (3, group.order - 1), (group.order - 2, 1)]:
+        first = transform(x, group, b, kind)
+        both = transform(first, group, a, kind)
+        wanted = transform(x, group, int(group.product[a, b]), kind)
+        assert torch.equal(both, wanted)
+
+
+def test_elements_of_the_cube_move_voxels_as_their_matrices_say():
+    group = Group("Oh")
+    sizes = (3, 4, 5)
+    z, y, x = (torch.arange(n, dtype=torch.float64) - (n - 1) / 2 for n in sizes)
+    # Each component of the position is a volume, and together they are a vector field.
+    where = torch.stack(torch.meshgrid(z, -y, x, indexing="ij")[::-1])[None]
+    for element in range(0, group.order, 5):
+        moved = transform(where, group, element, "vector")
+        sides = moved.shape[2:]
+        z, y, x = (torch.arange(n, dtype=torch.float64) - (n - 1) / 2 for n in sides)
+        wanted = torch.stack(torch.meshgrid(z, -y, x, indexing="ij")[::-1])[None]
+        torch.testing.assert_close(moved, wanted, rtol=0, atol=0)
+
+
+def test_the_slices_of_a_volume_turn_about_z_as_images_do():
+    image = smooth_field(17, smoothness=2.0)
+    volume = image[:, :, None].expand(-1, -1, 5, -1, -1)
+    wanted = transform(image, "p8", 1)
+    found = transform(volume, "C8", 1)
+    # Along the depth the volume is constant, which mirrored splines keep.
+    torch.testing.assert_close(found, wanted[:, :, None].expand_as(found), rtol=0, atol=1e-12)
+
+
+def test_volumes_turn_by_any_rotation_and_back():
+    rotation = random_rotations(3, seed=1)[2]
+    volume = smooth_field(21, smoothness=3.0, dimension=3)
+    middle = (slice(None), slice(None), *[slice(7, 14)] * 3)
+    back = rotate(rotate(volume, rotation), rotation.T)
+    assert (back - volume)[middle].norm() < 2e-3 * volume[middle].norm()
+    # A field that is known everywhere says whether it was the right way.
+    steps = torch.arange(21, dtype=torch.float64) - 10
+    z, y, x = torch.meshgrid(steps, -steps, steps, indexing="ij")
+    direction = np.array([0.1, -0.05, 0.07])
+    plane = torch.sin(direction[0] * x + direction[1] * y + direction[2] * z)[None, None]
+    turned = rotation @ direction
+    wanted = torch.sin(turned[0] * x + turned[1] * y + turned[2] * z)[None, None]
+    assert (rotate(plane, rotation) - wanted)[middle].abs().max() < 1e-4
+
+
+def test_rotations_are_uniform():
+    found = random_rotations(4000, seed=3)
+    np.testing.assert_allclose(
+        found @ found.swapaxes(1, 2), np.eye(3)[None].repeat(4000, 0), atol=1e-12
+    )
+    np.testing.assert_allclose(np.linalg.det(found), 1.0, atol=1e-12)
+    assert np.abs(found.mean(0)).max() < 0.05
+    # The angle of a uniform rotation: the mean of its cosine is −1/2.
+    cosines = (np.trace(found, axis1=1, axis2=2) - 1) / 2
+    assert abs(cosines.mean() + 0.5) < 0.03
+    assert random_rotations(2, dimension=2).shape == (2, 2, 2)
+
+
+def test_layers_of_volumes_are_checked_at_the_elements_of_their_groups():
+    torch.manual_seed(0)
+    lift = LiftConv3d(1, 1, "I", **DOUBLE)
+    volume = smooth_field(19, smoothness=3.0, dimension=3)
+    assert_equivariant(lift, volume, elements=(1, 4))
+    element = next(e for e in range(60) if e not in lift.group.grid_symmetries)
+    # Splines that end in a mirror are less exact near the border, where the field does not.
+    assert 1e-6 < equivariance_error(lift, volume, element, margin=0.3) < 0.01
+    broken = nn.Conv3d(1, 60, 3, padding=1, **DOUBLE)
+    with pytest.raises(AssertionError, match="element"):
+        assert_equivariant(broken, volume, "I")
+
+
+def test_what_is_invariant_is_checked_at_any_rotation():
+    volume = smooth_field(21, smoothness=2.0, dimension=3)
+    rotation = random_rotations(1, seed=5)[0]
+    laplacian = LiftConv3d(1, 1, "C1", operators=[(2, 0, 0), (0, 2, 0), (0, 0, 2)], **DOUBLE)
+    kinds = {"input_kind": "scalar", "output_kind": "scalar", "margin": 0.3}
+    laplacian.set_coefficients(torch.ones_like(laplacian.coefficients()))
+    assert equivariance_error(laplacian, volume, rotation, **kinds) < 0.01
+    laplacian.set_coefficients(torch.tensor([1.0, 0.0, 0.0], **DOUBLE).expand(1, 1, 3))
+    assert equivariance_error(laplacian, volume, rotation, **kinds) > 0.3
+    with pytest.raises(AssertionError, match="matrix 0"):
+        assert_equivariant(laplacian, volume, "C1", elements=[rotation], tolerance=0.01, **kinds)
+
+
+def test_vectors_of_volumes_turn_with_them():
+    layer = VectorConv3d(1, 1, "T", operators="order<=1", **DOUBLE)
+    assert_equivariant(layer, noise(1, 12, 4, 5, 5)[..., :4, :4])
+
+
+def test_voxels_that_are_no_cubes_turn_in_lengths():
+    spacing = (2.0, 1.0, 1.0)
+    x = noise(1, 1, 3, 4, 4)
+    group = Group("O")
+    about_z = next(e for e in range(24) if group.matrices[e][2, 2] == 1 and e)
+    assert torch.equal(transform(x, group, about_z, spacing=spacing), transform(x, group, about_z))
+    about_x = next(e for e in range(24) if group.matrices[e][0, 0] == 1 and group.matrices[e][1, 2])
+    assert transform(x, group, about_x, spacing=spacing).shape == x.shape  # interpolated
+    assert transform(x, group, about_x).shape == (1, 1, 4, 3, 4)
+
+
+def test_bad_input_for_volumes_is_refused():
+    x = noise(1, 12, 4, 4, 4)
+    with pytest.raises(ValueError, match=r"expected \[batch, channels, depth, height, width\]"):
+        transform(noise(1, 12, 4, 4), "T", 0)
+    with pytest.raises(ValueError, match="expected an element of T"):
+        transform(x, "T", np.eye(2))
+    with pytest.raises(ValueError, match="expected an orthogonal matrix"):
+        rotate(x, 2 * np.eye(3))
+    with pytest.raises(ValueError, match="for group features"):
+        transform(x, "T", random_rotations(1)[0], "regular")
+    with pytest.raises(ValueError, match="expected a group for group features"):
+        transform(x, None, random_rotations(1)[0], "regular")
+    with pytest.raises(ValueError, match="expected one spacing, or 3"):
+        transform(x, "T", 1, spacing=(1.0, 2.0))
+
+
+def test_what_maps_rectangles_onto_themselves():
+    group = Group("p4m")
+    for element in range(group.order):
+        diagonal = abs(float(group.matrices[element][0, 1])) < 0.5
+        matrix = np.asarray(group.matrices[element])
+        assert _on_grid(matrix, (2.0, 1.0)) == diagonal
+        assert _on_grid(matrix, (1.0, 1.0))

@@ -18,12 +18,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from econv import Group, GroupConv2d, LiftConv2d, VectorConv2d
+from econv import (
+    Group,
+    GroupConv2d,
+    GroupConv3d,
+    LiftConv2d,
+    LiftConv3d,
+    VectorConv2d,
+    VectorConv3d,
+)
 from econv.operators import Exponents, Polynomial
 from econv.stencils import StencilSet
 from econv.testing import convergence_order
 
 GROUPS = ["p6", "p8", "p6m", "p8m"]
+# All elements of O are symmetries of cubes: on voxels that are twice as deep most are angles.
+OF_SPACE = [("I", (1.0, 1.0, 1.0)), ("O", (2.0, 1.0, 1.0))]
+LAYERS = {
+    2: (LiftConv2d, GroupConv2d, VectorConv2d),
+    3: (LiftConv3d, GroupConv3d, VectorConv3d),
+}
 FUNCTIONS, WAVES, IN, OUT = 8, 6, 2, 3
 # In units of the shortest wavelength over 2π: above, the next order of the error shows;
 # below, rounding divided by a power of the spacing does.
@@ -36,25 +50,29 @@ Make = Callable[[float], nn.Module]
 class SmoothFamily:
     """Random sums of plane waves, one for each function (batch), channel and orientation."""
 
-    def __init__(self, channels: int, orientations: int, seed: int) -> None:
+    def __init__(self, channels: int, orientations: int, seed: int, dimension: int = 2) -> None:
         random = np.random.default_rng(seed)
         shape = (FUNCTIONS, channels, orientations, WAVES)
         length = random.uniform(0.3, 1.0, shape)
         angle = random.uniform(0.0, 2 * np.pi, shape)
-        self.wave_x, self.wave_y = length * np.cos(angle), length * np.sin(angle)
         self.phase = random.uniform(0.0, 2 * np.pi, shape)
+        across = np.stack([np.cos(angle), np.sin(angle)], axis=-1)
+        if dimension == 3:
+            z = random.uniform(-1, 1, (*shape, 1))
+            across = np.concatenate([np.sqrt(1 - z**2) * across, z], axis=-1)
+        self.waves = length[..., None] * across
 
-    def sample(self, size: int, spacing: float, matrix: np.ndarray) -> np.ndarray:
-        """f(A⁻¹x) on a grid around the origin, ``[batch, channels, orientations, size, size]``."""
-        line = spacing * (np.arange(size) - size // 2)
-        points = np.stack(np.broadcast_arrays(line[None, :], -line[:, None]))
-        x, y = np.tensordot(np.linalg.inv(matrix), points, axes=1)
-        angle = (
-            self.wave_x[..., None, None] * x
-            + self.wave_y[..., None, None] * y
-            + self.phase[..., None, None]
-        )
-        return np.cos(angle).sum(axis=-3) / np.sqrt(WAVES)
+    def sample(self, size: int, lengths: tuple[float, ...], matrix: np.ndarray) -> np.ndarray:
+        """f(A⁻¹x) on a grid around the origin, ``[batch, channels, orientations, size, …]``.
+
+        ``lengths`` are those of a pixel along the axes of an array.
+        """
+        lines = [length * (np.arange(size) - size // 2) for length in lengths]
+        *first, y, x = np.meshgrid(*lines, indexing="ij")
+        points = np.tensordot(np.linalg.inv(matrix), np.stack([x, -y, *first]), axes=1)
+        angle = np.tensordot(self.waves, points, axes=1)
+        angle += self.phase.reshape(*self.phase.shape, *[1] * len(lines))
+        return np.cos(angle).sum(axis=3) / np.sqrt(WAVES)
 
 
 def turned_orientations(group: Group, element: int) -> list[int]:
@@ -64,8 +82,10 @@ def turned_orientations(group: Group, element: int) -> list[int]:
     return distance.argmin(axis=1).tolist()
 
 
-def not_on_the_grid(group: Group) -> list[int]:
-    return [element for element in range(group.order) if element not in group.grid_symmetries]
+def not_on_the_grid(group: Group, voxel: tuple[float, ...] = ()) -> list[int]:
+    deep = len(set(voxel)) > 1  # and square along the other two axes
+    kept = [g for g in group.grid_symmetries if not deep or abs(group.matrices[g][2, 2]) > 0.99]
+    return [element for element in range(group.order) if element not in kept]
 
 
 @torch.no_grad()
@@ -78,30 +98,35 @@ def measured_error(
     input_kind: str,
     output_kind: str = "regular",
     compare_with: Callable[[int], int] = lambda element: element,
+    voxel: tuple[float, ...] = (),
 ) -> float:
     """RMS at the origin of f(πe) − πf(e), over functions, channels and elements, relative to f(e).
 
     ``compare_with`` names the element that turns the output: itself, unless the test wants
-    the comparison to be wrong.
+    the comparison to be wrong. ``voxel`` are its lengths, in spacings, along (z, y, x).
     """
     module = make(spacing)
-    family = SmoothFamily(IN, group.order if input_kind == "regular" else 1, seed=1)
+    dimension = group.dimension
+    orientations = group.order if input_kind == "regular" else 1
+    channels = dimension if input_kind == "vector" else IN
+    family = SmoothFamily(channels, orientations, seed=1, dimension=dimension)
+    lengths = tuple(spacing * length for length in voxel or (1.0,) * dimension)
 
     def turned_input(element: int) -> np.ndarray:
-        """πe around the origin, ``[batch, fields, orientations or 1, size, size]``."""
+        """πe around the origin, ``[batch, fields, orientations or 1, size, …]``."""
         matrix = group.matrices[element]
-        e = family.sample(size, spacing, matrix)
+        e = family.sample(size, lengths, matrix)
         if input_kind == "regular":
             return e[:, :, turned_orientations(group, element)]
         if input_kind == "vector":
-            return np.einsum("dc,bcoyx->bdoyx", matrix, e)
+            return np.einsum("dc,bco...->bdo...", matrix, e)
         return e
 
-    elements = not_on_the_grid(group)
+    elements = not_on_the_grid(group, voxel)
     inputs = np.concatenate([turned_input(element) for element in [0, *elements]])
     results = module(torch.from_numpy(inputs).flatten(1, 2))
-    assert results.shape[-2:] == (1, 1)
-    parts = group.order if output_kind == "regular" else 2
+    assert results.shape[2:] == (1,) * dimension
+    parts = group.order if output_kind == "regular" else dimension
     straight, *turned = results.flatten(1).unflatten(1, (-1, parts)).split(FUNCTIONS)
     squares = []
     for element, result in zip(elements, turned, strict=True):
@@ -125,9 +150,19 @@ def with_coefficients(layer: nn.Module, seed: int) -> nn.Module:
     return layer
 
 
+def options_of(spacing: float, options: dict[str, object]) -> dict[str, object]:
+    """Those of a layer; ``voxel`` are its lengths, in spacings."""
+    voxel = options.pop("voxel", ())
+    lengths = tuple(spacing * length for length in voxel) or spacing
+    given = {"stencils": "central", "padding": "valid", "dtype": torch.float64, **options}
+    return {**given, "spacing": lengths}
+
+
 def lift(group: str, spacing: float, **options: object) -> nn.Module:
-    options = {"stencils": "central", "padding": "valid", "dtype": torch.float64, **options}
-    return with_coefficients(LiftConv2d(IN, OUT, group, spacing=spacing, **options), 2)
+    kind = LAYERS[Group(group).dimension][0]
+    channels = Group(group).dimension if options.get("vectors") else IN
+    layer = kind(channels, OUT, group, **options_of(spacing, options))
+    return with_coefficients(layer, 2)
 
 
 def group_conv(
@@ -137,15 +172,13 @@ def group_conv(
     seed: int = 3,
     **options: object,
 ) -> nn.Module:
-    options = {"stencils": "central", "padding": "valid", "dtype": torch.float64, **options}
-    return with_coefficients(GroupConv2d(*fields, group, spacing=spacing, **options), seed)
+    kind = LAYERS[Group(group).dimension][1]
+    return with_coefficients(kind(*fields, group, **options_of(spacing, options)), seed)
 
 
-def vector_conv(group: str, spacing: float) -> nn.Module:
-    layer = VectorConv2d(
-        IN, OUT, group, spacing=spacing, stencils="central", padding="valid", dtype=torch.float64
-    )
-    return with_coefficients(layer, 4)
+def vector_conv(group: str, spacing: float, **options: object) -> nn.Module:
+    kind = LAYERS[Group(group).dimension][2]
+    return with_coefficients(kind(IN, OUT, group, **options_of(spacing, options)), 4)
 
 
 class ThreeLayers(nn.Module):
@@ -169,10 +202,10 @@ def order_of(
     options: dict[str, object] | None = None,
     **how: object,
 ) -> float:
-    group = Group(name)
-    maker = partial(make, name, **(options or {}))
+    group, options = Group(name), options or {}
+    maker, voxel = partial(make, name, **options), options.get("voxel", ())
     return convergence_order(
-        lambda spacing: measured_error(maker, group, spacing, size=size, **how), spacings
+        lambda h: measured_error(maker, group, h, size=size, voxel=voxel, **how), spacings
     )
 
 
@@ -204,6 +237,46 @@ def test_lifting_vector_fields_has_order_two(name):
 def test_producing_vector_fields_has_order_two(name):
     order = order_of(vector_conv, name, size=5, input_kind="regular", output_kind="vector")
     assert order == pytest.approx(2.0, abs=0.1)
+
+
+SPACE = {
+    "lift": (lift, {}, {"size": 3, "input_kind": "scalar"}),
+    "lifted vectors": (lift, {"vectors": 1}, {"size": 3, "input_kind": "vector"}),
+    "group": (group_conv, {}, {"size": 3, "input_kind": "regular"}),
+    "vector": (vector_conv, {}, {"size": 3, "input_kind": "regular", "output_kind": "vector"}),
+}
+
+
+@pytest.mark.parametrize(
+    "stencils",
+    ["isotropic", *(pytest.param(n, marks=pytest.mark.slow) for n in ("central", "gaussian"))],
+)
+@pytest.mark.parametrize(("name", "voxel"), OF_SPACE)
+@pytest.mark.parametrize(
+    "kind", ["lift", *(pytest.param(n, marks=pytest.mark.slow) for n in SPACE if n != "lift")]
+)
+def test_layers_of_space_have_order_two(kind, name, voxel, stencils):
+    make, options, how = SPACE[kind]
+    options = {"stencils": stencils, "voxel": voxel, **options}
+    assert order_of(make, name, options=options, **how) == pytest.approx(2.0, abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "voxel"), OF_SPACE)
+def test_the_wrong_elements_transform_does_not_converge_in_space(name, voxel):
+    how = {"size": 3, "input_kind": "scalar", "options": {"voxel": voxel}}
+    assert order_of(lift, name, compare_with=lambda g: (g + 1) % 24, **how) == pytest.approx(
+        0.0, abs=0.1
+    )
+
+
+@pytest.mark.slow
+def test_filters_that_take_long_voxels_for_cubes_do_not_converge():
+    def cubes(group, spacing, **options):
+        return lift(group, spacing, **{**options, "voxel": (1.0, 1.0, 1.0)})
+
+    order = order_of(cubes, "O", size=3, input_kind="scalar", options={"voxel": (2.0, 1.0, 1.0)})
+    assert order == pytest.approx(0.0, abs=0.1)
 
 
 @pytest.mark.parametrize("name", GROUPS)

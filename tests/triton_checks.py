@@ -395,7 +395,7 @@ def test_what_is_made_of_images_takes_no_more_than_dense_filters(group, fields, 
     numbers = math.prod(shape)
     strides = (numbers // batch, 1, shape[1] * size, shape[1])
     x = tiling.Like(shape, strides, torch.bfloat16, CPU)
-    geometry = Geometry(1, 1, 1, 2, size, size)
+    geometry = Geometry(1, 1, 1, 2, (size, size))
     for adjoint in (False, True):
         made = triton_launches.ConvolutionRun(x, plan.name, adjoint, geometry, fields, True, "tf32")
         filters = max(4 * shape[1] ** 2 * 25, 9 << 19)
@@ -458,7 +458,7 @@ def test_warp_specialised_sums_take_no_more_either(group, fields, batch, size, l
     strides = (channels * size**2, 1, channels * size, channels)
     meta = torch.device("meta")
     x = tiling.Like((batch, channels, size, size), strides, torch.bfloat16, meta)
-    geometry = Geometry(1, 1, 1, 2, size, size)
+    geometry = Geometry(1, 1, 1, 2, (size, size))
     most = 2 * batch * channels * size**2 + max(4 * channels**2 * 25, 9 << 19)
     weight_gradient = takes_no_more_for_the_weights(x, plan, geometry, most, True)
     assert len(weight_gradient.tiling.layouts) == launches
@@ -471,7 +471,7 @@ def test_a_training_step_takes_as_many_launches_as_the_documents_say():
     like = tiling.Like(
         (512, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, torch.device("meta")
     )
-    geometry = Geometry(1, 1, 1, 2, 16, 16)
+    geometry = Geometry(1, 1, 1, 2, (16, 16))
     special = ("tf32", False, True)
     with tiles(gradient_fields=tiling.Tiles().gradient_fields, splits=0):
         runs = [
@@ -489,7 +489,7 @@ def test_a_training_step_takes_as_many_launches_as_the_documents_say():
 def test_layers_of_many_fields_have_no_more_programs_than_a_launch_may():
     plan = spectral_plan(filter_basis("p1"), "regular", "regular")
     x = tiling.Like((4, 2048, 8, 8), (131072, 1, 16384, 2048), torch.bfloat16, CPU)
-    run = triton_launches.WeightGradientRun(x, x, plan.name, Geometry(1, 1, 1, 2, 8, 8), "tf32")
+    run = triton_launches.WeightGradientRun(x, x, plan.name, Geometry(1, 1, 1, 2, (8, 8)), "tf32")
     for launch in launched(run, x, "reduce", "weight_gradient"):
         assert max(launch.grid[1:]) <= 65_535
 
@@ -500,7 +500,7 @@ def test_groups_begin_where_addresses_are_aligned(batch):
     plan = spectral_plan(filter_basis("p8"), "regular", "regular")
     x = tiling.Like((batch, 320, 16, 16), (81920, 1, 5120, 320), torch.bfloat16, CPU)
     for adjoint in (False, True):
-        geometry = Geometry(1, 1, 1, 2, 16, 16)
+        geometry = Geometry(1, 1, 1, 2, (16, 16))
         made = triton_launches.ConvolutionRun(x, plan.name, adjoint, geometry, 40, True, "tf32")
         assert all(group.first % 4 == 0 for group in made.groups)
         assert sum(group.images for group in made.groups) == batch
@@ -510,7 +510,7 @@ def test_numbers_of_a_spectrum_are_counted_in_32_bits():
     """Groups of images, not single ones, keep below 2^31, however much memory there is."""
     plan = spectral_plan(filter_basis("p16"), "regular", "regular")
     x = torch.empty(64, 8 * 16, 768, 768, dtype=torch.bfloat16, device="meta")
-    geometry = Geometry(1, 1, 1, 2, 768, 768)
+    geometry = Geometry(1, 1, 1, 2, (768, 768))
     like = tiling.Like.of(x)
     made = triton_launches.ConvolutionRun(like, plan.name, False, geometry, 8, True, "tf32")
     numbers = [group.numbers for group in made.groups]
@@ -653,7 +653,7 @@ def operands(group="p4"):
     x = torch.randn(1, 2 * plan.basis.group.order, 5, 6, device=DEVICE)
     g = torch.randn(1, plan.basis.group.order, 3, 3, device=DEVICE)
     weights = torch.randn(1, 2, plan.weights, device=DEVICE)
-    return plan, x, g, weights, Geometry(1, 2, 1, 2, 3, 3)
+    return plan, x, g, weights, Geometry(1, 2, 1, 2, (3, 3))
 
 
 def learned(plan, fields=(1, 2)):
@@ -668,7 +668,7 @@ def test_the_operators_pass_the_checks_of_torch(activated, layout):
     x, weight = x.to(memory_format=layout), learned(plan)
     affine = torch.randn(3, 2, device=DEVICE) if activated else None
     known = Triton()._known(Task(plan, geometry), x, weight, affine)[0]
-    rest = (TRITON, plan.name, list(geometry), True)
+    rest = (TRITON, plan.name, geometry.numbers, True)
     for wanted in ((True, True), (True, False), (False, True)):
         inputs = (g, x, weight, affine, known, *rest, *wanted)
         torch.library.opcheck(torch.ops.econv.spectral_backward.default, inputs)
@@ -701,7 +701,7 @@ def weight_gradient(x, g, plan, geometry):
 
 def test_the_adjoint_and_the_weight_gradient_are_those_of_the_layer():
     plan, x, g, weights, geometry = operands("p6")
-    back = geometry.transposed(plan.basis.size, *x.shape[2:])
+    back = geometry.transposed(plan.basis.size, x.shape[2:])
     out = convolve(x, weights, plan, geometry)
     adjoint = convolve(g, weights, plan, back, into=x)
     to_weights = weight_gradient(x, g, plan, geometry)
@@ -1081,7 +1081,7 @@ def test_activated_views_with_gaps_are_read_as_they_lie():
     results = []
     for images in (view, view.contiguous()):
         given = [t.detach().requires_grad_() for t in (images, weight, affine)]
-        out, _ = torch.ops.econv.spectral(*given, TRITON, plan.name, list(geometry), True)
+        out, _ = torch.ops.econv.spectral(*given, TRITON, plan.name, geometry.numbers, True)
         results.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
     for ours, theirs in zip(*results, strict=True):
         assert error(ours, theirs) <= FLOAT32

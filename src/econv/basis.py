@@ -112,7 +112,8 @@ class FilterBasis:
         runs with: the system fixes what a weight *means*, so that weights can move between them.
         """
         central = Central()
-        size = central.smallest_size(self.operators.polynomials)
+        upright = [Polynomial.monomial(exponents) for exponents in self.operators]
+        size = central.smallest_size(upright)
         rows = [central.weights(exponents, size).ravel() for exponents in self.operators]
         return frozen(np.stack(rows))
 
@@ -279,6 +280,7 @@ class FilterBasis:
         operators = [[int(e) for e in exponents] for exponents in self.operators]
         content = f"{self.group.name} {operators} {self.size} {filters} {self.coordinates}"
         content += f" {self.aspect!r}" if self.aspect != 1.0 else ""
+        content += f" {self.operators.angle!r}" if self.operators.angle else ""
         found = hashlib.sha256(content.encode()).hexdigest()[:32]
         _digested.setdefault(found, self)
         return found
@@ -321,6 +323,13 @@ def filter_basis(
     the support of the filters, the smallest odd one that holds every turned operator by default;
     ``aspect`` the height of a pixel over its width, in space depth and height over width;
     ``coordinates`` are those of a weight, ``"orthonormal"`` or ``"pixels"``.
+
+    Raises:
+        ValueError: for unknown names, or a size that does not hold every turned operator.
+
+    >>> basis = filter_basis("p8")
+    >>> basis.turned.shape  # [element, operator, height, width]
+    (8, 9, 5, 5)
     """
     if coordinates not in COORDINATES:
         raise ValueError(f"expected coordinates as one of {COORDINATES}; got {coordinates!r}")

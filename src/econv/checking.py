@@ -27,19 +27,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from econv.groups import Group
-from econv.layers import (
-    CentredAvgPool2d,
-    CentredMaxPool2d,
-    Downsample2d,
-    Enlarge2d,
-    LiftConv2d,
-    NearestResize2d,
-    Recentre2d,
-    Restrict2d,
-    Spread2d,
-    Upsample2d,
-)
+from econv.layers import LiftConv
 from econv.layers.activations import ACTIVATIONS
+from econv.layers.orientations import Restrict, Spread
+from econv.layers.sampling import (
+    CentredAvgPool,
+    CentredMaxPool,
+    Downsample,
+    Enlarge,
+    NearestResize,
+    Recentre,
+    Upsample,
+)
 
 __all__ = ["CHANNELWISE", "SIGNED", "FieldType", "Follow", "KindError", "after", "checked"]
 
@@ -71,35 +70,49 @@ class FieldType:
 CHANNELWISE: tuple[type[nn.Module], ...] = (
     *ACTIVATIONS,
     nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
     nn.AdaptiveMaxPool2d,
+    nn.AdaptiveMaxPool3d,
     nn.AvgPool2d,
+    nn.AvgPool3d,
     nn.BatchNorm2d,
+    nn.BatchNorm3d,
     nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
     nn.MaxPool2d,
+    nn.MaxPool3d,
     nn.PReLU,
     nn.Upsample,
     nn.Dropout,
     nn.Dropout2d,
-    CentredAvgPool2d,
-    CentredMaxPool2d,
-    Downsample2d,
-    Enlarge2d,
-    NearestResize2d,
-    Recentre2d,
-    Upsample2d,
+    nn.Dropout3d,
+    CentredAvgPool,
+    CentredMaxPool,
+    Downsample,
+    Enlarge,
+    NearestResize,
+    Recentre,
+    Upsample,
 )
 """Modules that treat all channels alike, or one by one."""
 
 _LINEAR: tuple[type[nn.Module], ...] = (
     nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
     nn.AvgPool2d,
+    nn.AvgPool3d,
     nn.Identity,
-    CentredAvgPool2d,
-    Enlarge2d,
-    NearestResize2d,
-    Recentre2d,
-    Upsample2d,
+    CentredAvgPool,
+    Enlarge,
+    NearestResize,
+    Recentre,
+    Upsample,
 )
+
+_MIXING = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
+
+_MAPS = (4, 5)
+"""Dimensions of tensors that have pixels or voxels."""
 
 _SUMS = {"add", "iadd", "radd", "sub", "isub", "rsub"}
 
@@ -111,6 +124,7 @@ _POINTWISE = {
     *("abs", "celu", "clamp", "elu", "exp", "gelu", "hardsigmoid", "hardswish", "hardtanh"),
     *("leaky_relu", "mish", "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softsign"),
     *("square", "sqrt", "tanh", "log", "log1p", "dropout", "dropout2d", "feature_dropout"),
+    *("max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "dropout3d"),
     *_PRODUCTS,
     "pow",
     *("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "interpolate"),
@@ -124,6 +138,7 @@ _RESHAPES = {"flatten", "reshape", "squeeze", "view"}
 _PER_CHANNEL = (
     nn.modules.batchnorm._BatchNorm,
     nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
     nn.GroupNorm,
     nn.PReLU,
 )
@@ -150,7 +165,9 @@ class Follow(TorchFunctionMode):
         if field_type is None:
             self.known.pop(tensor, None)
             return
-        if field_type.kind == "scalar" and (tensor.ndim != 4 or tensor.shape[-2:] == (1, 1)):
+        if field_type.kind == "scalar" and not (
+            tensor.ndim in _MAPS and tensor.shape[2:].numel() > 1
+        ):
             field_type = FieldType("invariant")  # no pixels are left that could turn
         self.known[tensor] = field_type
 
@@ -185,11 +202,13 @@ class Follow(TorchFunctionMode):
         x = maps[0]
         if field_type.kind == "unflattened":  # [batch, fields, elements, height, width]
             dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            pooled = name in _REDUCTIONS and dims in (2, -3, (2,), (-3,), [2], [-3])
-            return FieldType("scalar") if pooled and result.ndim == 4 else None
+            alone = [dims] if isinstance(dims, int) else dims
+            pooled = isinstance(alone, list | tuple) and [d % x.ndim for d in alone] == [2]
+            pooled = pooled and name in _REDUCTIONS
+            return FieldType("scalar") if pooled and result.ndim == x.ndim - 1 else None
         if name == "unflatten" and field_type.kind == "regular" and field_type.group is not None:
             fields = (x.shape[1] // field_type.group.order, field_type.group.order)
-            apart = x.ndim == 4 and result.shape == (x.shape[0], *fields, *x.shape[2:])
+            apart = x.ndim in _MAPS and result.shape == (x.shape[0], *fields, *x.shape[2:])
             return FieldType("unflattened", field_type.group) if apart else None
         if name in _COPIES or (name in _SUMS and len(maps) == 2):
             return field_type
@@ -199,9 +218,10 @@ class Follow(TorchFunctionMode):
             return field_type
         if along in (1, 1 - result.ndim):
             return field_type
-        if name in _REDUCTIONS and x.ndim == 4:
+        if name in _REDUCTIONS and x.ndim in _MAPS:
             dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            if isinstance(dims, tuple | list) and {d % 4 for d in dims} == {2, 3}:
+            pixels = set(range(2, x.ndim))
+            if isinstance(dims, tuple | list) and {d % x.ndim for d in dims} == pixels:
                 return field_type
         if name in _RESHAPES and x.shape[2:].numel() == 1 and result.shape[:2] == x.shape[:2]:
             return field_type
@@ -227,7 +247,8 @@ def after(
     if isinstance(module, CHANNELWISE):
         linear = isinstance(module, _LINEAR) or getattr(module, "reduce", None) == "mean"
         return before if before.kind not in SIGNED or linear else None
-    if isinstance(module, nn.Conv2d) and before.kind == "scalar" and module.kernel_size == (1, 1):
+    plain = isinstance(module, nn.Conv2d | nn.Conv3d) and set(module.kernel_size) == {1}
+    if plain and before.kind == "scalar":
         return before
     x = inputs[0]
     if (
@@ -258,7 +279,7 @@ def checked() -> Iterator[None]:
     Numbers do not matter: any images of the right shape will do, and the network computes what it
     always does. Once is enough, before the training; it is not for `torch.compile`.
 
-    >>> from econv import GroupConv2d
+    >>> from econv import GroupConv2d, LiftConv2d
     >>> network = nn.Sequential(LiftConv2d(1, 2, "p8"), GroupConv2d(4, 4, "p4"))
     >>> network(torch.randn(1, 1, 9, 9)).shape  # 2 fields of p8 look like 4 of p4
     torch.Size([1, 16, 9, 9])
@@ -312,11 +333,11 @@ class _Checked(Follow):
     def _made(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         before = self.type_of(inputs[0]) if inputs else None
         leaf = next(module.children(), None) is None
-        if isinstance(module, Restrict2d):
+        if isinstance(module, Restrict):
             self.set(output, FieldType("regular", module.subgroup))
         elif leaf or isinstance(getattr(module, "output_kind", None), str):
             found = after(module, before, inputs, output)
-            mixes = isinstance(module, nn.Conv2d | nn.Linear | nn.ConvTranspose2d)
+            mixes = isinstance(module, _MIXING)
             if found is None and before is not None and before.kind == "regular" and mixes:
                 why = f"{self._name(module)} mixes the channels of {before}"
                 found = FieldType("lost", why=why)
@@ -363,7 +384,7 @@ def _problem(module: nn.Module, found: FieldType, x: Tensor) -> tuple[str, str] 
     """What a module expects and what to do, where it is given something else."""
     expects = getattr(module, "input_kind", None)
     group = getattr(module, "group", None)
-    if isinstance(module, Restrict2d):
+    if isinstance(module, Restrict):
         expects, group = "regular", module.whole
     kinds = (*_TEXTS, "regular")
     if found.kind == "lost":
@@ -382,25 +403,25 @@ def _problem(module: nn.Module, found: FieldType, x: Tensor) -> tuple[str, str] 
         return _regular_problem(module, Group(group), found)
     if found.kind != "regular" or found.group is None:
         return None
-    order = found.group.order
+    order, d = found.group.order, found.group.dimension
     if isinstance(module, _PER_CHANNEL) and order > 1 and x.shape[1] % order == 0:
         return _channel_problem(module, found.group, x.shape[1] // order)
-    if isinstance(module, LiftConv2d | Spread2d):
+    if isinstance(module, LiftConv | Spread):
         text = _TEXTS.get(str(expects), "images")
         return f"expects {text}", (
-            f"GroupConv2d reads group features, and GroupPool2d({found.group.name!r}) makes images "
-            "of them"
+            f"GroupConv{d}d reads group features, and GroupPool{d}d({found.group.name!r}) makes "
+            "images of them"
         )
     return None
 
 
 def _regular_problem(module: nn.Module, group: Group, found: FieldType) -> tuple[str, str] | None:
-    expected = f"expects {FieldType('regular', group)}"
+    expected, d = f"expects {FieldType('regular', group)}", group.dimension
     if group.order == 1:
         return None
     if found.kind != "regular":
         return expected, (
-            f"LiftConv2d makes group features of {found}, and Spread2d({group.name!r}) reads "
+            f"LiftConv{d}d makes group features of {found}, and Spread{d}d({group.name!r}) reads "
             "images as features that are the same in every orientation"
         )
     if found.group is None or found.group == group:
@@ -410,7 +431,7 @@ def _regular_problem(module: nn.Module, group: Group, found: FieldType) -> tuple
         found.group.embed(group)
     except ValueError:
         return expected, f"{found.group.name} does not contain {group.name}: name one group"
-    return expected, f"Restrict2d({names}) or econv.restrict(x, {names}) makes them of the others"
+    return expected, f"Restrict{d}d({names}) or econv.restrict(x, {names}) makes them of the others"
 
 
 def _channel_problem(module: nn.Module, group: Group, fields: int) -> tuple[str, str] | None:
@@ -420,18 +441,18 @@ def _channel_problem(module: nn.Module, group: Group, fields: int) -> tuple[str,
     if isinstance(module, nn.PReLU):
         if numbers is not None and numbers.numel() == 1:
             return None
-        instead = f"GroupPReLU2d({fields}, {group.name!r})"
+        instead = f"GroupPReLU{group.dimension}d({fields}, {group.name!r})"
     elif isinstance(module, nn.GroupNorm):
         whole = fields % module.num_groups == 0
         if whole and numbers is None:
             return None
-        instead = f"GroupGroupNorm2d with the {fields} fields of {group.name}"
-    elif isinstance(module, nn.InstanceNorm2d):
+        instead = f"GroupGroupNorm{group.dimension}d with the {fields} fields of {group.name}"
+    elif isinstance(module, nn.InstanceNorm2d | nn.InstanceNorm3d):
         if numbers is None and running is None:
             return None  # each channel by itself, and all alike
-        instead = f"GroupInstanceNorm2d({fields}, {group.name!r})"
+        instead = f"GroupInstanceNorm{group.dimension}d({fields}, {group.name!r})"
     else:
-        instead = f"GroupBatchNorm2d({fields}, {group.name!r})"
+        instead = f"GroupBatchNorm{group.dimension}d({fields}, {group.name!r})"
     return f"has numbers for each channel ({name}), which tell orientations apart", (
         f"Use {instead}"
     )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import econv
-from econv import demo, lab, page, report, train
+from econv import demo, environment, lab, page, report, train
 from econv.checking import KindError, checked
 from econv.files import atomic, write_atomically
 from econv.groups import Group
@@ -46,6 +46,52 @@ _COUNT = 4  # images
 _SIZE = 65  # pixels along each side of random fields
 _LARGE = 129  # and of those for networks that are made for photographs
 _WHY = ("lie", "split", "advice", "sizes")  # what answers why, each of which may be skipped
+
+
+_EXAMPLES = """\
+what people do:
+  see what it is about    econv demo
+  check a network         econv check resnet18_p8
+  find out why            econv check model.py:build --weights best.pt --html why.html
+  train                   econv train mnist_rot_p8 --seeds 3
+  compare with the paper  econv report --html report.html
+
+econv COMMAND --help has more examples."""
+
+_EXAMPLES_OF = {
+    "check": """\
+examples:
+  econv check                                          a small network, for a first look
+  econv check cifar_resnet26_p8 --skip advice          one by name
+  econv check model.py:build --weights 1.pt 9.pt       does training keep it?
+  econv check model.py:build --tolerance 1e-5          for scripts: the exit code says it
+  econv check model.py:build --images slides/ --html check.html""",
+    "demo": """\
+examples:
+  econv demo                     into outputs/; goes on where it was stopped
+  econv demo --seed 1 --fresh""",
+    "train": """\
+examples:
+  econv train digits_p8                                minutes on a CPU, no download
+  econv train mnist_rot_p8 --seeds 3                   a row of the paper's tables
+  econv train mnist_rot_p8 --set epochs=3              with a change
+  econv train cifar10_resnet26_p8 --source folder/     data that are there already
+several GPUs: torchrun --nproc-per-node=4 -m econv.train cifar10_resnet26_p8""",
+    "report": """\
+examples:
+  econv report                                         of records/
+  econv report --records mine --html report.html       of your runs, with learning curves
+  econv report --markdown docs/results.md              tables between the markers of a file""",
+}
+
+
+class _Wrapped(argparse.HelpFormatter):
+    """Paragraphs are wrapped as usual; examples, which have lines of their own, are not."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return "\n".join(indent + line for line in text.splitlines())
+        return super()._fill_text(text, width, indent)
 
 
 class BadInputError(Exception):
@@ -93,7 +139,11 @@ def _run_check(args: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="econv", description="Rotation- and reflection-equivariant networks: instruments."
+        prog="econv",
+        description="Networks that are equivariant to rotations and reflections: check, train, "
+        "report.",
+        epilog=_EXAMPLES,
+        formatter_class=_Wrapped,
     )
     parser.add_argument("--version", action="version", version=f"econv {econv.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
@@ -103,15 +153,22 @@ def _parser() -> argparse.ArgumentParser:
         description="Measures how far a model is from turning with its input, layer by layer, says "
         "why, and tries what would help. For networks without layers of econv and without --group "
         "there is no table by group elements; all the rest is measured as of images.",
+        epilog=_EXAMPLES_OF["check"],
+        formatter_class=_Wrapped,
     )
     check.set_defaults(run=_run_check)
     for name, room, text in (
         ("demo", demo, "the first thing to run: a network and its CNN twin on turned digits"),
         ("train", train, "train a network of the paper's tables, or your change of one"),
         ("report", report, "the paper's tables with the records of your runs beside its figures"),
+        ("env", environment, "versions, devices and engines, for the report of a problem"),
     ):
         command = commands.add_parser(
-            name, help=text, description=(room.__doc__ or "").split("\n")[0]
+            name,
+            help=text,
+            description=(room.__doc__ or "").split("\n")[0],
+            epilog=_EXAMPLES_OF.get(name),
+            formatter_class=_Wrapped,
         )
         room.add_arguments(command)
         command.set_defaults(run=room.main)

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import reduce, singledispatch
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,42 +22,49 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from econv.layers import (
-    CentredAvgPool2d,
-    CentredMaxPool2d,
     Curl2d,
-    Downsample2d,
-    Enlarge2d,
-    FieldConv2d,
     FieldParameter,
-    GroupActivation2d,
-    GroupAttentionPool2d,
-    GroupBatchNorm2d,
-    GroupDropout2d,
     GroupFrameScore2d,
-    GroupGroupNorm2d,
-    GroupInstanceNorm2d,
-    GroupLayerNorm2d,
     GroupLinear,
-    GroupPool2d,
-    GroupPReLU2d,
     GroupUpsampleConv2d,
     GroupWindowConv2d,
     GroupWindows2d,
-    NearestResize2d,
-    PDOConv2d,
-    Recentre2d,
-    Restrict2d,
-    Spread2d,
+    PDOConv,
     SyncBatchNorm,
-    Upsample2d,
 )
-from econv.layers.activations import limited
-from econv.layers.attention import score, weigh
+from econv.layers.activations import GroupActivation, limited
+from econv.layers.attention import GroupAttentionPool, score, weigh
 from econv.layers.checks import expect
-from econv.layers.fields import curl
+from econv.layers.fields import FieldConv, curl
 from econv.layers.frames import points_in_frames
-from econv.layers.orientations import pool_orientations
-from econv.layers.sampling import halve, nearest_pixels, points_about_centre, smoothed
+from econv.layers.normalisation import (
+    GroupBatchNorm,
+    GroupGroupNorm,
+    GroupInstanceNorm,
+    GroupLayerNorm,
+)
+from econv.layers.orientations import (
+    GroupDropout,
+    GroupPool,
+    GroupPReLU,
+    Restrict,
+    Spread,
+    pool_orientations,
+)
+from econv.layers.sampling import (
+    LINEAR,
+    CentredAvgPool,
+    CentredMaxPool,
+    Downsample,
+    Enlarge,
+    NearestResize,
+    Recentre,
+    Upsample,
+    halve,
+    nearest_pixels,
+    points_about_centre,
+    smoothed,
+)
 from econv.layers.window import jets
 from econv.tracing import followed
 
@@ -66,7 +74,8 @@ __all__ = ["export", "plain_form"]
 def export(model: nn.Module, example_input: Any = None) -> nn.Module:
     """The same network for inference, as plain torch modules: no trace of econv is left.
 
-    Every PDO-eConv becomes a `Conv2d` with its filters, every group batch norm a `BatchNorm2d`,
+    Every PDO-eConv becomes a `Conv2d` (of volumes a `Conv3d`) with its filters, every group batch
+    norm a `BatchNorm2d`,
     and where a norm follows a convolution the two become one. The result is in eval mode and
     frozen, on the model's device and in its dtype; it pickles, compiles, exports and runs where
     econv is not installed. The model itself is left alone.
@@ -112,12 +121,12 @@ def plain_form(layer: nn.Module) -> nn.Module:
 
 
 @plain_form.register
-def _(layer: PDOConv2d) -> nn.Module:
+def _(layer: PDOConv) -> nn.Module:
     steps = [*_before(layer).values(), _conv(layer)]
     return nn.Sequential(*steps) if len(steps) > 1 else steps[0]
 
 
-def _before(layer: PDOConv2d) -> dict[str, nn.Module]:
+def _before(layer: PDOConv) -> dict[str, nn.Module]:
     """What a plain convolution needs before it, by what it has done to the input."""
     steps: dict[str, nn.Module] = {}
     if layer.centred:
@@ -127,23 +136,33 @@ def _before(layer: PDOConv2d) -> dict[str, nn.Module]:
     return steps
 
 
-def plain_borders(layer: PDOConv2d) -> tuple[list[nn.Module], dict[str, Any]]:
-    """What pads the input of `Conv2d` as a layer's is padded, and the arguments of `Conv2d`."""
+def plain_borders(layer: PDOConv) -> tuple[list[nn.Module], dict[str, Any]]:
+    """What pads the input of `Conv2d` as a layer's is padded, and the arguments of `Conv2d`.
+
+    Of `Conv3d`, for volumes.
+    """
     padding, mode = layer.padding, layer.padding_mode
     if isinstance(mode, str):
         return [], {"padding": padding, "padding_mode": mode}
-    kinds = {
-        "reflect": nn.ReflectionPad2d,
-        "replicate": nn.ReplicationPad2d,
-        "circular": nn.CircularPad2d,
-    }
-    sides = ((0, 0, padding, padding), (padding, padding, 0, 0))
-    pads = [kinds[m](side) for m, side in zip(mode, sides, strict=True) if m != "zeros"]
+    kinds = {"reflect": "ReflectionPad", "replicate": "ReplicationPad", "circular": "CircularPad"}
+    axes = range(layer.dimension)
+    # Both ends of every axis, the last axis first.
+    sides = [tuple(padding * (a == axis) for a in axes[::-1] for _ in range(2)) for axis in axes]
+    pads = [
+        _of_torch(kinds[m], layer.dimension)(side)
+        for m, side in zip(mode, sides, strict=True)
+        if m != "zeros"
+    ]
     return pads, {"padding": tuple(padding if m == "zeros" else 0 for m in mode)}
 
 
+def _of_torch(name: str, dimension: int) -> Any:
+    """Torch's module of that name for images or for volumes."""
+    return getattr(nn, f"{name}{dimension}d")
+
+
 @plain_form.register
-def _(layer: GroupAttentionPool2d) -> nn.Module:
+def _(layer: GroupAttentionPool) -> nn.Module:
     return _graph(_Attention(layer), "OrientationAttention")
 
 
@@ -162,9 +181,9 @@ def _(layer: GroupWindowConv2d) -> nn.Module:
     return _graph(_Window(layer), "Window")
 
 
-def _conv(layer: PDOConv2d) -> nn.Conv2d:
+def _conv(layer: PDOConv) -> Any:
     filters = layer.filters().detach()
-    conv = nn.Conv2d(
+    conv = _of_torch("Conv", layer.dimension)(
         layer.in_channels,
         layer.out_channels,
         layer.basis.size,
@@ -183,7 +202,7 @@ def _conv(layer: PDOConv2d) -> nn.Conv2d:
 
 
 @plain_form.register
-def _(layer: FieldConv2d) -> nn.Module:
+def _(layer: FieldConv) -> nn.Module:
     """One convolution for all kinds of fields."""
     first, *others = convs = [_conv(head) for head in layer.heads]
     joined = copy.copy(first)
@@ -214,7 +233,7 @@ def _(layer: GroupLinear) -> nn.Module:
 
 
 @plain_form.register
-def _(layer: GroupBatchNorm2d) -> nn.Module:
+def _(layer: GroupBatchNorm) -> nn.Module:
     if layer.running_mean is None:
         return _graph(_BatchStatistics(layer), "BatchStatisticsNorm")
     return _channel_norm(layer, layer.fields * layer.group.order)
@@ -230,7 +249,7 @@ def _(layer: SyncBatchNorm) -> nn.Module:
 
 
 @plain_form.register
-def _(layer: GroupInstanceNorm2d) -> nn.Module:
+def _(layer: GroupInstanceNorm) -> nn.Module:
     channels = layer.fields * layer.group.order
     if layer.running_mean is not None:
         return _channel_norm(layer, channels)
@@ -239,19 +258,19 @@ def _(layer: GroupInstanceNorm2d) -> nn.Module:
 
 
 @plain_form.register
-def _(layer: GroupLayerNorm2d) -> nn.Module:
+def _(layer: GroupLayerNorm) -> nn.Module:
     return _graph(_PixelNorm(layer), "PixelNorm")
 
 
 @plain_form.register
-def _(layer: GroupGroupNorm2d) -> nn.Module:
+def _(layer: GroupGroupNorm) -> nn.Module:
     channels = layer.fields * layer.group.order
     norm = nn.GroupNorm(layer.num_groups, channels, layer.eps, layer.weight is not None)
     return _with_state(norm, layer, channels)
 
 
 @plain_form.register
-def _(layer: GroupPReLU2d) -> nn.Module:
+def _(layer: GroupPReLU) -> nn.Module:
     channels = layer.fields * layer.group.order
     return _with_state(nn.PReLU(channels), layer, channels)
 
@@ -262,61 +281,63 @@ def _(layer: FieldParameter) -> nn.Module:
 
 
 @plain_form.register
-def _(layer: Spread2d) -> nn.Module:
+def _(layer: Spread) -> nn.Module:
     return _graph(_Spread(layer.group.order), "Spread")
 
 
-@plain_form.register(CentredAvgPool2d)
-@plain_form.register(CentredMaxPool2d)
-def _(layer: CentredAvgPool2d | CentredMaxPool2d) -> nn.Module:
+@plain_form.register(CentredAvgPool)
+@plain_form.register(CentredMaxPool)
+def _(layer: CentredAvgPool | CentredMaxPool) -> nn.Module:
     return _graph(_CentredPool(layer), type(layer).__name__)
 
 
 @plain_form.register
-def _(layer: Enlarge2d) -> nn.Module:
+def _(layer: Enlarge) -> nn.Module:
     return _graph(_EnlargeBy(layer), "EnlargeBy")
 
 
 @plain_form.register
-def _(layer: Recentre2d) -> nn.Module:
-    return _graph(_PointsAboutCentre(layer.fill), "PointsAboutCentre")
+def _(layer: Recentre) -> nn.Module:
+    kind = {2: _PointsAboutCentre, 3: _VoxelsAboutCentre}[layer.dimension]
+    return _graph(kind(layer.fill), "PointsAboutCentre")
 
 
 @plain_form.register
-def _(layer: NearestResize2d) -> nn.Module:
-    return _graph(_NearestPixels(), "NearestPixels")
+def _(layer: NearestResize) -> nn.Module:
+    kind = {2: _NearestPixels, 3: _NearestVoxels}[layer.dimension]
+    return _graph(kind(), "NearestPixels")
 
 
 @plain_form.register
-def _(layer: GroupPool2d) -> nn.Module:
+def _(layer: GroupPool) -> nn.Module:
     return _graph(_Pool(layer.group.order, layer.statistics), "OrientationPool")
 
 
 @plain_form.register
-def _(layer: GroupDropout2d) -> nn.Module:
+def _(layer: GroupDropout) -> nn.Module:
     return nn.Identity()
 
 
 @plain_form.register
-def _(layer: Restrict2d) -> nn.Module:
+def _(layer: Restrict) -> nn.Module:
     return _graph(_Restrict(layer), "Permute")
 
 
 @plain_form.register
-def _(layer: Downsample2d) -> nn.Module:
+def _(layer: Downsample) -> nn.Module:
     return _graph(_Halve(layer), "Halve")
 
 
 @plain_form.register
-def _(layer: Upsample2d) -> nn.Module:
-    linear = nn.Upsample(scale_factor=2.0, mode="bilinear")
+def _(layer: Upsample) -> nn.Module:
+    linear = nn.Upsample(scale_factor=2.0, mode=LINEAR[layer.dimension])
     if layer.antialias == 4:
         return linear
     return nn.Sequential(linear, _graph(_Smooth(layer), "Smooth"))
 
 
 @plain_form.register
-def _(layer: GroupActivation2d) -> nn.Module:
+def _(layer: GroupActivation) -> nn.Module:
     return _graph(_Activate(layer), "Activate")
 
 
@@ -339,8 +360,9 @@ def _with_state(norm: nn.Module, layer: nn.Module, channels: int) -> nn.Module:
     return norm
 
 
-def _channel_norm(layer: GroupBatchNorm2d | GroupInstanceNorm2d, channels: int) -> nn.Module:
-    norm = nn.BatchNorm2d(channels, layer.eps, layer.momentum, layer.affine)
+def _channel_norm(layer: GroupBatchNorm | GroupInstanceNorm, channels: int) -> nn.Module:
+    kind = _of_torch("BatchNorm", layer.dimension)
+    norm = kind(channels, layer.eps, layer.momentum, layer.affine)
     return _with_state(norm, layer, channels)
 
 
@@ -357,15 +379,16 @@ class _BatchStatistics(_Fixed):
     scale: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, layer: GroupBatchNorm2d) -> None:
-        shape = (layer.fields, 1, 1, 1)
+    def __init__(self, layer: GroupBatchNorm) -> None:
+        shape = (layer.fields, 1, *[1] * layer.dimension)
         scale, bias = (None if p is None else p.view(shape) for p in (layer.weight, layer.bias))
         super().__init__(scale=scale, bias=bias)
         self.order, self.eps = layer.group.order, layer.eps
+        self.axes = (0, *range(2, 3 + layer.dimension))
 
     def forward(self, x: Tensor) -> Tensor:
         fields = x.unflatten(1, (-1, self.order))
-        variance, mean = torch.var_mean(fields, (0, 2, 3, 4), correction=0, keepdim=True)
+        variance, mean = torch.var_mean(fields, self.axes, correction=0, keepdim=True)
         normed = (fields - mean) * torch.rsqrt(variance + self.eps)
         if self.scale is not None:
             normed = normed * self.scale + self.bias
@@ -376,18 +399,20 @@ class _PixelNorm(_Fixed):
     scale: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, layer: GroupLayerNorm2d) -> None:
+    def __init__(self, layer: GroupLayerNorm) -> None:
         channels = layer.fields * layer.group.order
         scale, bias = (
             None if p is None else _by_channel(p, channels) for p in (layer.weight, layer.bias)
         )
         super().__init__(scale=scale, bias=bias)
         self.channels, self.eps = channels, layer.eps
+        axes = range(2, 2 + layer.dimension)
+        self.to_last, self.back = (0, *axes, 1), (0, axes[-1], *(axis - 1 for axis in axes))
 
     def forward(self, x: Tensor) -> Tensor:
-        last = x.permute(0, 2, 3, 1)
+        last = x.permute(self.to_last)
         normed = functional.layer_norm(last, (self.channels,), self.scale, self.bias, self.eps)
-        return normed.permute(0, 3, 1, 2)
+        return normed.permute(self.back)
 
 
 class _Pool(nn.Module):
@@ -402,19 +427,19 @@ class _Pool(nn.Module):
 class _Recentre(nn.Module):
     """What a centred convolution reads, for every size."""
 
-    def __init__(self, layer: PDOConv2d) -> None:
+    def __init__(self, layer: PDOConv) -> None:
         super().__init__()
-        self.points = layer.points
+        self.points, self.axes = layer.points, range(2, 2 + layer.dimension)
 
     def forward(self, x: Tensor) -> Tensor:
-        return points_about_centre(x, self.points(x.shape[2]), self.points(x.shape[3]))
+        return points_about_centre(x, *[self.points(x.shape[axis]) for axis in self.axes])
 
 
 class _Attention(_Fixed):
     weight: Tensor
     places: Tensor
 
-    def __init__(self, layer: GroupAttentionPool2d) -> None:
+    def __init__(self, layer: GroupAttentionPool) -> None:
         super().__init__(weight=layer.weight, places=layer.places)
         self.order = layer.group.order
 
@@ -471,7 +496,7 @@ class _Window(_Fixed):
 
 
 class _CentredPool(nn.Module):
-    def __init__(self, layer: CentredAvgPool2d | CentredMaxPool2d) -> None:
+    def __init__(self, layer: CentredAvgPool | CentredMaxPool) -> None:
         super().__init__()
         self.pool = layer.pool
 
@@ -480,7 +505,7 @@ class _CentredPool(nn.Module):
 
 
 class _EnlargeBy(nn.Module):
-    def __init__(self, layer: Enlarge2d) -> None:
+    def __init__(self, layer: Enlarge) -> None:
         super().__init__()
         self.enlarge = layer.enlarge
 
@@ -494,7 +519,12 @@ class _PointsAboutCentre(nn.Module):
         self.fill = fill
 
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
-        return points_about_centre(x, height, width, self.fill)
+        return points_about_centre(x, height, width, fill=self.fill)
+
+
+class _VoxelsAboutCentre(_PointsAboutCentre):
+    def forward(self, x: Tensor, depth: int, height: int, width: int) -> Tensor:  # type: ignore[override]
+        return points_about_centre(x, depth, height, width, fill=self.fill)
 
 
 class _Curl(nn.Module):
@@ -509,6 +539,11 @@ class _Curl(nn.Module):
 class _NearestPixels(nn.Module):
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
         return nearest_pixels(x, height, width)
+
+
+class _NearestVoxels(nn.Module):
+    def forward(self, x: Tensor, depth: int, height: int, width: int) -> Tensor:
+        return nearest_pixels(x, depth, height, width)
 
 
 class _Numbers(_Fixed):
@@ -533,7 +568,7 @@ class _Spread(nn.Module):
 class _Restrict(_Fixed):
     places: Tensor
 
-    def __init__(self, layer: Restrict2d) -> None:
+    def __init__(self, layer: Restrict) -> None:
         super().__init__(places=layer.places)
         self.order = layer.whole.order
 
@@ -545,35 +580,35 @@ class _Restrict(_Fixed):
 class _Halve(_Fixed):
     taps: Tensor
 
-    def __init__(self, layer: Downsample2d) -> None:
+    def __init__(self, layer: Downsample) -> None:
         super().__init__(taps=layer.taps)
-        self.reduce, self.count = layer.reduce, layer.antialias
+        self.settings = (layer.reduce, layer.antialias, layer.dimension)
 
     def forward(self, x: Tensor) -> Tensor:
-        return halve(x, self.taps, self.reduce, self.count)
+        return halve(x, self.taps, *self.settings)
 
 
 class _Smooth(_Fixed):
     taps: Tensor
 
-    def __init__(self, layer: Upsample2d) -> None:
+    def __init__(self, layer: Upsample) -> None:
         super().__init__(taps=layer.taps)
-        self.count = layer.antialias - 3
+        self.settings = (layer.antialias - 3, layer.dimension)
 
     def forward(self, x: Tensor) -> Tensor:
-        return smoothed(x, self.taps, self.count)
+        return smoothed(x, self.taps, *self.settings)
 
 
 class _Activate(_Fixed):
-    def __init__(self, layer: GroupActivation2d) -> None:
+    def __init__(self, layer: GroupActivation) -> None:
         super().__init__(**dict(layer.named_buffers(recurse=False)))
         self.names = list(self._buffers)
         self.function = layer.function
-        self.settings = (layer.oversample, layer.width)
+        self.settings, self.dimension = (layer.oversample, layer.width), layer.dimension
 
     def forward(self, x: Tensor) -> Tensor:
         lines = {name: getattr(self, name) for name in self.names}
-        return limited(x, self.function, *self.settings, lines)
+        return limited(x, self.function, *self.settings, lines, self.dimension)
 
 
 class _Enlarge(_Fixed):
@@ -581,20 +616,23 @@ class _Enlarge(_Fixed):
 
     taps: Tensor
 
-    def __init__(self, layer: Upsample2d) -> None:
+    def __init__(self, layer: Upsample) -> None:
         super().__init__(**dict(layer.named_buffers()))
-        self.count = layer.antialias - 3
+        self.count, self.dimension = layer.antialias - 3, layer.dimension
 
     def forward(self, x: Tensor, size: Any) -> Tensor:
-        # One number or two? torch's own function knows.
+        # One number or several? torch's own function knows.
         wanted = functional.interpolate(x[:, :1], size=size).shape
-        x = self._along(x, wanted[2], (wanted[2], x.shape[3]))
-        x = self._along(x, wanted[3], (x.shape[2], wanted[3]))
-        return x if self.count == 1 else smoothed(x, self.taps, self.count)
+        axes = range(2, 2 + self.dimension)
+        for axis in axes:
+            sizes = tuple(wanted[a] if a == axis else x.shape[a] for a in axes)
+            x = self._along(x, wanted[axis], sizes)
+        return x if self.count == 1 else smoothed(x, self.taps, self.count, self.dimension)
 
-    def _along(self, x: Tensor, length: int, size: tuple[int, int]) -> Tensor:
+    def _along(self, x: Tensor, length: int, size: tuple[int, ...]) -> Tensor:
+        mode = LINEAR[self.dimension]
         on_pixels, between = (
-            functional.interpolate(x, size=size, mode="bilinear", align_corners=corners)
+            functional.interpolate(x, size=size, mode=mode, align_corners=corners)
             for corners in (True, False)
         )
         odd = length % 2
@@ -639,7 +677,7 @@ def _plain(module: nn.Module) -> nn.Module:
         except Exception as error:  # a tracer meets code of any kind
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
         else:
-            return _folded(_with_forms(module, graph))
+            return _apart(_folded(_with_forms(module, graph)))
     if _ours(module):
         raise ValueError(
             f"expected a network that can be traced; {type(module).__name__}: {reason}"
@@ -716,13 +754,13 @@ def _with_forms(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
                 # Plain forms take what ours take, in the same order, under other names.
                 given = inspect.signature(layer.forward).bind(*node.args, **node.kwargs)
                 node.args, node.kwargs = tuple(a for a in given.args if a is not None), {}
-            if isinstance(layer, Upsample2d) and len(node.args) > 1:
+            if isinstance(layer, Upsample) and len(node.args) > 1:
                 node.target += "_to_size"
                 layer = _graph(_Enlarge(layer), "Enlarge")
             elif _is_layer(layer):
                 form: Callable[[Any], nn.Module] = plain_form
                 whole = isinstance(layer, GroupWindowConv2d)
-                if isinstance(layer, PDOConv2d) and not whole and (steps := _before(layer)):
+                if isinstance(layer, PDOConv) and not whole and (steps := _before(layer)):
                     form = _conv
                     # Apart, so that a norm can be folded into the convolution.
                     for done, step in steps.items():
@@ -755,8 +793,7 @@ def _folded(network: fx.GraphModule) -> fx.GraphModule:
             continue
         norm, conv = (network.get_submodule(str(n.target)) for n in (node, before))
         if (
-            type(norm) is nn.BatchNorm2d
-            and type(conv) is nn.Conv2d
+            (type(norm), type(conv)) in _FOLDED
             and norm.running_mean is not None
             and len(before.users) == 1
             and calls[id(norm)] == calls[id(conv)] == 1
@@ -772,10 +809,32 @@ def _folded(network: fx.GraphModule) -> fx.GraphModule:
     return network
 
 
+_FOLDED = ((nn.BatchNorm2d, nn.Conv2d), (nn.BatchNorm3d, nn.Conv3d))
+
+
+def _apart(network: fx.GraphModule) -> fx.GraphModule:
+    """Give every call of a module without state its own copy: quantisers tell calls by modules."""
+    calls: Counter[str] = Counter()
+    names = {name for name, _ in network.named_modules()}
+    for node in network.graph.nodes:
+        if node.op != "call_module":
+            continue
+        module, name = network.get_submodule(node.target), str(node.target)
+        calls[name] += 1
+        if calls[name] == 1 or len([*module.children(), *module.state_dict()]):
+            continue
+        free = (f"{name}_{number}" for number in count(calls[name]))
+        node.target = next(new for new in free if new not in names)
+        names.add(node.target)
+        network.add_submodule(node.target, copy.copy(module))
+    network.recompile()
+    return network
+
+
 _IDLE = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
-def _joined(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
+def _joined(conv: Any, norm: Any) -> nn.Module:
     """The convolution whose output is what the norm makes of the given one's."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
@@ -790,10 +849,13 @@ def _joined(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
         shift = shift + conv.bias * scale
     joined = copy.copy(conv)
     joined._parameters = {
-        "weight": nn.Parameter((conv.weight * scale.view(-1, 1, 1, 1)).to(conv.weight.dtype)),
+        "weight": nn.Parameter(
+            (conv.weight * scale.view(-1, *[1] * (conv.weight.ndim - 1))).to(conv.weight.dtype)
+        ),
         "bias": nn.Parameter(shift.to(conv.weight.dtype)),
     }
-    return joined.requires_grad_(False)
+    plain: nn.Module = joined.requires_grad_(False)
+    return plain
 
 
 # ----------------------------------------------------------------------------------- checks

@@ -26,6 +26,7 @@ __all__ = [
     "locked",
     "printable",
     "processor",
+    "processor_model",
     "processor_name",
     "remove_leftovers",
     "write_atomically",
@@ -232,8 +233,12 @@ def processor() -> str:
     return platform.processor()
 
 
+def processor_model() -> str:
+    """What the maker calls it, or at least its kind."""
+    found = re.search(r"^model name\s*: (.+)", processor(), re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
 def processor_name() -> str:
     """The same in short, for the name of a file: the model, and a checksum of the rest."""
-    found = re.search(r"^model name\s*: (.+)", processor(), re.MULTILINE)
-    model = found[1] if found else platform.machine()
-    return f"{model}-{hashlib.sha256(processor().encode()).hexdigest()[:8]}"
+    return f"{processor_model()}-{hashlib.sha256(processor().encode()).hexdigest()[:8]}"

@@ -1,5 +1,7 @@
 """Networks by name: ResNets as everybody knows them, the paper's networks, and ordinary twins.
 
+The ResNets for photographs and the U-Nets are for volumes, too: their dimension is the group's.
+
 This room knows architectures and nothing of how they are trained. Every network takes
 ``group=None`` for its twin: the same layers as ordinary convolutions and batch norms.
 """
@@ -14,21 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
+from econv import layers
 from econv.basis import INITIALISATIONS
 from econv.groups import Group, GroupLike
-from econv.layers import (
-    CentredMaxPool2d,
-    ConvOptions,
-    Downsample2d,
-    GroupActivation2d,
-    GroupBatchNorm2d,
-    GroupConv2d,
-    GroupPool2d,
-    LiftConv2d,
-    norm_relu,
-    norm_relu_conv,
-)
-from econv.layers.activations import activation_module
+from econv.layers import CentredMaxPool2d, ConvOptions, LiftConv, norm_relu, norm_relu_conv
+from econv.layers.activations import GroupActivation, activation_module
+from econv.layers.checks import read_group
+from econv.layers.convolution import GroupConv
+from econv.layers.orientations import GroupPool
+from econv.layers.sampling import Downsample, Upsample
 from econv.parameters import no_weight_decay
 from econv.pretrained import Pretrained
 
@@ -39,6 +35,7 @@ __all__ = [
     "Features",
     "ImageNetResNet",
     "ResNet",
+    "UNet",
     "create_model",
 ]
 
@@ -55,7 +52,7 @@ class _Classifier(Pretrained):
         return self.forward_head(self.forward_features(x))
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """The last feature map, ``[batch, fields * order, height, width]``."""
+        """The last feature map, ``[batch, fields * order, …]``."""
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -187,7 +184,7 @@ class ResNet(_Classifier):
         _expect_whole("in_channels", in_channels)
         _expect_whole("stem", 1 if stem is None else stem)
         _expect_truth(exact=exact)
-        kit = _Kit(group, pool, options, activation, antialias, oversample, halves=exact)
+        kit = _Kit(group, pool, options, activation, antialias, oversample, 2, halves=exact)
         self.group = kit.group
         self.config = {
             "group": kit.group,
@@ -205,6 +202,7 @@ class ResNet(_Classifier):
             "oversample": oversample,
         }
         width = fields[0] if stem is None else stem
+        self.dimension = kit.dimension
         self.lift = kit.lift(in_channels, width)
         blocks: list[nn.Module] = []
         for stage, stage_fields in enumerate(fields):
@@ -259,6 +257,7 @@ class ResNet(_Classifier):
 
 # Blocks of each of the four stages, and whether they are bottlenecks.
 _IMAGENET: dict[int, tuple[tuple[int, ...], bool]] = {
+    10: ((1, 1, 1, 1), False),
     18: ((2, 2, 2, 2), False),
     34: ((3, 4, 6, 3), False),
     50: ((3, 4, 6, 3), True),
@@ -277,9 +276,13 @@ class ImageNetResNet(_Classifier):
     five that the default stencils span. ``[batch, in_channels, height, width]`` →
     ``[batch, num_classes]``.
 
+    With a group of space, such as ``"O"``, it is for volumes ``[batch, in_channels, depth, height,
+    width]``: a 5×5×5 convolution of stride 2 and no pooling, then the same stages. Volumes have at
+    least 33 voxels along each side.
+
     Args:
         group: a group or its name; ``None`` for the ordinary ResNet.
-        depth: 18, 34, 50, 101 or 152.
+        depth: 10, 18, 34, 50, 101 or 152.
         fields: the number of fields of each stage, in bottlenecks before their fourfold width; by
             default 64, 128, 256 and 512 over the root of the group's order, which keeps the number
             of parameters near the ordinary network's.
@@ -299,6 +302,7 @@ class ImageNetResNet(_Classifier):
             strides and the pooling. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.
+        dimension: 2 for images or 3 for volumes; by default the group's, and 2 without one.
 
     >>> network = ImageNetResNet("p4", depth=18, fields=(2, 2, 4, 4), num_classes=5, pool="max")
     >>> network(torch.randn(1, 3, 129, 129)).shape
@@ -324,11 +328,14 @@ class ImageNetResNet(_Classifier):
         activation: str = "relu",
         antialias: float = 0.0,
         oversample: int = 1,
+        dimension: int | None = None,
     ) -> None:
         super().__init__()
         if depth not in _IMAGENET:
             raise ValueError(f"expected a depth of {sorted(_IMAGENET)}; got {depth!r}")
-        kit = _Kit(group, pool, options, activation, antialias, oversample, centred=exact)
+        kit = _Kit(
+            group, pool, options, activation, antialias, oversample, dimension, centred=exact
+        )
         if fields is None:
             share = 1.0 if kit.group is None else kit.group.order**-0.5
             fields = [max(1, round(channels * share)) for channels in (64, 128, 256, 512)]
@@ -351,17 +358,23 @@ class ImageNetResNet(_Classifier):
             "activation": activation,
             "antialias": kit.antialias,
             "oversample": oversample,
+            **kit.named_dimension,
         }
+        self.dimension = kit.dimension
         blocks, bottleneck = _IMAGENET[depth]
         self.expansion = 4 if bottleneck else 1
-        stem = kit.lift(in_channels, fields[0], size=7, stride=1 if kit.antialias else 2)
+        stem_size = 7 if kit.dimension == 2 else 5
+        stem = kit.lift(in_channels, fields[0], size=stem_size, stride=1 if kit.antialias else 2)
         self.conv1 = stem
         self.halve = kit.halving() if kit.antialias else nn.Identity()
         self.bn1 = kit.norm(fields[0])
         self.activation = kit.activation()
         centred = exact and kit.group is not None
         pooling = CentredMaxPool2d(3, 2, 1) if centred else nn.MaxPool2d(3, 2, 1)
-        self.maxpool = kit.halving() if kit.antialias else pooling
+        self.pooled = kit.dimension == 2
+        self.maxpool: nn.Module = nn.Identity()
+        if self.pooled:
+            self.maxpool = kit.halving() if kit.antialias else pooling
         width = fields[0]
         for number, (count, inner) in enumerate(zip(blocks, fields, strict=True), start=1):
             stage: list[nn.Module] = []
@@ -380,7 +393,7 @@ class ImageNetResNet(_Classifier):
     @property
     def image_size(self) -> int:
         """Pixels along each side of the images that the network is made for."""
-        return 224
+        return 224 if self.dimension == 2 else 64
 
     def _stem(self, x: Tensor) -> Tensor:
         return norm_relu(self.bn1, self.halve(self.conv1(x)), self.activation)
@@ -412,7 +425,8 @@ class ImageNetResNet(_Classifier):
         found = [{"fields": fields[0], "reduction": 2, "module": "bn1"}]
         for number, count in enumerate(fields, start=1):
             whole = count * self.expansion
-            found.append({"fields": whole, "reduction": 2 << number, "module": f"layer{number}"})
+            reduction = (2 if self.pooled else 1) << number
+            found.append({"fields": whole, "reduction": reduction, "module": f"layer{number}"})
         return found
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -424,6 +438,146 @@ class ImageNetResNet(_Classifier):
 
     def _new_classifier(self, num_classes: int) -> nn.Module:
         return _linear(self.num_features, num_classes)
+
+
+class UNet(_Classifier):
+    """A U-Net (Ronneberger et al. 2015) for a label or a number of every pixel or voxel.
+
+    Two convolutions at every level, :class:`~econv.Downsample2d` between the levels on the way
+    down, linear interpolation on the way up, where the features of the same level are put beside
+    them; at the end orientations are pooled, and a 1×1 convolution makes scores.
+    ``[batch, in_channels, …]`` → ``[batch, num_classes, …]``, of the same size: scores turn with
+    the input, under the symmetries of the grid exactly on every size.
+
+    Args:
+        group: a group or its name: of the plane for images, of space, such as ``"O"``, for
+            volumes; ``None`` for the ordinary U-Net.
+        fields: the number of fields of each level; by default 32, 64, 128 and 256 over the root of
+            the group's order, which keeps the number of parameters near the ordinary network's.
+        in_channels: channels of the input.
+        num_classes: scores of each pixel; 0 for none: features come out.
+        pool: how orientations are pooled before the scores, as :class:`~econv.GroupPool2d` reads
+            it, ``"max"`` by default; without a group it is ignored.
+        options: keywords of every PDO-eConv.
+        drop_rate: probability of dropping a feature before the scores, 0 by default.
+        activation: name of the functions between layers, ``"relu"`` by default, as
+            :class:`~econv.GroupActivation2d` reads it.
+        antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
+            network equivariant at angles that the grid has not. 0 (default) for none.
+        oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
+            only.
+        dimension: 2 for images or 3 for volumes; by default the group's, and 2 without one.
+
+    >>> network = UNet("T", fields=(1, 2), num_classes=3)
+    >>> network(torch.randn(1, 1, 8, 9, 8)).shape
+    torch.Size([1, 3, 8, 9, 8])
+    """
+
+    output_kind = "scalar"
+
+    def __init__(
+        self,
+        group: GroupLike | None = "p8",
+        fields: Sequence[int] | None = None,
+        in_channels: int = 1,
+        num_classes: int = 2,
+        pool: str = "max",
+        options: ConvOptions | None = None,
+        drop_rate: float = 0.0,
+        activation: str = "relu",
+        antialias: float = 0.0,
+        oversample: int = 1,
+        dimension: int | None = None,
+    ) -> None:
+        super().__init__()
+        reduce = None if group is None else pool
+        kit = _Kit(group, reduce, options, activation, antialias, oversample, dimension)
+        if fields is None:
+            share = 1.0 if kit.group is None else kit.group.order**-0.5
+            fields = [max(1, round(channels * share)) for channels in (32, 64, 128, 256)]
+        if not isinstance(fields, Sequence) or len(fields) < 2:
+            raise ValueError(f"expected the fields of two levels or more; got {fields!r}")
+        _expect_whole("fields", fields)
+        _expect_whole("in_channels", in_channels)
+        self.group, self.dimension = kit.group, kit.dimension
+        self.config = {
+            "group": kit.group,
+            "fields": list(fields),
+            "in_channels": in_channels,
+            "num_classes": num_classes,
+            "pool": pool,
+            "options": options,
+            "drop_rate": _share("drop_rate", drop_rate),
+            "activation": activation,
+            "antialias": kit.antialias,
+            "oversample": oversample,
+            **kit.named_dimension,
+        }
+        self.halve = kit.halving()
+        self.widen = kit.doubling()
+        first, *others = fields
+        self.down = nn.ModuleList([_Pair(kit.lift(in_channels, first), first, kit)])
+        for before, width in zip(fields, others, strict=False):
+            self.down.append(_Pair(kit.conv(before, width), width, kit))
+        self.up = nn.ModuleList()
+        for below, width in list(zip(others, fields, strict=False))[::-1]:
+            self.up.append(_Pair(kit.conv(below + width, width), width, kit))
+        self.pool = kit.pool()
+        self.num_features = first * kit.orientations
+        self.head_drop = nn.Dropout(drop_rate)
+        self.reset_classifier(num_classes)
+
+    @property
+    def image_size(self) -> int:
+        """Pixels along each side of the images that the network is made for."""
+        return 256 if self.dimension == 2 else 64
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """The last feature map, of the size of the input."""
+        kept: list[Tensor] = []
+        for number, level in enumerate(self.down):
+            x = level(self.halve(x) if number else x)
+            kept.append(x)
+        del kept[-1]
+        for level in self.up:
+            beside = kept.pop()
+            x = level(torch.cat([self.widen(x, beside.shape[2:]), beside], 1))
+        return x
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Scores of a feature map; what they are made of, if ``pre_logits``."""
+        features: Tensor = self.pool(x)
+        if pre_logits:
+            return features
+        scores: Tensor = self.classifier(self.head_drop(features))
+        return scores
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """The first level, and each of the others."""
+        return {"stem": r"^down\.0\.", "blocks": r"^(?:down|up)\.(\d+)"}
+
+    def _new_classifier(self, num_classes: int) -> nn.Module:
+        conv: Any = _TORCH[self.dimension]["conv"]
+        classifier: nn.Module = conv(self.num_features, num_classes, 1)
+        nn.init.xavier_normal_(classifier.weight)  # type: ignore[arg-type]
+        nn.init.zeros_(classifier.bias)  # type: ignore[arg-type]
+        return classifier
+
+
+class _Pair(nn.Module):
+    """A convolution and another, each with a norm and an activation."""
+
+    def __init__(self, first: nn.Module, fields: int, kit: _Kit) -> None:
+        super().__init__()
+        self.conv1 = first
+        self.norm1 = kit.norm(fields)
+        self.activation = kit.activation()
+        self.conv2 = kit.conv(fields, fields)
+        self.norm2 = kit.norm(fields)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = norm_relu_conv(self.norm1, self.conv2, self.conv1(x), self.activation)
+        return norm_relu(self.norm2, out, self.activation)
 
 
 class _Basic(nn.Module):
@@ -479,7 +633,8 @@ def _shortcut(in_fields: int, out_fields: int, kit: _Kit, stride: int) -> nn.Mod
 
 
 def _scores(network: ResNet | ImageNetResNet, x: Tensor, pre_logits: bool) -> Tensor:
-    features: Tensor = network.pool(x).mean(dim=(2, 3))
+    axes = tuple(range(2, 2 + network.dimension))
+    features: Tensor = network.pool(x).mean(dim=axes)
     if pre_logits:
         return features
     scores: Tensor = network.classifier(network.head_drop(features))
@@ -502,7 +657,7 @@ def _explain_classifier(
     if found is None or not isinstance(own, nn.Linear) or network.group is None:
         return
     pool = network.pool
-    every = network.num_features // pool.outputs if isinstance(pool, GroupPool2d) else 0
+    every = network.num_features // pool.outputs if isinstance(pool, GroupPool) else 0
     if found.ndim == 2 and found.shape[1] == every * network.group.order != own.in_features:
         raise ValueError(
             f"expected a classifier of {own.in_features} features, of which orientations are "
@@ -581,7 +736,7 @@ class ConvNet(_Classifier):
         _share("dropout", dropout)
         if isinstance(margin, bool) or not isinstance(margin, int) or margin < 0:
             raise ValueError(f"expected margin as a number of pixels, 0 or more; got {margin!r}")
-        kit = _Kit(group, pool, options, activation, antialias, oversample)
+        kit = _Kit(group, pool, options, activation, antialias, oversample, 2)
         self.group = kit.group
         self.config = {
             "group": kit.group,
@@ -649,7 +804,7 @@ class ConvNet(_Classifier):
         return classifier
 
 
-Network = ResNet | ConvNet | ImageNetResNet
+Network = ResNet | ConvNet | ImageNetResNet | UNet
 
 _INVARIANT: dict[str, Any] = {"pool": "max", "exact": True}
 
@@ -712,6 +867,9 @@ def create_model(
     - ``paper_resnet26_p8``, ``paper_resnet44_p4m``, …: the same as in the paper's tables, with
       strides and a classifier that reads all orientations.
     - ``convnet6_p8``, ``convnet7_p8``, …: the paper's for MNIST-rot (:class:`ConvNet`).
+    - ``resnet10_3d_O``, ``resnet18_3d_I``, ``resnet50_3d_D4h``, …: ResNets for volumes, also of 10
+      layers (:class:`ImageNetResNet`).
+    - ``unet_p8``, ``unet_3d_O``, …: U-Nets for images and volumes (:class:`UNet`).
 
     Any depth and any group has a name; without a group, as in ``resnet18``, it is the ordinary
     network. All but the paper's pool orientations (``pool="max"``) and halve exactly, so that their
@@ -726,9 +884,15 @@ def create_model(
         out_indices: which of these maps, all by default.
         options: arguments of the network's class, such as ``num_classes`` or ``in_channels``.
 
+    Raises:
+        ValueError: for a name that none of these is, or arguments out of their range.
+        TypeError: for options that the class does not take.
+
     >>> model = create_model("resnet18_p8", num_classes=100)
     >>> create_model("cifar_resnet8_p4m").group
     Group('p4m')
+    >>> create_model("resnet10_3d_O", fields=(1, 1, 2, 2), num_classes=10).dimension
+    3
     """
     network = _named(name, options)
     if not features_only:
@@ -742,12 +906,15 @@ def _named(name: str, options: dict[str, Any]) -> Network:
     if name in MODELS:
         kind, found = MODELS[name]
         return kind(**{**found, **options})
+    several = re.fullmatch(r"(?:resnet([0-9]+)(?=_3d)|unet)(_3d)?(?:_(\w+))?", str(name))
+    if several is not None:
+        return _in_any_dimension(several[1], several[2], several[3], options)
     pattern = r"(?:(paper|cifar)_)?(resnet([0-9]+)|convnet[67])(?:_(p[1-9][0-9]*m?))?"
     match = re.fullmatch(pattern, str(name))
     if match is None or (match[1] and not match[3]):
         raise ValueError(
             f"unknown model {name!r}: expected one of {sorted(MODELS)}, or a name such as "
-            "'resnet34_p4m', 'cifar_resnet20_p12' or 'convnet7_p6m'"
+            "'resnet34_p4m', 'cifar_resnet20_p12', 'convnet7_p6m', 'resnet10_3d_O' or 'unet_3d_O'"
         )
     group = Group(match[4]) if match[4] else None
     share = 1.0 if group is None else group.order**-0.5
@@ -767,6 +934,21 @@ def _named(name: str, options: dict[str, Any]) -> Network:
         return ResNet(**{**MODELS[row][1], **invariant, **options})
     fields = tuple(max(1, round(channels * share)) for channels in (16, 32, 64))
     return ResNet(**{"group": group, "depth": depth, "fields": fields, **invariant, **options})
+
+
+def _in_any_dimension(
+    depth: str | None, volumes: str | None, group: str | None, options: dict[str, Any]
+) -> Network:
+    """The networks whose names say whether they are for volumes."""
+    dimension = 3 if volumes else 2
+    found = None if group is None else read_group(group, dimension, "create_model")
+    given: dict[str, Any] = {"group": found} if found else {"group": None, "dimension": dimension}
+    if depth is None:
+        return UNet(**{**given, **options})
+    if int(depth) not in _IMAGENET:
+        raise ValueError(f"expected a depth of {sorted(_IMAGENET)} for volumes; got {depth}")
+    invariant = _INVARIANT if found else {}
+    return ImageNetResNet(**{"depth": int(depth), **given, **invariant, **options})
 
 
 class FeatureInfo:
@@ -832,6 +1014,12 @@ class Features(nn.Module):
         return [self.network.pool(maps[i]) for i in self.feature_info.out_indices]
 
 
+_TORCH: dict[int, dict[str, type[nn.Module]]] = {
+    2: {"conv": nn.Conv2d, "norm": nn.BatchNorm2d},
+    3: {"conv": nn.Conv3d, "norm": nn.BatchNorm3d},
+}
+
+
 class _Kit:
     """The parts of a network: of a group, or ordinary ones."""
 
@@ -843,12 +1031,18 @@ class _Kit:
         activation: str,
         antialias: float,
         oversample: int,
+        dimension: int | None,
         centred: bool = False,
         halves: bool = False,
     ) -> None:
+        if dimension not in (None, 2, 3):
+            raise ValueError(f"expected dimension 2 or 3; got {dimension!r}")
         self.group = None if group is None else Group(group)
+        self.dimension = dimension or (self.group.dimension if self.group else 2)
+        if self.group is not None:
+            read_group(self.group, self.dimension, "a network of this kind")
         self.centred = centred
-        function = GroupActivation2d(activation, oversample, antialias)
+        function = self._named("GroupActivation")(activation, oversample, antialias)
         self.name, self.oversample, self.antialias = activation, oversample, function.width
         self.halves = halves or self.antialias > 0
         self.reduce = pool
@@ -865,13 +1059,30 @@ class _Kit:
                 f"orientations; got pool={pool!r}, options={options!r}"
             )
 
+    @property
+    def named_dimension(self) -> dict[str, int]:
+        """The dimension, where no group tells it."""
+        return {} if self.group or self.dimension == 2 else {"dimension": self.dimension}
+
+    def _named(self, name: str) -> Any:
+        """The layer of that name, for images or for volumes."""
+        return getattr(layers, f"{name}{self.dimension}d")
+
     def activation(self) -> nn.Module:
         if not self.antialias:
             return activation_module(self.name)
-        return GroupActivation2d(self.name, self.oversample, self.antialias)
+        made: GroupActivation = self._named("GroupActivation")(
+            self.name, self.oversample, self.antialias
+        )
+        return made
 
-    def halving(self) -> Downsample2d:
-        return Downsample2d(antialias=8 if self.antialias else 4)
+    def halving(self) -> Downsample:
+        made: Downsample = self._named("Downsample")(antialias=8 if self.antialias else 4)
+        return made
+
+    def doubling(self) -> Upsample:
+        made: Upsample = self._named("Upsample")(antialias=8 if self.antialias else 4)
+        return made
 
     def apart(self, stride: int) -> tuple[nn.Module, int]:
         """What halves at the start of a block, and the stride that is left to its convolutions."""
@@ -883,7 +1094,7 @@ class _Kit:
     def orientations(self) -> int:
         """How many channels of each field reach the classifier."""
         pool = self.pool()
-        if isinstance(pool, GroupPool2d):
+        if isinstance(pool, GroupPool):
             return pool.outputs
         return 1 if self.group is None else self.group.order
 
@@ -896,11 +1107,11 @@ class _Kit:
         stride: int = 1,
     ) -> nn.Module:
         if self.group is None:
-            return _plain_conv(in_channels, fields, size or 3, stride, shrink)
+            return _plain_conv(self.dimension, in_channels, fields, size or 3, stride, shrink)
         options = self._strided(stride)
         if size is not None:
             options["size"] = size
-        return _shrunk(LiftConv2d(in_channels, fields, self.group, **options), shrink)
+        return _shrunk(self._named("LiftConv")(in_channels, fields, self.group, **options), shrink)
 
     def _strided(self, stride: int) -> ConvOptions:
         options: ConvOptions = {**self.options, "stride": stride}
@@ -912,27 +1123,32 @@ class _Kit:
         self, in_fields: int, out_fields: int, stride: int = 1, shrink: bool = False
     ) -> nn.Module:
         if self.group is None:
-            return _plain_conv(in_fields, out_fields, stride=stride, shrink=shrink)
+            return _plain_conv(self.dimension, in_fields, out_fields, stride=stride, shrink=shrink)
         options = self._strided(stride)
-        return _shrunk(GroupConv2d(in_fields, out_fields, self.group, **options), shrink)
+        return _shrunk(
+            self._named("GroupConv")(in_fields, out_fields, self.group, **options), shrink
+        )
 
     def pointwise(self, in_fields: int, out_fields: int, stride: int) -> nn.Module:
         if self.group is None:
-            return _plain_conv(in_fields, out_fields, size=1, stride=stride)
+            return _plain_conv(self.dimension, in_fields, out_fields, size=1, stride=stride)
         # 1×1: the paper's shortcuts are group convolutions with operators of order 0.
         options = self._strided(stride)
         options["operators"], options["size"] = "order<=0", 1
-        return GroupConv2d(in_fields, out_fields, self.group, **options)
+        made: GroupConv = self._named("GroupConv")(in_fields, out_fields, self.group, **options)
+        return made
 
     def norm(self, fields: int) -> nn.Module:
         if self.group is None:
-            return nn.BatchNorm2d(fields)
-        return GroupBatchNorm2d(fields, self.group)
+            return _TORCH[self.dimension]["norm"](fields)
+        made: nn.Module = self._named("GroupBatchNorm")(fields, self.group)
+        return made
 
     def pool(self) -> nn.Module:
         if self.group is None or self.reduce is None:
             return nn.Identity()
-        return GroupPool2d(self.group, self.reduce)
+        made: GroupPool = self._named("GroupPool")(self.group, self.reduce)
+        return made
 
 
 class _Block(nn.Module):
@@ -986,15 +1202,21 @@ def _expect_truth(**values: Any) -> None:
 
 
 def _plain_conv(
-    in_channels: int, out_channels: int, size: int = 3, stride: int = 1, shrink: bool = False
-) -> nn.Conv2d:
-    padding = size // 2 - shrink
-    conv = nn.Conv2d(in_channels, out_channels, size, stride, padding, bias=False)
+    dimension: int,
+    in_channels: int,
+    out_channels: int,
+    size: int = 3,
+    stride: int = 1,
+    shrink: bool = False,
+) -> nn.Module:
+    padding, kind = size // 2 - shrink, _TORCH[dimension]["conv"]
+    conv: Any = kind(in_channels, out_channels, size, stride, padding, bias=False)
     nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
-    return conv
+    made: nn.Module = conv
+    return made
 
 
-def _shrunk(conv: LiftConv2d | GroupConv2d, shrink: bool) -> nn.Module:
+def _shrunk(conv: LiftConv | GroupConv, shrink: bool) -> nn.Module:
     """The convolution with one pixel less of padding: what is left of a valid 3×3 one."""
     if shrink:
         conv.padding -= 1

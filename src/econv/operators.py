@@ -139,6 +139,9 @@ class OperatorSet:
 
     monomials: tuple[Exponents, ...]
     name: str = field(default="", compare=False)
+    angle: float = 0.0
+    """Degrees by which the frame of the operators is turned, in the plane only. The filter of the
+    identity then is turned too."""
 
     def __post_init__(self) -> None:
         found = self.monomials
@@ -155,8 +158,15 @@ class OperatorSet:
         if len(set(found)) != len(found):
             raise ValueError(f"expected each monomial once; got {found!r}")
         check_order(max(map(sum, found)))
+        if not math.isfinite(self.angle) or (self.angle and self.dimension != 2):
+            raise ValueError(
+                "expected angle as degrees in the plane, 0 (default) elsewhere; got "
+                f"{self.angle!r} in {self.dimension} dimensions"
+            )
         if not self.name:
-            object.__setattr__(self, "name", ",".join(str(p) for p in self.polynomials))
+            turned = f"@{self.angle:g}" if self.angle else ""
+            names = (str(Polynomial.monomial(exponents)) for exponents in found)
+            object.__setattr__(self, "name", ",".join(names) + turned)
 
     @property
     def dimension(self) -> int:
@@ -175,8 +185,12 @@ class OperatorSet:
 
     @property
     def polynomials(self) -> tuple[Polynomial, ...]:
-        """The monomials as polynomials."""
-        return tuple(Polynomial.monomial(exponents) for exponents in self.monomials)
+        """The operators: the monomials, in the turned frame if there is an angle."""
+        found = tuple(Polynomial.monomial(exponents) for exponents in self.monomials)
+        if not self.angle:
+            return found
+        c, s = math.cos(math.radians(self.angle)), math.sin(math.radians(self.angle))
+        return tuple(operator.in_frame([[c, -s], [s, c]]) for operator in found)
 
     def turned(self, group: GroupLike) -> FloatArray:
         """The operators in the frame of every element: ``[order, operators, monomials]``.
@@ -227,12 +241,16 @@ def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> 
 
     ``"paper"`` is 1, ∂x, ∂y, ∂xx, ∂xy, ∂yy, ∂xxy, ∂xyy, ∂xxyy (two dimensions only);
     ``"order<=N"`` all monomials up to total order N, a set that is closed under every group.
-    The default is ``"paper"`` in the plane, and ``"order<=2"`` in space, ten operators.
+    The default is ``"paper"`` in the plane, and ``"order<=2"`` in space, ten operators. After an
+    ``@`` stand degrees by which the frame of all operators is turned: ``"paper@22.5"`` has the
+    angles 2πk/8 + π/8 that the authors' released code takes for p8.
 
     >>> [str(p) for p in operator_set("order<=1").polynomials]
     ['1', '∂x', '∂y']
     >>> operator_set([(0, 0), (2, 0), (0, 2)]).name
     '1,∂xx,∂yy'
+    >>> operator_set("paper@22.5").angle
+    22.5
     """
     if dimension not in (1, 2, 3):
         raise ValueError(f"expected 1, 2 or 3 dimensions; got {dimension!r}")
@@ -240,17 +258,21 @@ def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> 
         operators = "paper" if dimension == 2 else "order<=2"
     if isinstance(operators, OperatorSet):
         found = operators
-    elif isinstance(operators, str) and operators == "paper":
-        found = OperatorSet(_PAPER, "paper")
     elif isinstance(operators, str):
-        match = re.fullmatch(r"order *<= *([0-9]+)", operators)
+        match = re.fullmatch(
+            r"(?:paper|order *<= *([0-9]+))(?:@(-?[0-9]+(?:\.[0-9]+)?))?", operators
+        )
         if match is None:
             raise ValueError(
                 f"unknown operators {operators!r}: expected 'paper', 'order<=N' with a whole "
-                "number N, or a list of exponent tuples such as [(0, 0), (1, 0), (0, 1)]"
+                "number N, either with '@' and degrees after it, or a list of exponent tuples "
+                "such as [(0, 0), (1, 0), (0, 1)]"
             )
-        order = check_order(int(match[1]) if len(match[1]) < 10 else 10**9)
-        found = OperatorSet(monomials(order, dimension), f"order<={match[1]}")
+        order = int(match[1]) if match[1] is not None and len(match[1]) < 10 else 10**9
+        listed = _PAPER if match[1] is None else monomials(check_order(order), dimension)
+        angle = float(match[2] or 0)
+        name = ("paper" if match[1] is None else f"order<={match[1]}") + f"@{angle:g}" * bool(angle)
+        found = OperatorSet(listed, name, angle)
     else:
         found = OperatorSet(_exponent_tuples(operators))
     if found.dimension != dimension:

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from econv.layers import GroupLayerNorm2d
 from econv.layers.checks import check_module
+from econv.layers.normalisation import GroupLayerNorm
 
 __all__ = ["no_weight_decay", "parameter_groups"]
 
-_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm, GroupLayerNorm2d)
+_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.RMSNorm, GroupLayerNorm)
 
 
 def no_weight_decay(model: nn.Module) -> set[str]:
@@ -45,6 +45,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     Args:
         model: any network.
         weight_decay: the decay of the first group.
+
+    Raises:
+        ValueError: if the decay is no number of 0 or more.
 
     >>> import torch, econv
     >>> model = econv.create_model("cifar_resnet26_p8")

@@ -183,6 +183,19 @@ def from_pretrained(
             weights; it is not changed.
         device: where to put the network; the CPU by default.
         options: of a repository, as :meth:`Pretrained.from_pretrained` has them.
+
+    Raises:
+        ValueError: if files are missing, damaged or too large, describe no network of econv, or do
+            not fit one another or ``model``.
+        ImportError: without safetensors, or without huggingface_hub for a repository.
+
+    >>> import econv, tempfile
+    >>> network = econv.create_model("cifar_resnet8_p4").eval()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     network.save_pretrained(folder)
+    ...     again = from_pretrained(folder)
+    >>> torch.equal(again.state_dict()["classifier.weight"], network.classifier.weight)
+    True
     """
     if model is None:
         return Pretrained.from_pretrained(source, device=device, **options)
@@ -389,7 +402,7 @@ def _asked(key: str, value: Any) -> int | None:
     if key != "operators":
         return None
     if isinstance(value, str):
-        found = re.fullmatch(r"order<=(\d{1,9})\d*", value)
+        found = re.match(r"order *<= *(\d{1,9})", value)
         return int(found[1]) if found else None
     exponents = [item for item in value if isinstance(item, int)] if isinstance(value, list) else []
     return sum(exponents) if exponents else None
@@ -458,7 +471,7 @@ def as_json(value: Any, name: str) -> Any:
     if isinstance(value, Group):
         return value.name
     if isinstance(value, OperatorSet):
-        named = value.name == "paper" or value.name.startswith("order<=")
+        named = value.name.startswith(("paper", "order<="))
         same = named and operator_set(value.name, value.dimension) == value
         return value.name if same else [list(exponents) for exponents in value]
     if isinstance(value, StencilSet) and type(value) in _STENCILS.values():

@@ -3,8 +3,8 @@
 A recipe is a value: what is trained on what, and how. This room knows nothing of tensors, files or
 loops; `train` reads a recipe, `report` puts what came out beside the paper's number.
 
-Recipes named ``…_paper`` keep the paper's own network and schedule; those without the suffix are
-ours where they differ.
+Recipes named ``…_paper`` are the paper's: its network, initialisation and schedule. Those without
+the suffix are ours where they differ; `econv report` has a table of how.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ __all__ = ["RECIPES", "Recipe", "recipe"]
 OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("steps", "cosine", "exponential")
 
+PAPER_NOTE = "the paper's recipe"
 _LONGEST_NAME = 120  # bytes; file systems allow 255, some tools less
 Items = tuple[tuple[str, Any], ...]
 
@@ -37,7 +38,7 @@ class Recipe:
     table: int
     """1, 2 or 3 as in the paper; 4 for upright images tested at every angle, 0 for the rest."""
     row: str
-    """How the table names it."""
+    """How the table names it: by what is trained, which may not be the layer of the paper's row."""
     dataset: str
     model: str
     """A name for :func:`econv.create_model`."""
@@ -267,6 +268,8 @@ _OUR_CIFAR: dict[str, Any] = {
     "ema_decay": 0.999,
     "augmentation": (("shift", 4), ("flip", True)),
 }
+# What the paper's text says of every PDO-eConv: central differences, He's scheme of section 4.4.
+_PAPER_LAYERS: dict[str, Any] = {"stencils": "central", "init": "paper"}
 # Operators of second order on 3×3 pixels have six coefficients, not nine, and cost 9 products, not
 # 25: the same parameters pay for wider layers, which learn more in a third of the time.
 _SECOND_ORDER = ("options", {"operators": "order<=2", "size": 3})
@@ -293,9 +296,12 @@ def _mnist_rows() -> list[Recipe]:
     wider = (("pool", "max"), ("fields", (8, 8, 8, 8, 8, 10)), ("dropout", 0.1))
     rows: list[tuple[str, str, str, Items, float, str]] = [
         ("mnist_rot_cnn", "CNN", "convnet6", (), 5.03, "22k"),
-        ("mnist_rot_p4", "G-CNN, p4", "convnet6_p4", (), 2.28, "25k"),
+        ("mnist_rot_p4", "PDO-eConv, p4", "convnet6_p4", (), 2.28, "25k"),
         ("mnist_rot_p8", "PDO-eConv, p8", "convnet6_p8", wider, 1.87, "26k"),
     ]
+    # Nine central differences are a basis of all filters of 3×3, and quarter turns of them are
+    # exact: with them a p4 network is a G-CNN.
+    paper_rows = {"mnist_rot_p4": ("G-CNN, p4", {**_PAPER_LAYERS, "size": 3})}
     found = []
     for name, row, model, options, error, parameters in rows:
         common: dict[str, Any] = {
@@ -305,11 +311,18 @@ def _mnist_rows() -> list[Recipe]:
             "paper_error": error,
             "paper_parameters": parameters,
         }
-        found.append(Recipe(name, model_options=options, **common, **_OUR_MNIST))
-        paper: dict[str, Any] = {**common, **_PAPER_MNIST, "note": "the paper's schedule"}
-        if model != "convnet6":  # the paper's stencils; an ordinary network has none
-            paper["model_options"] = (("options", {"stencils": "central"}),)
+        note = "isotropic 5×5; the paper's row is a G-CNN" if name in paper_rows else ""
+        found.append(Recipe(name, model_options=options, note=note, **common, **_OUR_MNIST))
+        paper: dict[str, Any] = {**common, **_PAPER_MNIST, "note": PAPER_NOTE}
+        if model != "convnet6":  # an ordinary network has no such layers
+            paper["row"], layers = paper_rows.get(name, (row, _PAPER_LAYERS))
+            paper["model_options"] = (("options", layers),)
         found.append(Recipe(f"{name}_paper", **paper))
+        if name == "mnist_rot_p8":
+            code = {**_PAPER_LAYERS, "operators": "paper@22.5"}
+            paper["model_options"] = (("options", code),)
+            paper["note"] = f"{PAPER_NOTE}, the released code's angles"
+            found.append(Recipe(f"{name}_angles_paper", **paper))
     return found
 
 
@@ -337,8 +350,8 @@ def _large_rows() -> list[Recipe]:
         "learning_rate": 1e-2,
         "schedule": "exponential",
         "final_rate": 1e-5,
-        "model_options": (("options", {"stencils": "central"}),),
-        "note": "the paper's schedule",
+        "model_options": (("options", _PAPER_LAYERS),),
+        "note": PAPER_NOTE,
     }
     return [
         Recipe("mnist_rot_p8_large", **{**common, **_OUR_MNIST, **ours}),
@@ -373,12 +386,12 @@ def _cifar_rows() -> list[Recipe]:
             found.append(Recipe(f"{dataset}_{model}", **common, **ours))
             paper: dict[str, Any] = dict(plain)
             if "_p" in model:
-                paper["options"] = {"stencils": "central"}
+                paper["options"] = _PAPER_LAYERS
             found.append(
                 Recipe(
                     f"{dataset}_{model}_paper",
                     model_options=tuple(paper.items()),
-                    note="the paper's schedule",
+                    note=PAPER_NOTE,
                     **common,
                     **_PAPER_CIFAR,
                 )

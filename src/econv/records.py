@@ -1,5 +1,8 @@
 """What a run leaves behind: one JSON file per recipe and seed, ``records/<recipe>/<seed>.json``.
 
+Runs that later ones took the place of lie in ``records/earlier/<number>/``, as in a folder of their
+own: what a table ever showed stays.
+
 A record holds what was trained, on what, by which code on which machine, every epoch's metrics and
 the one reading of the test split. Files appear whole or not at all, and what is read back is
 checked field by field.
@@ -285,15 +288,19 @@ def renamed(told: Any) -> Any:
 def load_all(folder: Path) -> list[Record]:
     """Every record under the folder, by recipe and seed; none if the folder is not there.
 
+    Those of earlier runs are among them.
+
     Files that are not named as records are, by a seed, are left alone: :func:`strays` has them.
     What one record says of its data holds for older ones of the same data, which do not say it.
     """
-    found = [load(path) for path in Path(folder).glob("*/*.json") if _named_by_seed(path)]
+    folders = [Path(folder), *sorted(Path(folder).glob("earlier/*"))]
+    paths = [path for each in folders for path in each.glob("*/*.json") if _named_by_seed(path)]
+    found = [load(path) for path in paths]
     unverified = {record.data_sha256 for record in found if record.unverified}
     for number, record in enumerate(found):
         if record.unverified is None and record.data_sha256 in unverified:
             found[number] = replace(record, unverified=True)
-    return sorted(found, key=lambda record: (record.recipe, record.seed))
+    return sorted(found, key=lambda record: (record.recipe, record.seed, record.finished))
 
 
 def strays(folder: Path) -> list[Path]:
@@ -302,7 +309,8 @@ def strays(folder: Path) -> list[Path]:
 
 
 def _is_place(path: Path, folder: Path) -> bool:
-    return path.parent.parent == Path(folder) and _named_by_seed(path)
+    of = path.parent.parent
+    return _named_by_seed(path) and (of == Path(folder) or of.parent == Path(folder) / "earlier")
 
 
 def _named_by_seed(path: Path) -> bool:

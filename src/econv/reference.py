@@ -1,13 +1,16 @@
 """The paper's sums as plain loops in float64: slow, obvious, and independent of `basis`.
 
-Everything fast in this library is tested against this file. Nothing here is shared with the
+Everything fast in this library is tested against this file. It knows images and volumes: the
+dimension is that of the group, or of the tensors. Nothing here is shared with the
 engines: a filter is built term by term from equations 20 and 22, a convolution tap by tap.
 The functions take and give tensors, so that autograd gives the reference for every gradient.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,29 +30,30 @@ __all__ = [
 ]
 
 
-Spacing = float | tuple[float, float]
-"""The length of a pixel, or its lengths along (y, x)."""
+Spacing = float | tuple[float, ...]
+"""The length of a pixel, or its lengths along (y, x), or (z, y, x)."""
 
 
 def lift_filters(
     coefficients: Tensor,
     group: GroupLike,
-    operators: OperatorsLike = "paper",
+    operators: OperatorsLike | None = None,
     stencils: StencilsLike = "isotropic",
     size: int = 5,
     spacing: Spacing = 1.0,
     vectors: int = 0,
     pseudoscalars: int = 0,
 ) -> Tensor:
-    """Ψ̃ as a filter bank: β ``[out, in, operators]`` → ``[out * order, in, size, size]``.
+    """Ψ̃ as a filter bank: β ``[out, in, operators]`` → ``[out * order, in, size, …]``.
 
-    The last 2·``vectors`` input channels are vectors (x, y), read in frame A: A⁻¹v. Before them
+    The last input channels are ``vectors``, in the plane (x, y), read in frame A: A⁻¹v. Before them
     come ``pseudoscalars``, which a frame that was mirrored reads with the other sign.
     """
     found = Group(group)
     out_fields, in_channels, _ = coefficients.shape
-    filters = torch.zeros(out_fields * found.order, in_channels, size, size, dtype=torch.float64)
-    scalars = in_channels - 2 * vectors
+    pixels = (size,) * found.dimension
+    filters = torch.zeros(out_fields * found.order, in_channels, *pixels, dtype=torch.float64)
+    scalars = in_channels - found.dimension * vectors
     for o in range(out_fields):
         for g in range(found.order):
             for c in range(in_channels):
@@ -59,18 +63,19 @@ def lift_filters(
                     mirrored = c >= scalars - pseudoscalars and g >= found.rotations
                     filters[o * found.order + g, c] += -chi if mirrored else chi
                     continue
-                vector, component = divmod(c - scalars, 2)
-                for d in range(2):
+                vector, component = divmod(c - scalars, found.dimension)
+                for d in range(found.dimension):
                     # Component c of A⁻¹v is Σ_d (A⁻¹)_cd v_d.
                     inverse = float(found.matrices[found.inverse[g], component, d])
-                    filters[o * found.order + g, scalars + 2 * vector + d] += inverse * chi
+                    place = scalars + found.dimension * vector + d
+                    filters[o * found.order + g, place] += inverse * chi
     return filters
 
 
 def group_filters(
     coefficients: Tensor,
     group: GroupLike,
-    operators: OperatorsLike = "paper",
+    operators: OperatorsLike | None = None,
     stencils: StencilsLike = "isotropic",
     size: int = 5,
     spacing: Spacing = 1.0,
@@ -81,7 +86,8 @@ def group_filters(
     """
     found = Group(group)
     out_fields, in_fields, order, _ = coefficients.shape
-    filters = torch.zeros(out_fields * order, in_fields * order, size, size, dtype=torch.float64)
+    pixels = (size,) * found.dimension
+    filters = torch.zeros(out_fields * order, in_fields * order, *pixels, dtype=torch.float64)
     for o in range(out_fields):
         for i in range(in_fields):
             for g in range(order):
@@ -95,32 +101,34 @@ def group_filters(
 def vector_filters(
     coefficients: Tensor,
     group: GroupLike,
-    operators: OperatorsLike = "paper",
+    operators: OperatorsLike | None = None,
     stencils: StencilsLike = "isotropic",
     size: int = 5,
     spacing: Spacing = 1.0,
 ) -> Tensor:
     """Group features to vector fields: β ``[2 * out, in, order, operators]`` → ``[2 * out, …]``.
 
-    out(x) = Σ_A A · [s₁(x, A), s₂(x, A)], where s = Φ̃[e] has two fields for each vector.
+    out(x) = Σ_A A · [s₁(x, A), s₂(x, A)], where s = Φ̃[e] has two fields for each vector; in space
+    three.
     """
     found = Group(group)
+    d = found.dimension
     fields = group_filters(coefficients, found, operators, stencils, size, spacing)
     filters = torch.zeros(coefficients.shape[0], *fields.shape[1:], dtype=torch.float64)
-    for vector in range(coefficients.shape[0] // 2):
+    for vector in range(coefficients.shape[0] // d):
         for g in range(found.order):
-            for row in range(2):
-                for column in range(2):
+            for row in range(d):
+                for column in range(d):
                     entry = float(found.matrices[g, row, column])
-                    field = (2 * vector + column) * found.order + g
-                    filters[2 * vector + row] += entry * fields[field]
+                    field = (d * vector + column) * found.order + g
+                    filters[d * vector + row] += entry * fields[field]
     return filters
 
 
 def scalar_filters(
     coefficients: Tensor,
     group: GroupLike,
-    operators: OperatorsLike = "paper",
+    operators: OperatorsLike | None = None,
     stencils: StencilsLike = "isotropic",
     size: int = 5,
     spacing: Spacing = 1.0,
@@ -145,22 +153,25 @@ def turned_filter(
     beta: Tensor,
     group: Group,
     element: int,
-    operators: OperatorsLike,
+    operators: OperatorsLike | None,
     stencils: StencilsLike,
     size: int,
     spacing: Spacing,
 ) -> Tensor:
-    """χ̃^(A) = Σ_i C_i^(A) ũ_i (equation 20), for one element and one β, ``[size, size]``."""
-    dy, dx = spacing if isinstance(spacing, tuple) else (spacing, spacing)
-    total = torch.zeros(size, size, dtype=torch.float64)
-    differences = stencil_set(stencils, rotations=group.rotations)
-    polynomials = operator_set(operators).polynomials
+    """χ̃^(A) = Σ_i C_i^(A) ũ_i (equation 20), for one element and one β, ``[size, size, …]``."""
+    lengths = spacing if isinstance(spacing, tuple) else (spacing,) * group.dimension
+    ratios = tuple(length / lengths[-1] for length in lengths[:-1])
+    aspect = ratios if len(ratios) > 1 else ratios[0]  # one number in the plane
+    unit = math.prod(lengths) ** (1 / group.dimension)
+    total = torch.zeros((size,) * group.dimension, dtype=torch.float64)
+    differences = stencil_set(stencils, rotations=group.steps)
+    polynomials = operator_set(operators, group.dimension).polynomials
     for b, polynomial in zip(beta.double(), polynomials, strict=True):
         for exponents, c in polynomial.in_frame(group.matrices[element]).terms:
             if abs(c) > 1e-13:
-                u = differences.stencil(Polynomial.monomial(exponents), size, dy / dx).weights
-                # The stencils are those of pixels of area 1.
-                scaled = torch.from_numpy(u.copy()) / math.sqrt(dy * dx) ** sum(exponents)
+                u = differences.stencil(Polynomial.monomial(exponents), size, aspect).weights
+                # The stencils are those of pixels of area 1, voxels of volume 1.
+                scaled = torch.from_numpy(u.copy()) / unit ** sum(exponents)
                 total = total + b * c * scaled
     return total
 
@@ -174,41 +185,46 @@ def convolve(
     dilation: int = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Cross-correlation with zero padding, tap by tap: what `conv2d` means."""
-    batch, channels, height, width = x.shape
-    out_channels, in_channels, size, _ = filters.shape
+    """Cross-correlation with zero padding, tap by tap: what `conv2d` and `conv3d` mean."""
+    batch, channels, *sizes = x.shape
+    out_channels, in_channels, size, *_ = filters.shape
     if channels != in_channels * groups:
         raise ValueError(f"expected {in_channels * groups} channels; got {channels}")
-    padded = torch.zeros(batch, channels, height + 2 * padding, width + 2 * padding).double()
-    padded[:, :, padding : padding + height, padding : padding + width] = x.double()
+    padded = torch.zeros(batch, channels, *(n + 2 * padding for n in sizes)).double()
+    inside = tuple(slice(padding, padding + n) for n in sizes)
+    every = slice(None)
+    whole: Any = (every, every, *inside)
+    padded[whole] = x.double()
     extent = dilation * (size - 1) + 1
-    rows = (height + 2 * padding - extent) // stride + 1
-    columns = (width + 2 * padding - extent) // stride + 1
+    counts = [(n + 2 * padding - extent) // stride + 1 for n in sizes]
     per_group = out_channels // groups
-    out = torch.zeros(batch, out_channels, rows, columns, dtype=torch.float64)
+    out = torch.zeros(batch, out_channels, *counts, dtype=torch.float64)
     for group in range(groups):
         o = slice(group * per_group, (group + 1) * per_group)
         c = slice(group * in_channels, (group + 1) * in_channels)
-        for r in range(size):
-            for s in range(size):
-                top, left = r * dilation, s * dilation
-                down = slice(top, top + stride * (rows - 1) + 1, stride)
-                right = slice(left, left + stride * (columns - 1) + 1, stride)
-                tap = torch.einsum("oc,bcyx->boyx", filters[o, :, r, s], padded[:, c, down, right])
-                out[:, o] += tap
-    return out if bias is None else out + bias.double()[:, None, None]
+        for tap in itertools.product(range(size), repeat=len(sizes)):
+            firsts = [dilation * t for t in tap]
+            read = tuple(
+                slice(first, first + stride * (count - 1) + 1, stride)
+                for first, count in zip(firsts, counts, strict=True)
+            )
+            one: Any = (o, every, *tap)
+            seen: Any = (every, c, *read)
+            out[:, o] += torch.einsum("oc,bc...->bo...", filters[one], padded[seen])
+    return out if bias is None else out + bias.double().view(-1, *[1] * len(sizes))
 
 
-def pad(x: Tensor, padding: int, modes: tuple[str, str]) -> Tensor:
+def pad(x: Tensor, padding: int, modes: tuple[str, ...]) -> Tensor:
     """The image with a border, as ``padding_mode=(y, x)`` says; pixel by pixel."""
-    batch, channels, height, width = x.shape
-    out = torch.zeros(batch, channels, height + 2 * padding, width + 2 * padding).double()
-    for i in range(out.shape[2]):
-        for j in range(out.shape[3]):
-            row = _inside(i - padding, height, modes[0])
-            column = _inside(j - padding, width, modes[1])
-            if row is not None and column is not None:
-                out[:, :, i, j] = x[:, :, row, column].double()
+    batch, channels, *sizes = x.shape
+    out = torch.zeros(batch, channels, *(n + 2 * padding for n in sizes)).double()
+    for place in itertools.product(*map(range, out.shape[2:])):
+        each = zip(place, sizes, modes, strict=True)
+        source = tuple(_inside(i - padding, size, mode) for i, size, mode in each)
+        if None not in source:
+            here: Any = (..., *place)
+            there: Any = (..., *source)
+            out[here] = x[there].double()
     return out
 
 
@@ -223,25 +239,20 @@ def _inside(place: int, size: int, mode: str) -> int | None:
     return size - 1 - abs(size - 1 - abs(place))  # reflect
 
 
-def recentre(x: Tensor, height: int, width: int) -> Tensor:
+def recentre(x: Tensor, *sizes: int) -> Tensor:
     """The points, a pixel apart, about the centre of the image: the mean of the pixels around each.
 
     A point on a pixel has one around it along that axis, a point between two pixels both; points
     outside of the image are zero.
     """
-    batch, channels, rows, columns = x.shape
-    out = torch.zeros(batch, channels, height, width, dtype=torch.float64)
-    for i in range(height):
-        for j in range(width):
-            # In half pixels, so that positions are whole numbers.
-            twice_row = rows - height + 2 * i
-            twice_column = columns - width + 2 * j
-            around = [
-                (r, c)
-                for r in {twice_row // 2, (twice_row + 1) // 2}
-                for c in {twice_column // 2, (twice_column + 1) // 2}
-            ]
-            if all(0 <= r < rows and 0 <= c < columns for r, c in around):
-                for r, c in around:
-                    out[:, :, i, j] += x[:, :, r, c].double() / len(around)
+    out = torch.zeros(*x.shape[:2], *sizes, dtype=torch.float64)
+    for place in itertools.product(*map(range, sizes)):
+        # In half pixels, so that positions are whole numbers.
+        twice = [have - n + 2 * i for have, n, i in zip(x.shape[2:], sizes, place, strict=True)]
+        around = list(itertools.product(*({t // 2, (t + 1) // 2} for t in twice)))
+        if all(0 <= i < n for near in around for i, n in zip(near, x.shape[2:], strict=True)):
+            here: Any = (..., *place)
+            for near in around:
+                there: Any = (..., *near)
+                out[here] += x[there].double() / len(around)
     return out

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import argparse
 import html
+import inspect
 import math
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from econv.basis import filter_basis
 from econv.files import write_atomically
+from econv.models import MODELS
 from econv.page import filled
 from econv.recipes import RECIPES, Recipe
 from econv.records import Record, load_all, strays
@@ -29,7 +33,9 @@ __all__ = [
     "as_markdown",
     "as_table",
     "as_text",
+    "compared",
     "curves",
+    "earlier",
     "main",
     "rows",
     "section",
@@ -39,11 +45,12 @@ __all__ = [
 ]
 
 BEGIN, END = "<!-- econv report: begin -->", "<!-- econv report: end -->"
+COMPARED, EARLIER = "<!-- econv report: recipes -->", "<!-- econv report: earlier -->"
 
 TITLES = {
     0: "The embedded digits: 5,000 of MNIST, turned",
     1: "Table 1. MNIST-rot, no augmentation",
-    2: "Table 2. MNIST-rot, augmented by rotations",
+    2: "Table 2. MNIST-rot, augmented: the paper by rotations, ours as each row says",
     3: "Table 3. CIFAR-10 and CIFAR-100",
     4: "Trained on upright images, tested on images at every angle",
 }
@@ -79,9 +86,13 @@ NOTE = (
     "Test errors are the mean ± sample standard deviation (n − 1) over seeds. They are those of "
     "the epoch with the lowest validation error or, in rows marked as "
     f"{RETRAINED}, of the last epoch of a second training on training and validation images "
-    "together; the test split is read once. Seconds are those of training with its evaluations; "
-    "compiling and reading the data come before and are in the records."
+    "together; the test split is read once. Every run of a recipe's settings counts, whatever code "
+    "it ran; means by code stand beside where there are several. Our recipes differ from the "
+    "paper's in more than the layer, for the ordinary networks too: docs/paper.md has every "
+    "difference, and the runs of earlier settings. Seconds are those of training with its "
+    "evaluations; compiling and reading the data come before and are in the records."
 )
+CHANGED = "settings changed after a test error was seen"
 RECREATED = (
     " Re-created data are made from MNIST as MNIST-rot was; they are not its official images."
 )
@@ -105,22 +116,41 @@ class Row:
     recipe: Recipe
     records: tuple[Record, ...]
     recreated: bool
-    outdated: int = 0
+    outdated: tuple[Record, ...] = ()
     """Records of the same name with other settings; they do not count."""
 
     @property
+    def seeds(self) -> int:
+        """How many different ones there are: one may have been run by several codes."""
+        return len({record.seed for record in self.records})
+
+    @property
     def complete(self) -> bool:
-        return len(self.records) >= self.recipe.minimum_seeds
+        return self.seeds >= self.recipe.minimum_seeds
+
+    @property
+    def changed(self) -> bool:
+        """Whether a test error of other settings was known before these were run."""
+        first = min((record.finished for record in self.records), default=None)
+        return any(first is None or record.finished < first for record in self.outdated)
 
     @property
     def error(self) -> str:
         """Mean and standard deviation of the test error, or how many seeds are missing.
 
-        Where test images were turned, means over the seeds upright and at the worst angle too.
+        Where several codes ran, each one's own too; where test images were turned, means over the
+        seeds upright and at the worst angle.
         """
         if not self.complete:
-            return f"{INCOMPLETE} ({len(self.records)} of {self.recipe.minimum_seeds} seeds)"
+            return f"{INCOMPLETE} ({self.seeds} of {self.recipe.minimum_seeds} seeds)"
         found = spread([record.test_error for record in self.records])
+        by_code = _by(self.records, lambda record: ", ".join(_revisions(record)))
+        if len(by_code) > 1 and self.seeds < len(self.records):
+            means = (
+                f"{spread([record.test_error for record in ran])} by {code}"
+                for code, ran in by_code.items()
+            )
+            found += f" ({'; '.join(means)})"
         angles = [record.angle_errors for record in self.records if record.angle_errors]
         if not angles:
             return found
@@ -131,9 +161,13 @@ class Row:
             f"{360 * worst / len(by_angle):g}°)"
         )
 
+    @property
+    def name(self) -> str:
+        notes = [self.recipe.note] * bool(self.recipe.note) + [CHANGED] * self.changed
+        return self.recipe.row + f" ({'; '.join(notes)})" * bool(notes)
+
     def cells(self) -> tuple[str, ...]:
         recipe, found = self.recipe, self.records
-        name = recipe.row + (f" ({recipe.note})" if recipe.note else "")
         paper = "–" if recipe.paper_error is None else _percent(recipe.paper_error)
         parameters = sorted({record.parameters for record in found})
         where = ", ".join(sorted({record.device for record in found}))
@@ -141,12 +175,13 @@ class Row:
         labels += ["re-created"] if self.recreated else []
         labels += ["unverified"] if any(record.unverified for record in found) else []
         labels += [RETRAINED] if any(record.retrained for record in found) else []
-        labels += [f"{self.outdated} outdated"] if self.outdated else []
+        labels += [f"{len(self.outdated)} outdated"] if self.outdated else []
+        runs = str(self.seeds) + f", {len(found)} runs" * (len(found) > self.seeds)
         return (
-            name,
+            self.name,
             paper,
             self.error,
-            str(len(found)),
+            runs,
             recipe.paper_parameters or "–",
             " / ".join(f"{count:,}" for count in parameters) or "–",
             f"{_seconds(found)} ({where})" if found else "–",
@@ -199,7 +234,7 @@ def rows(records: Iterable[Record], recipes: Mapping[str, Recipe] = RECIPES) -> 
         mine = by_name.get(name, [])
         settings = recipe.settings()
         current = [record for record in mine if record.settings == settings]
-        outdated = len(mine) - len(current)
+        outdated = tuple(record for record in mine if record.settings != settings)
         kinds = sorted({_kind(record) for record in current})
         # The paper's tables show what is missing; nobody asked for the rest.
         demanded = recipe.table in (1, 2, 3) and not name.endswith("_paper")
@@ -208,6 +243,13 @@ def rows(records: Iterable[Record], recipes: Mapping[str, Recipe] = RECIPES) -> 
         for kind in kinds:
             kept = [record for record in current if _kind(record) == kind]
             found.append(Row(recipe, tuple(kept), kind[0], outdated))
+    return found
+
+
+def _by(records: Iterable[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
     return found
 
 
@@ -238,7 +280,7 @@ def as_text(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None 
     tables = [
         f"{title}\n{aligned(heads, lines)}\n" for title, heads, lines in _tables(found, others)
     ]
-    return "\n".join([*tables, textwrap.fill(_note(found, others), 100)])
+    return "\n".join([*tables, *_differences(found), textwrap.fill(_note(found, others), 100)])
 
 
 def aligned(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -260,11 +302,168 @@ def as_markdown(found: Sequence[Row]) -> str:
     """The tables for a README."""
     lines = []
     for title, heads, cells in _tables(found, None):
-        lines += [f"**{title}**", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-        for line in cells:
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")
-        lines.append("")
+        lines += [f"**{title}**", "", _in_markdown(heads, cells), ""]
     return "\n".join([*lines, _note(found), ""])
+
+
+def _in_markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(
+        ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+        + ["| " + " | ".join(row) + " |" for row in rows]
+    )
+
+
+_COMPARED_HEADS = (
+    "network",
+    "paper, %",
+    "ours, %",
+    "less by",
+    "layers",
+    "fields",
+    "orientations pooled",
+    "dropout",
+    "augmentation",
+    "label smoothing",
+    "weights averaged",
+    "epochs",
+    "batch",
+    "optimiser",
+    "highest rate",
+    "schedule",
+    "weight decay",
+    "retrained on all",
+)
+
+
+def compared(
+    found: Sequence[Row], recipes: Mapping[str, Recipe] = RECIPES
+) -> list[tuple[str, ...]]:
+    """Ours against the paper's recipe: a line for every row of the paper's that was run.
+
+    A cell has one value where both agree, and "paper's → ours" where they do not.
+    """
+    lines = []
+    for row in found:
+        paper = recipes.get(f"{row.recipe.name}_paper")
+        if paper is None or not row.records or row.recipe.paper_error is None:
+            continue
+        mean = statistics.fmean(record.test_error for record in row.records)
+        better = f"{row.recipe.paper_error - mean:.2f}" if row.complete else "–"
+        told = zip(_settings_told(paper), _settings_told(row.recipe), strict=True)
+        name = row.recipe.row if row.recipe.row == paper.row else f"{paper.row} → {row.recipe.row}"
+        cells = (theirs if theirs == ours else f"{theirs} → {ours}" for theirs, ours in told)
+        lines.append((name, _percent(row.recipe.paper_error), row.error, better, *cells))
+    return lines
+
+
+def _settings_told(recipe: Recipe) -> tuple[str, ...]:
+    """What decides a result, in words, defaults of the network included."""
+    kind, options = MODELS[recipe.model]
+    defaults = {
+        name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()
+    }
+    network: dict[str, Any] = {**defaults, **options, **dict(recipe.model_options)}
+    augmentation = (
+        key if value is True else f"{key} {value}" for key, value in recipe.augmentation
+    )
+    return (
+        _layers(network),
+        ", ".join(map(str, network["fields"])),
+        str(network["pool"] or "no") if network["group"] else "–",
+        f"{network.get('dropout', 0) or 'no'}",
+        ", ".join(augmentation) or "no",
+        f"{recipe.label_smoothing or 'no'}",
+        f"by {recipe.ema_decay}" if recipe.ema_decay else "no",
+        str(recipe.epochs),
+        str(recipe.batch_size),
+        recipe.optimizer,
+        f"{recipe.learning_rate:g}",
+        recipe.schedule + f", warm-up {recipe.warmup_epochs:g}" * bool(recipe.warmup_epochs),
+        f"{recipe.weight_decay or 'no'}",
+        "yes" if recipe.retrain_on_all else "no",
+    )
+
+
+def _layers(network: Mapping[str, Any]) -> str:
+    """Operators, stencils and initialisation of a network's convolutions.
+
+    >>> _layers({"group": "p8", "options": {"stencils": "central"}})
+    '9 operators, central 5×5, init relu'
+    """
+    if network["group"] is None:
+        return "3×3 filters"
+    options = dict(network["options"] or {})
+    init = options.pop("init", "relu")
+    basis = filter_basis(network["group"], **options)
+    angle = basis.operators.angle
+    return (
+        f"{len(basis.operators)} operators{f', turned {angle:g}°' * bool(angle)}, "
+        f"{basis.stencils.name} {basis.size}×{basis.size}, init {init}"
+    )
+
+
+_EARLIER_HEADS = ("network", "paper, %", "test error, %", "seeds", "code", "finished", "then → now")
+
+
+def earlier(found: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Runs of settings that a recipe no longer has: what they gave, and what was changed.
+
+    They are left out of the rows' means.
+    """
+    lines: list[tuple[str, ...]] = []
+    for recipe, outdated in {row.recipe.name: (row.recipe, row.outdated) for row in found}.values():
+        now = _flat(recipe.settings())
+        for ran in _by(outdated, lambda record: f"{_kind(record)} {record.settings}").values():
+            then = _flat(ran[0].settings)
+            changes = [
+                f"{key} {then.get(key, 'not set')} → {now.get(key, 'not set')}"
+                for key in [*then, *(key for key in now if key not in then)]
+                if then.get(key) != now.get(key)
+            ]
+            lines.append(
+                (
+                    recipe.row + f" ({recipe.note})" * bool(recipe.note),
+                    "–" if recipe.paper_error is None else _percent(recipe.paper_error),
+                    spread([record.test_error for record in ran]),
+                    ", ".join(str(record.seed) for record in ran),
+                    ", ".join(dict.fromkeys(r for record in ran for r in _revisions(record))),
+                    max(record.finished for record in ran)[:10],
+                    ", ".join(changes),
+                )
+            )
+    return lines
+
+
+def _flat(settings: Mapping[str, Any], owner: str = "") -> dict[str, Any]:
+    """Settings within settings by their names with points between."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{owner}{key}.") if isinstance(value, dict) else {owner + key: value}
+    return found
+
+
+def _further(found: Sequence[Row]) -> list[_Table]:
+    """Ours against the paper's recipe, and runs of earlier settings, where there are any."""
+    tables: list[_Table] = [
+        ("Ours against the paper's recipe", _COMPARED_HEADS, compared(found)),
+        ("Left out: runs of earlier settings", _EARLIER_HEADS, earlier(found)),
+    ]
+    return [table for table in tables if table[2]]
+
+
+def _differences(found: Sequence[Row]) -> list[str]:
+    """The same for a terminal: only what differs, a paragraph for each row."""
+    parts = []
+    for title, heads, lines in _further(found):
+        told = [title]
+        for line in lines:
+            pairs = zip(heads[1:], line[1:], strict=True)
+            cells = [f"{h}: {cell}" for h, cell in pairs if "→" in cell or "%" in h]
+            whole = f"{line[0]}: {'; '.join(cells)}"
+            told.append(textwrap.fill(whole, 100, subsequent_indent="  ", break_on_hyphens=False))
+        parts.append("\n".join(told) + "\n")
+    return parts
 
 
 def _note(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None = None) -> str:
@@ -280,11 +479,29 @@ def _note(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None = 
 
 
 def updated(text: str, found: Sequence[Row], name: str | Path = "the text") -> str:
-    """A README's text with the tables between its markers; errors call it by the name."""
-    begin, end = text.find(BEGIN), text.find(END)
-    if begin < 0 or end < begin or text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{name}: expected one line {BEGIN!r} and, after it, one line {END!r}")
-    return f"{text[:begin]}{BEGIN}\n\n{as_markdown(found)}\n{text[end:]}"
+    """A page's text with the tables between its markers; errors call it by the name.
+
+    Three kinds of markers begin a table: of all rows, as in the README, of recipes compared with
+    the paper's and of earlier runs. A page has one of them or more, each with its own end.
+    """
+    parts = {
+        BEGIN: lambda: as_markdown(found),
+        COMPARED: lambda: _in_markdown(_COMPARED_HEADS, compared(found)) + "\n",
+        EARLIER: lambda: _in_markdown(_EARLIER_HEADS, earlier(found)) + "\n",
+    }
+    wanted = [marker for marker in parts if marker in text] or [BEGIN]
+    for marker in wanted:
+        begin = text.find(marker)
+        end = text.find(END, max(begin, 0))
+        between = text[begin + len(marker) : end]
+        if begin < 0 or end < 0 or text.count(marker) != 1 or any(m in between for m in parts):
+            raise ValueError(
+                f"{name}: expected one line {marker!r} and, after it, one line {END!r}"
+            )
+        text = f"{text[:begin]}{marker}\n\n{parts[marker]()}\n{text[end:]}"
+    if text.count(END) != len(wanted):
+        raise ValueError(f"{name}: expected one line {END!r} for each table; got {text.count(END)}")
+    return text
 
 
 def update(path: Path, found: Sequence[Row]) -> bool:
@@ -320,6 +537,8 @@ def as_html(
                 as_table(heads, lines) + _all_curves(series) + _runs(series),
             )
         )
+    for number, (caption, heads, lines) in enumerate(_further(found)):
+        parts.append(section(f"further-{number}", caption, as_table(heads, lines)))
     return filled(
         "report.html",
         {

@@ -387,6 +387,9 @@ def stencil_set(stencils: StencilsLike, accuracy: int = 2, rotations: int = 0) -
 
     ``accuracy`` is for central stencils, ``rotations`` for isotropic ones.
 
+    Raises:
+        ValueError: for another name, or for an accuracy that these stencils do not have.
+
     >>> stencil_set("central", accuracy=4)
     Central(accuracy=4)
     """

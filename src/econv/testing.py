@@ -2,16 +2,21 @@
 
 They know tensors, groups and modules, but nothing of how a layer works inside.
 
-At quarter turns and flips the check is exact. At other angles an image must be interpolated, and
-the interpolation has to be far better than what it measures: `transform` uses quintic splines.
+At the symmetries of the grid (quarter turns and flips, for volumes the 48 of the cube) the check is
+exact. At other angles an image must be interpolated, and the interpolation has to be far better
+than what it measures: `transform` uses quintic splines.
+
+Images are ``[batch, channels, height, width]`` and volumes ``[batch, channels, depth, height,
+width]``; x points right, y up and z along the depth.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -27,118 +32,169 @@ __all__ = [
     "assert_equivariant",
     "convergence_order",
     "equivariance_error",
+    "random_rotations",
     "rotate",
     "smooth_field",
     "transform",
 ]
 
 KINDS = ("scalar", "pseudoscalar", "regular", "vector", "invariant")
-"""How channels turn: not at all, with a sign under reflections, as group features, as (x, y)
-components; or nothing turns."""
+"""How channels turn: not at all, with a sign under reflections, as group features, as (x, y) or
+(x, y, z) components; or nothing turns."""
 
 Kind = str | Sequence[tuple[str, int]]
 """One of `KINDS`, or for channels of several kinds each with its number of fields, in order."""
 
+_MAPS = {2: "[batch, channels, height, width]", 3: "[batch, channels, depth, height, width]"}
+
+Element = int | FloatArray | Tensor
+"""The index of an element of a group; or any orthogonal matrix, of (x, y) or (x, y, z)."""
+
+Spacing = float | tuple[float, ...]
+"""The length of a pixel, or its lengths along (y, x) or (z, y, x)."""
+
 
 def transform(
     x: Tensor,
-    group: GroupLike,
-    element: int,
+    group: GroupLike | None,
+    element: Element,
     kind: Kind = "scalar",
-    spacing: float | tuple[float, float] = 1.0,
+    spacing: Spacing = 1.0,
 ) -> Tensor:
-    """π of one group element: turn an image, a group feature map or a vector field.
+    """π of one group element: turn an image or a volume, a group feature map or a vector field.
 
     - ``"scalar"``: (πr)(x) = r(Ã⁻¹x), every channel an image;
     - ``"regular"``: (πe)(x, A) = e(Ã⁻¹x, Ã⁻¹A), channels ``fields * order``;
     - ``"pseudoscalar"``: (πω)(x) = det(Ã) ω(Ã⁻¹x);
-    - ``"vector"``: (πv)(x) = Ã v(Ã⁻¹x), channels in pairs x (right), y (up);
+    - ``"vector"``: (πv)(x) = Ã v(Ã⁻¹x), channels in pairs x (right), y (up), of volumes in threes
+      x, y, z;
     - ``[("scalar", 1), ("vector", 1)]`` and the like: channels of several kinds, one after the
       other, and how many fields are of each;
     - ``"invariant"``: the tensor itself, of any shape, such as class scores.
 
-    Pixels turn about the centre of the image. Quarter turns and flips are exact (and swap height
-    and width of images that are not square); other angles are interpolated by quintic splines, in
-    float64, with zeros where no image was. Where pixels are rectangles, ``spacing=(dy, dx)``, only
-    half turns and flips along the axes are exact, and quarter turns are interpolated.
+    Pixels turn about the centre of the image. Quarter turns and flips, of volumes all symmetries of
+    the cube, are exact (and swap the sides of maps that are not square); other angles are
+    interpolated by quintic splines, in float64, with zeros where no image was. Where pixels are
+    rectangles, ``spacing=(dy, dx)`` or ``(dz, dy, dx)``, only those are exact that keep their
+    shape, and others are interpolated.
+
+    ``element`` may be any orthogonal matrix, ``[2, 2]`` or ``[3, 3]``, which no group needs to
+    hold; but group features turn by elements of their group alone.
 
     >>> x = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
     >>> transform(x, "p4", 1)[0, 0].tolist()
     [[2.0, 4.0], [1.0, 3.0]]
+    >>> transform(torch.arange(8.0).view(1, 1, 2, 2, 2), "O", 12).flatten().tolist()
+    [1.0, 3.0, 0.0, 2.0, 5.0, 7.0, 4.0, 6.0]
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"expected a torch.Tensor; got {type(x).__name__}")
-    found = Group(group)
+    found = None if group is None else Group(group)
+    matrix, index = _read_element(found, element)
+    dimension = len(matrix)
     if not isinstance(kind, str):
-        return _transform_parts(x, found, element, kind, spacing)
+        return _transform_parts(x, found, element, dimension, kind, spacing)
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}: expected one of {KINDS}")
-    if not isinstance(element, int | np.integer) or not 0 <= element < found.order:
-        raise ValueError(
-            f"expected an element of {found} from 0 to {found.order - 1}; got {element}"
-        )
     if kind == "invariant":
         return x
-    if x.ndim != 4:
-        raise ValueError(f"expected [batch, channels, height, width]; got {tuple(x.shape)}")
-    aspect = _aspect(spacing)
-    if not (x.is_floating_point() or element in _exact(found, aspect)):
+    if x.ndim != dimension + 2:
+        raise ValueError(f"expected {_MAPS[dimension]}; got {tuple(x.shape)}")
+    lengths = _lengths(spacing, dimension)
+    if not (x.is_floating_point() or _on_grid(matrix, lengths)):
         raise ValueError(f"expected a floating-point image to interpolate; got {x.dtype}")
-    multiple = _channels(kind, found)
+    multiple = _channels(kind, found, dimension)
     if x.shape[1] % multiple:
+        of = f" of {found}" if found is not None else ""
         raise ValueError(
-            f"expected channels in multiples of {multiple} for kind {kind!r} of {found}; "
-            f"got {x.shape[1]}"
+            f"expected channels in multiples of {multiple} for kind {kind!r}{of}; got {x.shape[1]}"
         )
-    moved = _move_pixels(x, found, element, aspect)
+    moved = _move_pixels(x, matrix, lengths)
     channels = moved.unflatten(1, (-1, multiple))
     if kind == "regular":
+        assert found is not None
+        if index is None:
+            raise ValueError(
+                f"expected an element of {found} for group features, as its index: another "
+                "rotation does not permute their orientations"
+            )
         # Orientation A of the result is orientation Ã⁻¹A of the input.
-        channels = channels[:, :, found.relative[element].tolist()]
+        channels = channels[:, :, found.relative[index].tolist()]
     elif kind == "vector":
-        matrix = torch.tensor(found.matrices[element], dtype=x.dtype, device=x.device)
-        channels = torch.einsum("dc,bvcyx->bvdyx", matrix, channels)
-    elif kind == "pseudoscalar" and element >= found.rotations:
+        turn = torch.tensor(matrix, dtype=x.dtype, device=x.device)
+        channels = torch.einsum("dc,bvc...->bvd...", turn, channels)
+    elif kind == "pseudoscalar" and np.linalg.det(matrix) < 0:
         channels = -channels
     return channels.flatten(1, 2)
 
 
-def _channels(kind: str, group: Group) -> int:
+def _read_element(group: Group | None, element: Element) -> tuple[FloatArray, int | None]:
+    """The matrix, and the index of an element of the group."""
+    if isinstance(element, int | np.integer) and group is not None:
+        if not 0 <= element < group.order:
+            raise ValueError(
+                f"expected an element of {group} from 0 to {group.order - 1}; got {element}"
+            )
+        return np.asarray(group.matrices[element]), int(element)
+    given = element.detach().cpu().numpy() if isinstance(element, Tensor) else element
+    try:
+        matrix = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError):  # no numbers at all
+        matrix = np.empty(0)
+    size = len(matrix) if matrix.ndim else 0
+    fits = matrix.shape == (size, size) and size in (
+        (2, 3) if group is None else (group.dimension,)
+    )
+    if not fits or not np.abs(matrix @ matrix.T - np.eye(size)).max() <= 1e-6:
+        whole = "an orthogonal matrix" if group is None else f"an element of {group}"
+        sizes = "2×2 or 3×3" if group is None else f"{group.dimension}×{group.dimension}"
+        raise ValueError(f"expected {whole}, as its index or as a matrix {sizes}; got {element!r}")
+    return matrix, None
+
+
+def _channels(kind: str, group: Group | None, dimension: int) -> int:
     """Of one field."""
-    return {"regular": group.order, "vector": 2}.get(kind, 1)
+    if kind == "regular" and group is None:
+        raise ValueError("expected a group for group features; got none")
+    return {"regular": group.order if group else 1, "vector": dimension}.get(kind, 1)
 
 
 def _transform_parts(
     x: Tensor,
-    group: Group,
-    element: int,
+    group: Group | None,
+    element: Element,
+    dimension: int,
     parts: Sequence[tuple[str, int]],
-    spacing: float | tuple[float, float],
+    spacing: Spacing,
 ) -> Tensor:
     try:
-        sizes = [fields * _channels(kind, group) for kind, fields in parts]
+        sizes = [fields * _channels(kind, group, dimension) for kind, fields in parts]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"expected one of {KINDS}, or pairs such as ('scalar', 1); got {parts!r}"
         ) from error
-    if x.ndim != 4 or sum(sizes) != x.shape[1]:
-        raise ValueError(
-            f"expected [batch, {sum(sizes)}, height, width] for {list(map(tuple, parts))}; "
-            f"got {tuple(x.shape)}"
-        )
+    if x.ndim != dimension + 2 or sum(sizes) != x.shape[1]:
+        wanted = _MAPS[dimension].replace("channels", str(sum(sizes)))
+        raise ValueError(f"expected {wanted} for {list(map(tuple, parts))}; got {tuple(x.shape)}")
     each = zip(x.split(sizes, dim=1), parts, strict=True)
     return torch.cat([transform(own, group, element, kind, spacing) for own, (kind, _) in each], 1)
 
 
-def rotate(x: Tensor, degrees: float) -> Tensor:
+def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
     """Turn every channel of ``[batch, channels, height, width]`` anticlockwise by any angle.
 
     Exact at quarter turns (which swap height and width); elsewhere by quintic splines, with zeros
-    where no image was, as in :func:`transform`.
+    where no image was, as in :func:`transform`. In place of an angle it takes an orthogonal matrix,
+    which for volumes ``[batch, channels, depth, height, width]`` it must be: ``[3, 3]``, of (x, y,
+    z).
 
     >>> rotate(torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]]), 90)[0, 0].tolist()
     [[2.0, 4.0], [1.0, 3.0]]
+    >>> rotate(torch.rand(1, 1, 5, 5, 5), random_rotations(1)[0]).shape
+    torch.Size([1, 1, 5, 5, 5])
     """
+    if not isinstance(degrees, int | float | np.floating | np.integer):
+        return transform(x, None, degrees)
     if not isinstance(x, Tensor):
         raise ValueError(f"expected a torch.Tensor; got {type(x).__name__}")
     if x.ndim != 4:
@@ -154,32 +210,52 @@ def rotate(x: Tensor, degrees: float) -> Tensor:
     return _resample(x, np.array([[cosine, -sine], [sine, cosine]]))
 
 
+def random_rotations(count: int, dimension: int = 3, seed: int = 0) -> FloatArray:
+    """So many rotations, ``[count, d, d]``, uniform among all: what networks are to be tested at.
+
+    >>> rotations = random_rotations(4)
+    >>> bool(np.allclose(np.linalg.det(rotations), 1.0))
+    True
+    """
+    if dimension not in (2, 3):
+        raise ValueError(f"expected a dimension of 2 or 3; got {dimension!r}")
+    normal = np.random.default_rng(seed).standard_normal((count, dimension, dimension))
+    # The orthogonal factor is uniform where the triangular one has a positive diagonal.
+    matrices, triangles = np.linalg.qr(normal)
+    matrices = matrices * np.sign(np.diagonal(triangles, axis1=1, axis2=2))[:, None]
+    matrices[:, 0] *= np.sign(np.linalg.det(matrices))[:, None]
+    found: FloatArray = matrices
+    return found
+
+
 def equivariance_error(
     module: Callable[[Tensor], Tensor],
     x: Tensor,
-    element: int,
+    element: Element,
     group: GroupLike | None = None,
     *,
     input_kind: Kind | None = None,
     output_kind: Kind | None = None,
     margin: float = 3 / 16,
-    spacing: float | tuple[float, float] | None = None,
+    spacing: Spacing | None = None,
 ) -> float:
     """How far a module is from commuting with one group element: ‖f(πx) − πf(x)‖ / ‖πf(x)‖.
 
     Args:
         module: a layer, a network, or any function of one tensor.
-        x: its input, ``[batch, channels, height, width]``.
-        element: index of the group element.
+        x: its input, ``[batch, channels, height, width]``, or a volume.
+        element: index of the group element; or any orthogonal matrix, where neither input nor
+            output is a group feature map: such as one of :func:`random_rotations`.
         group: the group; by default ``module.group``.
         input_kind: how the input turns, see :func:`transform`; by default what the layer says of
             itself, else ``"scalar"``.
         output_kind: how the output turns; by default what the layer says of itself, else
             ``"regular"``, or ``"invariant"`` for an output that is no image.
         margin: for elements that need interpolation, the error is taken inside the central disc
-            that ends this fraction of the side before the border, where padding plays no role.
-        spacing: the length of a pixel, or its lengths along (y, x); by default those that the
-            layers name.
+            or ball that ends this fraction of the side before the border, where padding plays no
+            role.
+        spacing: the length of a pixel, or its lengths along (y, x) or (z, y, x); by default those
+            that the layers name.
 
     Both passes see the same random numbers, and running statistics are left as they were.
 
@@ -191,13 +267,14 @@ def equivariance_error(
     >>> 1e-12 < equivariance_error(layer, image, element=1) < 0.01  # an eighth
     True
     """
-    found = _group_of(module, group)
+    known = group is not None or getattr(module, "group", None) is not None
+    found = _group_of(module, group) if known or isinstance(element, int) else None
     into = input_kind or _kind_of(module, "input", "scalar")
     lengths = _spacing_of(module) if spacing is None else spacing
     turned_input = transform(x, found, element, into, lengths)
     with _undisturbed(module, x.device) as run:
         turned_first, turned_last = run(turned_input), run(x)
-    default = "regular" if turned_last.ndim == 4 else "invariant"
+    default = "regular" if turned_last.ndim == x.ndim else "invariant"
     out = output_kind or _kind_of(module, "output", default)
     turned_last = transform(turned_last, found, element, out, lengths)
     if turned_first.shape != turned_last.shape:
@@ -206,10 +283,11 @@ def equivariance_error(
             f"output {tuple(turned_last.shape)}: expected the same"
         )
     difference, size = (turned_first - turned_last).double(), turned_last.double()
-    aspect = _aspect(lengths)
-    if out != "invariant" and element not in _exact(found, aspect):
-        disc = _disc(size.shape[-2], size.shape[-1], margin, aspect).to(size.device)
-        difference, size = difference * disc, size * disc
+    matrix, _ = _read_element(found, element)
+    sides = _lengths(lengths, len(matrix))
+    if out != "invariant" and not _on_grid(matrix, sides):
+        ball = _ball(size.shape[2:], margin, sides).to(size.device)
+        difference, size = difference * ball, size * ball
     error, norm = float(difference.norm()), float(size.norm())
     if norm == 0.0:
         return 0.0 if error == 0.0 else math.inf
@@ -221,12 +299,12 @@ def assert_equivariant(
     x: Tensor,
     group: GroupLike | None = None,
     *,
-    elements: Iterable[int] | None = None,
+    elements: Iterable[Element] | None = None,
     tolerance: float | None = None,
     input_kind: Kind | None = None,
     output_kind: Kind | None = None,
     margin: float = 3 / 16,
-    spacing: float | tuple[float, float] | None = None,
+    spacing: Spacing | None = None,
 ) -> None:
     """Raise ``AssertionError`` with every element's error unless the module is equivariant.
 
@@ -236,42 +314,47 @@ def assert_equivariant(
     """
     found = _group_of(module, group)
     lengths = _spacing_of(module) if spacing is None else spacing
-    exact = _exact(found, _aspect(lengths))
-    chosen = exact if elements is None else tuple(elements)
+    sides = _lengths(lengths, found.dimension)
+    exact = tuple(e for e in found.grid_symmetries if _on_grid(found.matrices[e], sides))
+    chosen: tuple[Element, ...] = exact if elements is None else tuple(elements)
     if not chosen:
         raise ValueError("expected at least one element to check; got none")
     if tolerance is None:
-        if not set(chosen) <= set(exact):
+        if not all(_on_grid(_read_element(found, e)[0], sides) for e in chosen):
             raise ValueError(
                 "expected a tolerance for elements that are no symmetries of the pixel grid: "
                 f"their error depends on the stencils; those of {found} are {exact}"
             )
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(x.dtype, 5e-2)
 
-    def measured(into: Any, out: Any) -> dict[int, float]:
+    def measured(into: Any, out: Any) -> list[float]:
         kinds = {"input_kind": into, "output_kind": out}
-        return {
-            element: equivariance_error(
-                module, x, element, found, **kinds, margin=margin, spacing=lengths
-            )
+        return [
+            equivariance_error(module, x, element, found, **kinds, margin=margin, spacing=lengths)
             for element in chosen
-        }
+        ]
 
-    def holds(errors: dict[int, float]) -> bool:
+    def holds(errors: list[float]) -> bool:
         # Written so that a NaN error fails.
-        return all(error <= tolerance for error in errors.values())
+        return all(error <= tolerance for error in errors)
 
     errors = measured(input_kind, output_kind)
     if holds(errors):
         return
-    table = "\n".join(f"  element {e}: {error:.3e}" for e, error in errors.items())
+    named = [
+        f"element {e}" if isinstance(e, int | np.integer) else f"matrix {number}"
+        for number, e in enumerate(chosen)
+    ]
+    table = "\n".join(f"  {n}: {error:.3e}" for n, error in zip(named, errors, strict=True))
     hint = ""
-    if input_kind is None and not hasattr(module, "input_kind") and x.shape[1] % 2 == 0:
+    whole = x.shape[1] % found.dimension == 0
+    if input_kind is None and not hasattr(module, "input_kind") and whole:
         for out in dict.fromkeys((output_kind, output_kind or "vector")):
             with contextlib.suppress(ValueError):  # channels that are no vectors
                 if holds(measured("vector", out)):
                     more = "" if out == output_kind else f" and output_kind={out!r}"
-                    hint = f"\nIt is with input_kind='vector'{more}: channels in pairs x, y (up)"
+                    several = "pairs x, y (up)" if found.dimension == 2 else "threes x, y (up), z"
+                    hint = f"\nIt is with input_kind='vector'{more}: channels in {several}"
                     break
     raise AssertionError(f"not equivariant to {found} within {tolerance:.1e}:\n{table}{hint}")
 
@@ -307,23 +390,32 @@ def smooth_field(
     seed: int = 0,
     batch: int = 1,
     dtype: torch.dtype = torch.float64,
+    dimension: int = 2,
 ) -> Tensor:
     """A smooth random image ``[batch, channels, size, size]`` with second moment 1 as a whole.
 
-    White noise blurred by a Gaussian of ``smoothness`` pixels, periodic at the border.
+    White noise blurred by a Gaussian of ``smoothness`` pixels, periodic at the border; with
+    ``dimension=3`` a volume.
 
     >>> smooth_field(32, channels=3).shape
     torch.Size([1, 3, 32, 32])
+    >>> smooth_field(8, dimension=3).shape
+    torch.Size([1, 1, 8, 8, 8])
     """
     for name, count in (("size", size), ("channels", channels), ("batch", batch)):
         positive(name, count, 1 << 14)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"expected seed as a whole number; got {seed!r}")
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(batch, channels, size, size, generator=generator, dtype=torch.float64)
+    sizes = (size,) * dimension
+    noise = torch.randn(batch, channels, *sizes, generator=generator, dtype=torch.float64)
     frequency = torch.fft.fftfreq(size, dtype=torch.float64)
     line = torch.exp(-2 * (math.pi * smoothness * frequency) ** 2)
-    field = torch.fft.ifft2(torch.fft.fft2(noise) * line[:, None] * line).real
+    axes = tuple(range(-dimension, 0))
+    spectrum = torch.fft.fftn(noise, dim=axes)
+    for axis in axes:
+        spectrum = spectrum * line.view(-1, *[1] * (-1 - axis))
+    field = torch.fft.ifftn(spectrum, dim=axes).real
     return (field / field.pow(2).mean().sqrt()).to(dtype)
 
 
@@ -340,25 +432,29 @@ def _kind_of(module: object, end: str, default: str) -> Kind:
     return kind if kind != "mixed" else list(getattr(module, f"{end}_parts"))
 
 
-def _spacing_of(module: object) -> float | tuple[float, float]:
-    """The pair of spacings that the layers of a module agree on; 1 where none names a pair."""
+def _spacing_of(module: object) -> Spacing:
+    """The spacings that the layers of a module agree on; 1 where none names several."""
     parts = module.modules() if isinstance(module, nn.Module) else [module]
     named = [found for part in parts if isinstance(found := getattr(part, "spacing", 1.0), tuple)]
-    if len({_aspect(found) for found in named}) > 1:
+    if len({_lengths(found, len(found)) for found in named}) > 1:
         raise ValueError(f"expected pixels of one shape: the layers have {sorted(set(named))}")
     return named[0] if named else 1.0
 
 
-def _aspect(spacing: float | tuple[float, float]) -> float:
-    """Height of a pixel over its width."""
-    y, x = spacing if isinstance(spacing, tuple | list) else (spacing, spacing)
-    return y / x
+def _lengths(spacing: Spacing, dimension: int) -> tuple[float, ...]:
+    """Of a pixel along x, y, …, in its widths."""
+    if not isinstance(spacing, tuple | list):
+        return (1.0,) * dimension
+    if len(spacing) != dimension:
+        raise ValueError(f"expected one spacing, or {dimension} of them; got {spacing!r}")
+    return tuple(length / spacing[-1] for length in spacing[::-1])
 
 
-def _exact(group: Group, aspect: float) -> tuple[int, ...]:
-    """The elements that map the pixel grid onto itself."""
-    square = aspect == 1.0
-    return tuple(e for e in group.grid_symmetries if square or not group.matrices[e][0, 1])
+def _on_grid(matrix: FloatArray, lengths: tuple[float, ...]) -> bool:
+    """Whether a matrix maps the pixel grid onto itself."""
+    if not (matrix == np.round(matrix)).all():
+        return False
+    return all(lengths[i] == lengths[j] for i, j in np.argwhere(matrix))
 
 
 @contextlib.contextmanager
@@ -389,55 +485,91 @@ def _undisturbed(
             restore()
 
 
-def _move_pixels(x: Tensor, group: Group, element: int, aspect: float = 1.0) -> Tensor:
+def _move_pixels(x: Tensor, matrix: FloatArray, lengths: tuple[float, ...]) -> Tensor:
     """r(A⁻¹x) for every channel."""
-    matrix = group.matrices[element]
-    if element in _exact(group, aspect):
-        if element >= group.rotations:  # A = R·F: the flip y → −y comes first
-            x = x.flip(-2)
-            matrix = matrix @ np.diag([1.0, -1.0])
-        quarters = round(math.atan2(matrix[1, 0], matrix[0, 0]) / (math.pi / 2))
-        return torch.rot90(x, quarters, (-2, -1))
-    # In pixels, that are shorter along one axis.
-    return _resample(x, matrix * [[1.0, 1 / aspect], [aspect, 1.0]])
+    if not _on_grid(matrix, lengths):
+        sides = np.array(lengths)
+        return _resample(x, matrix * sides[:, None] / sides)  # in pixels
+    # Coordinate j of what is read is ± coordinate i of where it goes; indices run against y.
+    last, flipped, order = x.ndim - 1, [], list(range(x.ndim))
+    for i, j in np.argwhere(matrix):
+        order[last - i] = int(last - j)
+        if matrix[i, j] * _DOWNWARDS[i] * _DOWNWARDS[j] < 0:
+            flipped.append(int(last - j))
+    return x.flip(flipped).permute(order)
+
+
+_DOWNWARDS = (1, -1, 1)
+"""Whether indices run along x, y and z or against them."""
 
 
 def _resample(x: Tensor, matrix: FloatArray) -> Tensor:
     """r(A⁻¹x) by quintic B-splines, with zeros outside of the image."""
-    height, width = x.shape[-2:]
-    places, weights = _taps(height, width, tuple(matrix.ravel().tolist()))
-
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(x.device)
-
-    coefficients = tensor(_spline_filter(height)) @ x.double() @ tensor(_spline_filter(width)).T
+    coefficients, sizes = x.double(), tuple(x.shape[2:])
+    for dim, size in enumerate(sizes, 2):
+        line = torch.from_numpy(_spline_filter(size)).to(x.device)
+        coefficients = (coefficients.transpose(dim, -1) @ line.T).transpose(dim, -1)
     # Each pixel is a weighted sum of coefficients, with one row of them for all channels at once.
     table = coefficients.flatten(2).flatten(0, 1).T.contiguous()
-    result = functional.embedding_bag(
-        tensor(places), table, mode="sum", per_sample_weights=tensor(weights)
-    )
-    return result.T.reshape(x.shape).to(x.dtype)
+    found = []
+    for places, weights in _each_taps(sizes, tuple(matrix.ravel().tolist())):
+        given = (torch.from_numpy(places).to(x.device), torch.from_numpy(weights).to(x.device))
+        found.append(
+            functional.embedding_bag(given[0], table, mode="sum", per_sample_weights=given[1])
+        )
+    return torch.cat(found).T.reshape(x.shape).to(x.dtype)
+
+
+def _each_taps(
+    sizes: tuple[int, ...], matrix: tuple[float, ...]
+) -> Iterator[tuple[np.ndarray, FloatArray]]:
+    """The taps of an image, which are kept; or of each slice of a volume, too many to keep."""
+    if len(sizes) == 2:
+        yield _kept_taps(sizes, matrix)
+        return
+    for depth in range(sizes[0]):
+        yield _taps(sizes, matrix, depth)
 
 
 @lru_cache(maxsize=64)
-def _taps(height: int, width: int, matrix: tuple[float, ...]) -> tuple[np.ndarray, FloatArray]:
-    """The 36 coefficients that each turned pixel reads, and their weights, ``[pixels, 36]``."""
-    rows, columns = np.mgrid[:height, :width]
-    right = columns - (width - 1) / 2
-    up = (height - 1) / 2 - rows
-    inverse = np.array(matrix).reshape(2, 2).T
-    source_column = inverse[0, 0] * right + inverse[0, 1] * up + (width - 1) / 2
-    source_row = (height - 1) / 2 - (inverse[1, 0] * right + inverse[1, 1] * up)
+def _kept_taps(sizes: tuple[int, ...], matrix: tuple[float, ...]) -> tuple[np.ndarray, FloatArray]:
+    return _taps(sizes, matrix)
+
+
+def _taps(
+    sizes: tuple[int, ...], matrix: tuple[float, ...], depth: int | None = None
+) -> tuple[np.ndarray, FloatArray]:
+    """The 36 or 216 coefficients that each turned pixel reads, and their weights.
+
+    ``[pixels, 6^d]``; with a ``depth`` of that slice of a volume alone.
+    """
+    dimension = len(sizes)
+    inverse = np.array(matrix).reshape(dimension, dimension).T
+    middle = [(size - 1) / 2 for size in sizes[::-1]]
+    ranges = [range(size) for size in sizes]
+    if depth is not None:
+        ranges[0] = range(depth, depth + 1)
+    indices = np.meshgrid(*ranges, indexing="ij")[::-1]  # along x, y, …
+    signs = _DOWNWARDS[:dimension]
+    places = [s * (n - m) for s, n, m in zip(signs, indices, middle, strict=True)]
+    sources = [
+        s * sum(row[i] * place for i, place in enumerate(places)) + m
+        for s, row, m in zip(signs, inverse, middle, strict=True)
+    ]
     edge = 1e-9  # a corner that rounding moved out of the image still belongs to it
-    inside = (np.abs(source_row - (height - 1) / 2) <= (height - 1) / 2 + edge) & (
-        np.abs(source_column - (width - 1) / 2) <= (width - 1) / 2 + edge
+    inside = reduce(
+        np.logical_and, (np.abs(n - m) <= m + edge for n, m in zip(sources, middle, strict=True))
     )
-    places, weights = [], []
-    for row, row_weight in _spline_taps(source_row, height):
-        for column, column_weight in _spline_taps(source_column, width):
-            places.append((row * width + column).ravel())
-            weights.append((row_weight * column_weight * inside).ravel())
-    return np.stack(places, axis=1), np.stack(weights, axis=1)
+    lines = [_spline_taps(n, size) for n, size in zip(sources[::-1], sizes, strict=True)]
+    found, weights = [], []
+    for taps in itertools.product(*map(tuple, lines)):
+        place = np.zeros_like(taps[0][0])
+        weight = np.ones_like(taps[0][1])
+        for (index, own), size in zip(taps, sizes, strict=True):
+            place, weight = place * size + index, weight * own
+        found.append(place.ravel())
+        weights.append((weight * inside).ravel())
+    return np.stack(found, axis=1), np.stack(weights, axis=1)
 
 
 def _spline_taps(position: FloatArray, size: int) -> Iterator[tuple[np.ndarray, FloatArray]]:
@@ -474,9 +606,12 @@ def _mirrored(index: np.ndarray, size: int) -> np.ndarray:
     return np.minimum(folded, period - folded)
 
 
-def _disc(height: int, width: int, margin: float, aspect: float = 1.0) -> Tensor:
-    """The disc in the middle; lengths are in widths of a pixel."""
-    radius = min(height * aspect, width) * (0.5 - margin)
-    rows = (torch.arange(height, dtype=torch.float64) - (height - 1) / 2) * aspect
-    columns = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
-    return (rows[:, None] ** 2 + columns**2 <= radius**2).double()
+def _ball(sizes: Sequence[int], margin: float, lengths: tuple[float, ...]) -> Tensor:
+    """The disc or ball in the middle, where it is 1; ``lengths`` are those of a pixel."""
+    sides = lengths[::-1]  # along y, x or z, y, x
+    radius = min(size * side for size, side in zip(sizes, sides, strict=True)) * (0.5 - margin)
+    squares = torch.zeros(())
+    for size, side in zip(sizes, sides, strict=True):
+        line = (torch.arange(size, dtype=torch.float64) - (size - 1) / 2) * side
+        squares = squares[..., None] + line**2
+    return (squares <= radius**2).double()

@@ -23,6 +23,7 @@ _FUNCTIONS = [
         for n in ("arange", "linspace", "zeros", "ones", "full", "rand", "randn", "empty")
     ),
     (functional, "conv2d"),
+    (functional, "conv3d"),
 ]
 
 

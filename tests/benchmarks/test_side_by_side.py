@@ -247,7 +247,8 @@ def test_a_check_that_econv_fails_is_an_error_once_all_is_written(failing, monke
     else:
         compatibility.main(arguments)
     record = json.loads(place.read_text(encoding="utf-8"))
-    assert record["libraries"]["e2cnn"] == {"versions": None, "results": {}}
+    absent = record["libraries"]["e2cnn"]
+    assert absent == {**absent, "versions": None, "results": {}}
     assert record["libraries"]["escnn"]["results"] == (
         {"second": {"status": "fail", "message": "ValueError: broken"}}
         if failing
@@ -327,15 +328,17 @@ WITH_PACKAGES = {"onnx_dynamo", "onnx_legacy", "onnx_of_plain", "int8_weights"}
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about what it is going to change
-@pytest.mark.parametrize("library", ["torch", "econv"])
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW | WITH_PACKAGES else n for n in CHECKS],
+    ("name", "library"),
+    [
+        pytest.param(name, library, marks=[pytest.mark.slow] * (name in SLOW | WITH_PACKAGES))
+        for name, check in CHECKS.items()
+        for library in ("torch", "econv")
+        if check.control or library == "econv"  # an ordinary network is not equivariant
+    ],
 )
 def test_an_ordinary_network_and_ours_pass(name, library):
     chosen = libraries.get(library)
-    if library == "torch" and not CHECKS[name].control:
-        pytest.skip("an ordinary network is not equivariant")
     torch.manual_seed(0)
     try:
         CHECKS[name].function(chosen)
@@ -350,7 +353,7 @@ class Defective(libraries.Torch):
     def __init__(self, layer):
         self.layer = layer
 
-    def convolution(self, group, before, after, operators=False):
+    def convolution(self, group, before, after):
         if not before:
             return super().convolution(group, before, after)
         channels = before * libraries.order_of(group), after * libraries.order_of(group)
@@ -531,17 +534,9 @@ class Unconverted(libraries.Torch):
     def synchronised(self, network):
         return network
 
-    def parameter_groups(self, network):
-        return [{"params": list(network.parameters()), "weight_decay": 0.1}]
-
     def exported(self, network):
         network.head[2].__class__ = type("Linear", (nn.Linear,), {"__module__": "econv.layers"})
         return network
-
-
-class Undecaying(libraries.Torch):
-    def parameter_groups(self, network):
-        return [{"params": list(network.parameters()), "weight_decay": 0.0}]
 
 
 class Unequal(libraries.Torch):
@@ -558,9 +553,7 @@ class Unequal(libraries.Torch):
     ("library", "name", "words"),
     [
         (Unconverted, "synchronised", "not converted: features.1, features.4, features.7"),
-        (Unconverted, "weight_decay", "features.1.weight, of a norm, decays"),
         (Unconverted, "plain_export", "a module of econv is left: Linear"),
-        (Undecaying, "weight_decay", "features.0.weight does not decay"),
         (Unequal, "plain_export", "the output differs"),
         (Unequal, "synchronised", "the output differs"),
     ],
@@ -570,10 +563,29 @@ def test_a_check_says_no_to_a_helper_that_does_nothing(library, name, words):
         CHECKS[name].function(library())
 
 
+class PoolsInSingle(libraries.Torch):
+    """Its pooling forgets dtype and layout."""
+
+    def pool(self, group, fields):
+        return nn.Sequential(super().pool(group, fields), Forgetful())
+
+
+class Forgetful(nn.Module):
+    def forward(self, x):
+        return x.float().contiguous()
+
+
+@pytest.mark.parametrize("name", ["pooling_dtype", "pooling_layout"])
+def test_a_check_says_no_to_a_pooling_that_forgets(name):
+    with pytest.raises((AssertionError, RuntimeError)):
+        CHECKS[name].function(PoolsInSingle())
+    CHECKS[name.replace("pooling_layout", "channels_last_eval")].function(libraries.Torch())
+
+
 class Unequivariant(libraries.Econv):
     """One of its convolutions is an ordinary one."""
 
-    def convolution(self, group, before, after, operators=False):
+    def convolution(self, group, before, after):
         if before:
             return super().convolution(group, before, after)
         return nn.Conv2d(3, after * libraries.order_of(group), 5, padding=2)
@@ -662,6 +674,7 @@ def test_a_measurement_that_fails_ends_the_script(monkeypatch):
 
 # ---------------------------------------------------------------------------------------- tables
 
+STAMP = {"revision": "abcdef", "finished": "2026-01-02T03:04:05Z"}
 RECORD = {
     "limit_s": 300,
     "checks": [
@@ -672,6 +685,7 @@ RECORD = {
     "libraries": {
         "econv": {
             "versions": {"econv": "1.0", "torch": "2.13", "onnx": None},
+            **STAMP,
             "results": {
                 "a": {"status": "pass", "message": ""},
                 "b": {"status": "pass", "message": "to 1e-07"},
@@ -680,6 +694,7 @@ RECORD = {
         },
         "escnn": {
             "versions": {"escnn": "1.0.11", "torch": "2.13"},
+            **STAMP,
             "results": {
                 "a": {"status": "fail", "message": "E: a|b `c` " + "x" * 200},
                 "b": {"status": "pass", "message": ""},
@@ -689,6 +704,7 @@ RECORD = {
         "e2cnn": {"versions": None, "results": {}},
         "torch": {
             "versions": {"torch": "2.13"},
+            **STAMP,
             "results": {
                 "a": {"status": "pass", "message": ""},
                 "b": {"status": "pass", "message": ""},
@@ -708,6 +724,7 @@ def test_the_summary_counts_what_passes_of_what_applies():
         "| turns | 1 of 1 | 0 of 0 | not installed |",
         "| **all checks** | **3 of 3** | **1 of 2** | **not installed** |",
     ]
+    assert lines[5] == "| causes of what fails | 0 | 1 | 0 |"
     assert "control, passes 2 of 2." in lines[-1]
 
 
@@ -715,6 +732,13 @@ def test_the_details_show_the_error_and_keep_the_table_whole():
     text = readme.compatibility_details(RECORD)
     message = "E: a\\|b 'c' " + "x" * 200
     assert text.splitlines() == [
+        "## What fails, by cause",
+        "",
+        "| checks that fail because | **econv** | escnn 1.0.11 | e2cnn |",
+        "|---|---|---|---|",
+        f"| {message} | 0 | 1 | 0 |",
+        "| **causes** | **0** | **1** | **0** |",
+        "",
         "## `compile`",
         "",
         "|  | **econv** | escnn 1.0.11 | e2cnn |",
@@ -728,17 +752,43 @@ def test_the_details_show_the_error_and_keep_the_table_whole():
         "|---|---|---|---|",
         "| exact | pass | – (no such layer) | not installed |",
         "",
-        "- econv: econv 1.0, torch 2.13",
-        "- escnn: escnn 1.0.11, torch 2.13",
+        "- econv: econv 1.0, torch 2.13; code of revision abcdef, 2026-01-02",
+        "- escnn: escnn 1.0.11, torch 2.13; code of revision abcdef, 2026-01-02",
         "- e2cnn: not installed",
-        "- control: torch 2.13",
+        "- control: torch 2.13; code of revision abcdef, 2026-01-02",
     ]
+
+
+def test_failures_of_one_cause_are_told_together():
+    failed = {"status": "fail", "message": "AssertionError: x"}
+    found = copy.deepcopy(RECORD)
+    found["checks"] = [
+        {"name": name, "topic": "t", "title": name}
+        for name in ("deepcopy_eval", "live_weights", "pickled_train", "unheard_of")
+    ]
+    results = {check["name"]: failed for check in found["checks"]}
+    pickle = {"status": "fail", "message": "AttributeError: Can't pickle local object"}
+    found["libraries"]["escnn"]["results"] = {**results, "pickled_train": pickle}
+    causes = readme.causes_of(found, "escnn")
+    assert [len(titles) for titles in causes.values()] == [2, 1, 1]
+    first, second, third = causes
+    assert first.startswith("filters are cached in eval mode")
+    assert "pickle" in second
+    assert third == "AssertionError: x"
+
+
+def test_every_failure_of_the_record_has_a_cause_that_somebody_looked_for():
+    found = readme.read("compatibility.json")
+    for library in ("escnn", "e2cnn"):
+        assert set(readme.causes_of(found, library)) <= set(readme.CAUSES)
+    assert readme.causes_of(found, "econv") == {}
 
 
 def test_the_costs_are_told_library_by_library():
     passes = {"forward+backward": {"ratio": 1.024}, "eval": {"ratio": 0.996}}
     kept = {"parameter_bytes": 100, "train_bytes": 101, "eval_bytes": 1500}
     found = {
+        **STAMP,
         "settings": {
             "widths": [24, 96],
             "fields": 16,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from catalogue import CASES, MODES, NETWORKS, case, run
+from econv import create_model
 
 # torch warns of its own deprecated parts while the compiler is imported.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -140,3 +141,15 @@ def test_recompilations_are_noticed(of_a_cnn):
 
 def test_the_networks_are_those_of_the_catalogue():
     assert set(SLOW) < set(NETWORKS)
+
+
+def test_networks_of_volumes_are_one_graph():
+    torch.manual_seed(0)
+    network = create_model("unet_3d_T", fields=(1, 2)).train()
+    eager = copy.deepcopy(network)
+
+    def equal(inputs, found):
+        for ours, wanted in zip(found, run(eager, inputs), strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+
+    assert compilations(network, torch.randn(2, 1, 8, 9, 8), batches=(2, 3), check=equal) <= 2

@@ -1,5 +1,6 @@
 """Refusals name the architecture, the line of the source and what to do instead."""
 
+import contextlib
 import importlib
 import inspect
 import linecache
@@ -10,6 +11,7 @@ from torch import nn
 
 from econv import ConversionError, convert
 from econv.conversion.refusals import ARCHITECTURES
+from econv.conversion.registry import rule_of_module
 
 
 def images(size=32, channels=3):
@@ -264,3 +266,53 @@ def test_networks_of_the_packages_are_called_by_their_names(name):
     error = refusal(source, images(224), measure=False)
     assert f"this is {NETWORKS[name]}: " in str(error)
     assert len(str(error)) < 800
+
+
+class Reversed(nn.MaxPool2d):
+    """A pooling by its class, and something else by its forward."""
+
+    def forward(self, x):
+        return -super().forward(-x)
+
+
+class Shifted(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x.roll(1, 3))
+
+
+class Renamed(nn.MaxPool2d):
+    """Has no forward of its own: it is what its class is."""
+
+
+def pooling(layer):
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), layer, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    )
+
+
+def test_dilated_maxima_are_refused():
+    assert "1: its windows are dilated" in str(refusal(pooling(nn.MaxPool2d(2, 2, dilation=2))))
+
+    class Called(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 2)
+
+        def forward(self, x):
+            x = torch.nn.functional.max_pool2d(self.conv(x), 2, 2, dilation=2)
+            return self.head(x.mean((2, 3)))
+
+    assert "its windows are dilated" in str(refusal(Called()))
+    convert(pooling(nn.MaxPool2d(2, 2, dilation=1)), "p4", "width", example_input=images())
+
+
+@pytest.mark.parametrize("layer", [Reversed(2), Shifted(4, 4, 3, padding=1)])
+def test_what_a_subclass_computes_is_not_guessed_from_its_base(layer):
+    """It is followed into, or refused; its forward is never replaced by the base's."""
+    source = pooling(layer).double().eval()
+    x = images().double()
+    with contextlib.suppress(ConversionError):
+        converted = convert(source, "p1", example_input=x, pretrained=True)
+        torch.testing.assert_close(converted(x), source(x))
+    assert rule_of_module(layer) is None
+    assert rule_of_module(Renamed(2)) is rule_of_module(nn.MaxPool2d(2)) is not None

@@ -55,7 +55,7 @@ def test_what_becomes_smooth(image):
     assert [blur.width for blur in blurs] == [1.1]
     # act, relu, elu, and the blur before the stride; functions that have no kind of module stay
     assert len(of_kind(network, GroupActivation2d)) == 4
-    assert [pool.reduce for pool in of_kind(network, GroupPool2d)] == ["mean"]
+    assert [pool.reduce for pool in of_kind(network, GroupPool2d)] == ["mean+std"]
     assert network(image[:, :, :37, :40]).shape == (8, 5)
     plain = made(image)
     assert not of_kind(plain, GroupActivation2d)

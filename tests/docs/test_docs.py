@@ -1,6 +1,7 @@
 """What the pages of the docs say is so: their code runs, and nothing public is left out."""
 
 import importlib.util
+import json
 import pkgutil
 import re
 import shlex
@@ -109,6 +110,36 @@ def test_the_commands_can_be_given(arguments):
     try_command(arguments)
 
 
+def examples_of_help() -> list[str]:
+    """Every command line among the examples of `econv --help` and of its commands."""
+    texts = [cli._EXAMPLES, *cli._EXAMPLES_OF.values()]
+    found = re.findall(
+        r"(?:\beconv|-m econv\.)\s?((?:demo|check|train|report)\b.*)$", "\n".join(texts), re.M
+    )
+    return [re.split(r"\s{2,}", line)[0] for line in found]
+
+
+@pytest.mark.parametrize("line", examples_of_help())
+def test_the_examples_of_the_help_can_be_given(line):
+    try_command(shlex.split(line))
+
+
+def test_the_help_shows_what_people_do(capsys):
+    for arguments, least in (
+        ([], 5),
+        (["check"], 4),
+        (["demo"], 2),
+        (["train"], 5),
+        (["report"], 3),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main([*arguments, "--help"])
+        out = capsys.readouterr().out
+        examples = out[out.index("what people do" if not arguments else "examples:") :]
+        assert len(re.findall(r"\beconv.(?:demo|check|train|report)", examples)) >= least
+        assert max(map(len, out.splitlines())) <= 100
+
+
 def test_the_commands_of_every_kind_are_found():
     assert {param.values[0][0] for param in COMMANDS} == {"train", "report", "demo", "check"}
 
@@ -152,9 +183,35 @@ def test_the_page_of_the_layers_has_them_all():
 
 
 def test_the_layers_that_the_migration_page_names_exist():
-    libraries = [pytest.importorskip(name) for name in ("escnn.nn", "e2cnn.nn")]
+    # `layers_of` of benchmarks/libraries.py, where those libraries are.
+    path = ROOT / "benchmarks" / "results" / "peer_layers.json"
+    if not path.exists():
+        pytest.skip("no benchmarks beside the tests")
+    peers = json.loads(path.read_text(encoding="utf-8"))
+    known = {name for library in ("escnn", "e2cnn") for name in peers[library]["layers"]}
     text = (DOCS / "migrating.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.*?) \|", text.split("## Layers")[1].split("\n## ")[0], re.M)
     names = {name for row in rows for name in re.findall(r"`([A-Z]\w+)", row)}
     assert len(names) > 30
-    assert {n for n in names if not any(hasattr(library, n) for library in libraries)} == set()
+    assert names - known == set()
+
+
+def missing_tests(text: str) -> list[str]:
+    """The tests that a text names and that there are not."""
+    missing = []
+    for file, name in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", text):
+        path = ROOT / file
+        found = path.is_file() and (not name or f"def {name}(" in path.read_text(encoding="utf-8"))
+        missing += [] if found else [f"{file}::{name}"]
+    return missing
+
+
+def test_the_tests_that_pages_name_exist():
+    # What once failed on a GPU keeps the name that it had.
+    made = re.compile(r"<!-- table: device tests -->.*?<!-- end -->", re.S)
+    for page in DOCS.rglob("*.md"):
+        assert missing_tests(made.sub("", page.read_text(encoding="utf-8"))) == [], page
+    assert missing_tests("tests/test_no.py, tests/test_basis.py::test_no") == [
+        "tests/test_no.py::",
+        "tests/test_basis.py::test_no",
+    ]

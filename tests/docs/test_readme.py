@@ -1,5 +1,6 @@
 """What the README says is so: its code runs, its tables are those of benchmarks and records."""
 
+import json
 import re
 import subprocess
 import sys
@@ -15,18 +16,91 @@ README = ROOT / "README.md"
 pytestmark = pytest.mark.skipif(not README.exists(), reason="no README beside the tests")
 
 
-def test_the_code_runs(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)  # it saves networks
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
-    assert len(blocks) >= 2
-    exec(compile("\n".join(blocks), str(README), "exec"), {})
-    assert float(capsys.readouterr().out) < 0.001
+def code() -> str:
+    return "\n".join(re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S))
 
 
-def test_the_first_result_comes_within_25_lines():
+def test_the_code_prints_what_stands_beside_it(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code(), str(README), "exec"), {})
+    told = re.findall(r"^print\(.*\)\s+# (.*)$", code(), re.M)
+    assert len(told) >= 2
+    assert capsys.readouterr().out.splitlines() == told
+
+
+def test_it_can_be_read_in_one_go():
+    """At most 120 lines, in the order in which a stranger asks."""
     lines = README.read_text(encoding="utf-8").splitlines()
-    for result in ("scores = network(", "    make run "):
-        assert any(result in line for line in lines[:25])
+    assert len(lines) <= 120
+    order = (
+        "Convolutional networks",
+        "docs/pictures/turning.gif",
+        "## Install",
+        "## A network",
+        "table: equivariance",
+        "table: accuracy",
+        "table: speed",
+        "## Convert your network",
+        "## What is in it",
+        "make run ",
+        "make test ",
+        "## Citation",
+        "MIT licence",
+    )
+    places = [next(n for n, line in enumerate(lines) if words in line) for words in order]
+    assert places == sorted(places)
+
+
+def test_the_tables_have_at_most_three_columns_of_figures():
+    heads = re.findall(r"^(\|.*\|)\n\|---", README.read_text(encoding="utf-8"), re.M)
+    assert len(heads) == 3
+    assert all(head.count("|") - 1 <= 1 + 3 for head in heads)
+
+
+def test_what_it_links_to_exists():
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", README.read_text(encoding="utf-8"))
+    inside = [link for link in links if "://" not in link]
+    assert len(inside) > 20
+    assert [link for link in inside if not (ROOT / link).exists()] == []
+
+
+def test_the_moving_picture_is_small_and_was_measured():
+    picture = ROOT / "docs" / "pictures" / "turning.gif"
+    content = picture.read_bytes()
+    assert content.startswith(b"GIF89a")
+    assert len(content) <= 2_000_000
+    found = json.loads(picture.with_suffix(".json").read_text(encoding="utf-8"))
+    ours, cnn = found["digits_p8"], found["digits_cnn"]
+    assert ours["parameters"] <= cnn["parameters"]
+    assert ours["largest_change_at_quarter_turns"] < 1e-5 < cnn["largest_change_at_quarter_turns"]
+    assert 4 * ours["mean_change"] < cnn["mean_change"]
+
+
+def test_the_short_tables_are_made_of_what_was_measured():
+    readme = pytest.importorskip("readme", reason="no benchmarks beside the tests")
+    errors = {"isotropic 5×5": [0.001], "escnn R2Conv 5×5": [0.02], "central 5×5": [0.3]}
+    found = {"one_layer": {"errors": errors}, "settings": {"smoothness": [1.5], "seeds": 5}}
+    text = readme.equivariance_in_short(found)
+    assert "| smoothness in pixels | escnn | econv |" in text  # no record of e2cnn, no column
+    assert "| 1.5 | 0.02 | **0.001** |" in text
+    assert "**" not in readme.accuracy_in_short(report.rows([]))  # no records, no rows
+    group = {"in_fields": 16}
+    cpu = {
+        "threads": 2,
+        "layers": [
+            {
+                "case": {**group, "group": name},
+                "forward+backward": {"median": {"dense": 0.02, "spectral": 0.004}},
+            }
+            for name in ("p8", "p16")
+        ],
+    }
+    speed = {"dense": 4000.0, "auto": 8000.0}
+    run = {"recipe": "cifar10_resnet26_p8_paper", "batch": 128, "images_per_second": speed}
+    training = {"device": "a GPU", "runs": [run]}
+    text = readme.speed_in_short(cpu, {**cpu, "device": "a GPU"}, training)
+    assert "| layer of p16, 16 fields, 2 CPU cores | 20 | **4** |" in text
+    assert "| ResNet-26 of the paper, a GPU | 32 | **16** |" in text
 
 
 def test_the_tables_are_those_of_the_benchmarks():
@@ -117,8 +191,32 @@ def test_the_papers_tables_are_those_of_the_records():
     folder = ROOT / "records"
     if not folder.exists():
         pytest.skip("no records beside the tests")
-    text = README.read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     found = report.rows(records.load_all(folder))
-    assert report.updated(text, found) == text, "econv report --markdown README.md mends it"
+    assert report.updated(text, found) == text, "econv report --markdown docs/results.md mends it"
     changed = report.rows([])
     assert report.updated(text, changed) != text
+
+
+def test_the_comparison_with_the_papers_recipes_is_that_of_the_records():
+    page, folder = ROOT / "docs" / "paper.md", ROOT / "records"
+    if not page.exists() or not folder.exists():
+        pytest.skip("no records beside the tests")
+    text = page.read_text(encoding="utf-8")
+    found = report.rows(records.load_all(folder))
+    assert report.updated(text, found) == text, "econv report --markdown docs/paper.md mends it"
+    assert report.updated(text, report.rows([])) != text
+
+
+def test_every_result_says_by_which_code_and_when_it_was_found():
+    folder = ROOT / "benchmarks" / "results"
+    if not folder.exists():
+        pytest.skip("no benchmarks beside the tests")
+    for path in folder.glob("*.json"):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        columns = found.get("libraries", {}).values()
+        for part in columns or [{**found.get("origin", {}), **found}]:
+            assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?|unknown", part["revision"]), path
+            known = re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", part["finished"])
+            # What was found before results said so has the day on which it was committed.
+            assert known or re.fullmatch(r"\d{4}-\d\d-\d\d", part["committed"]), path

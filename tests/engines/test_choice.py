@@ -9,7 +9,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from econv.engines.choice import Times
 from econv.engines.spectral import native, operator
 from econv.engines.spectral.operator import EngineError
 from econv.files import processor_name
+from econv.stencils import Central, StencilSet
 from fake_engines import Fake, installed
 
 needs_kernel = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
@@ -178,7 +181,7 @@ def test_auto_is_dense_while_a_graph_is_exported():
 def test_by_rule_a_gpu_runs_many_taps_(size, batch, device_only, wins):
     layer = GroupConv2d(16, 16, "p8", operators="order<=2", size=size, padding=size // 2)
     given = Problem(
-        *(layer.convolution, 4 * batch, 32, 32, torch.bfloat16, torch.device("cuda")),
+        *(layer.convolution, 4 * batch, (32, 32), torch.bfloat16, torch.device("cuda")),
         *(True, True, True),
     )
     able = [engines.ENGINES["dense"], engines.ENGINES["spectral/triton"]]
@@ -897,6 +900,7 @@ TRAINED = """
 import os
 import re
 from pathlib import Path
+from typing import ClassVar
 rank = int(os.environ["RANK"])
 torch.distributed.init_process_group(
     "gloo", init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2
@@ -1051,3 +1055,42 @@ def test_a_new_engine_is_chosen_by_what_it_says_not_by_its_name(measuring, monke
     new = Fake("fast", 1.0, dense.clock)
     monkeypatch.setitem(choice.ENGINES, new.name, new)
     assert called(GroupConv2d(2, 2, "p4")) == new.name
+
+
+@dataclass(frozen=True)
+class Lopsided(StencilSet):
+    """Central differences with a part that is neither even nor odd, of an order that is free."""
+
+    accuracy: int = 2
+    name: ClassVar[str] = "lopsided"
+
+    def smallest_size(self, operators):
+        return 5
+
+    def weights(self, exponents, size):
+        fourth, third = np.array([1.0, -4, 6, -4, 1]), np.array([-1.0, 3, -3, 1, 0])
+        return Central().weights(exponents, size) + 0.01 * np.outer(fourth, third)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_lopsided_stencils_run_densely_where_nobody_chose(measured, request):
+    if measured:
+        request.getfixturevalue("measuring")
+    layers = {
+        name: econv.GroupConv2d(1, 2, "p4", stencils=Lopsided(), engine=name, dtype=torch.float64)
+        for name in ("auto", "dense", "spectral")
+    }
+    layers["dense"].load_state_dict(layers["auto"].state_dict())
+    found = {}
+    for name in ("auto", "dense"):
+        x = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(0)).double()
+        x.requires_grad_(True)
+        with econv.engine() as ran:
+            out = layers[name](x)
+        out.square().sum().backward()
+        assert ran == ["dense"]
+        found[name] = out, x.grad, layers[name].weight.grad
+    for ours, wanted in zip(found["auto"], found["dense"], strict=True):
+        assert torch.equal(ours, wanted)
+    with pytest.raises(ValueError, match="expected stencils that are even or odd"):
+        layers["spectral"](torch.randn(2, 4, 9, 9).double())

@@ -219,11 +219,11 @@ def test_the_operators_pass_the_checks_of_torch(engine):
     layer = GroupConv2d(2, 3, "p4", stride=2, dtype=DOUBLE)
     convolution = layer.convolution
     (part,) = convolution.parts
-    plan, geometry = convolution.plan(part), convolution.geometry(6, 7)
+    plan, geometry = convolution.plan(part), convolution.geometry((6, 7))
     for layout in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(2, 8, 6, 7, dtype=DOUBLE).to(memory_format=layout)
         weight = layer.weight.detach().flatten(2)
-        rest = (engine, plan.name, list(geometry), True)
+        rest = (engine, plan.name, geometry.numbers, True)
         out, known = torch.ops.econv.spectral(x, weight, None, *rest)
         g = torch.randn_like(out)
         for wanted in ((True, True), (True, False), (False, True)):

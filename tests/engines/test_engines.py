@@ -16,6 +16,7 @@ from econv import (
 )
 from econv.engines import dense
 from econv.engines.problem import replicate
+from econv.layers import GroupConv, LiftConv, VectorConv
 
 GROUPS = ["p1", "p2", "p3", "p4", "p6", "p8", "p12", "p1m", "p2m", "p4m", "p6m", "p8m"]
 OPTIONS = {
@@ -50,14 +51,14 @@ def distance(a, b):
 
 def reference_filters(layer, coefficients=None):
     """What the reference says the filters of a layer are."""
-    if isinstance(layer, VectorConv2d):
+    if isinstance(layer, VectorConv):
         build = reference.vector_filters
-    elif isinstance(layer, GroupConv2d):
+    elif isinstance(layer, GroupConv):
         build = reference.group_filters
     else:
         build = reference.lift_filters
     more = {}
-    if isinstance(layer, LiftConv2d):
+    if isinstance(layer, LiftConv):
         more = {"vectors": layer.vectors, "pseudoscalars": layer.pseudoscalars}
     elif layer.output_kind in ("scalar", "pseudoscalar"):
         build, more = reference.scalar_filters, {"pseudo": layer.output_kind == "pseudoscalar"}
@@ -90,7 +91,7 @@ def run_reference(layer, x):
     if not isinstance(mode, str):
         x, padding = reference.pad(x, padding, mode), 0
     elif mode != "zeros":
-        x, padding = functional.pad(x, (padding,) * 4, mode=mode), 0
+        x, padding = functional.pad(x, (padding,) * 2 * layer.dimension, mode=mode), 0
     return reference.convolve(
         x, reference_filters(layer), bias, layer.stride, padding, layer.dilation, layer.groups
     )

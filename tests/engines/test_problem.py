@@ -28,7 +28,7 @@ def problem(layer, shape, dtype=torch.float32, device="cpu", last=False, context
     batch, height, width = shape
     known = layer.convolution
     return Problem(
-        *(known, batch, height, width, dtype, torch.device(device), last, True, True, context)
+        *(known, batch, (height, width), dtype, torch.device(device), last, True, True, context)
     )
 
 
@@ -152,7 +152,7 @@ def test_a_problem_says_what_a_call_is():
     x = torch.randn(2, 8, 7, 9).to(memory_format=torch.channels_last)
     found = Problem.of(layer.convolution, x, layer.weight)
     wanted = Problem(
-        *(layer.convolution, 2, 7, 9, torch.float32, torch.device("cpu"), True, False, True)
+        *(layer.convolution, 2, (7, 9), torch.float32, torch.device("cpu"), True, False, True)
     )
     assert found == wanted
     assert hash(found) == hash(wanted)
@@ -206,15 +206,15 @@ def test_multiplications_are_those_of_the_dense_engine(layer):
 @pytest.mark.parametrize("options", [(2, 1, 1), (1, 2, 3), (3, 0, 2), (1, 4, 1)])
 def test_the_transposed_geometry_is_that_of_the_adjoint(options):
     stride, padding, dilation = options
-    geometry = Geometry.of(3, 11, 14, stride, padding, dilation)
+    geometry = Geometry.of(3, (11, 14), stride, padding, dilation)
     x = torch.randn(1, 1, 11, 14, dtype=torch.float64, requires_grad=True)
     kernel = torch.randn(1, 1, 3, 3, dtype=torch.float64)
     y = torch.nn.functional.conv2d(x, kernel, None, stride, padding, dilation)
-    assert y.shape[2:] == (geometry.height, geometry.width)
+    assert y.shape[2:] == geometry.sizes
     probe = torch.randn_like(y)
     (wanted,) = torch.autograd.grad(y, x, probe)
-    back = geometry.transposed(3, 11, 14)
-    assert (back.height, back.width) == (11, 14)
+    back = geometry.transposed(3, (11, 14))
+    assert back.sizes == (11, 14)
     spread = torch.zeros(1, 1, back.up * y.shape[2], back.up * y.shape[3], dtype=torch.float64)
     spread[:, :, :: back.up, :: back.up] = probe
     found = torch.zeros_like(wanted)

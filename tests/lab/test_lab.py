@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -957,3 +958,33 @@ def test_unflattened_orientations_are_no_map():
 
     with pytest.raises(ValueError, match="no equivariant map"):
         lab.layer_errors(Apart().double(), smooth_field(9))
+
+
+def test_one_failure_among_exact_angles_makes_a_layer_inexact():
+    model = nn.Sequential(LiftConv2d(1, 1, "p4"), nn.ReLU(), GroupPool2d("p4")).double()
+    table = lab.layer_errors(model, smooth_field(16))
+    assert table.first_inexact() is None
+    errors = list(table.layers[1].errors)
+    errors[-1] = 0.5
+    worse = dataclasses.replace(table.layers[1], errors=tuple(errors))
+    layers = (table.layers[0], worse, table.layers[2])
+    assert dataclasses.replace(table, layers=layers).first_inexact() == "1"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        table.layers = ()
+
+
+def test_the_error_of_a_symbol_is_relative_and_weighs_smooth_waves():
+    """Of ∂x by central differences, sin κ in place of κ, by its definition."""
+    symbols = lab.operator_symbols(filter_basis("p4", stencils="central"), points=33)
+    found = symbols[1]
+    for symbol in symbols:
+        assert 0 <= symbol.error < 2
+    line = found.frequencies
+    kx, ky = np.meshgrid(line, line)
+    weight = np.exp(-(1.5**2) * (kx**2 + ky**2)) * (kx**2 + ky**2 <= np.pi**2)
+    for smooth in (1.0, 1.5, 2.0):
+        weight = np.exp(-(smooth**2) * (kx**2 + ky**2)) * (kx**2 + ky**2 <= np.pi**2)
+        wanted = np.sqrt((weight * (np.sin(kx) - kx) ** 2).sum() / (weight * kx**2).sum())
+        basis = filter_basis("p4", stencils="central")
+        again = lab.operator_symbols(basis, points=33, smoothness=smooth)[1]
+        assert again.error == pytest.approx(wanted, rel=0.02)

@@ -24,8 +24,10 @@ from econv import (
 )
 from econv.checking import FieldType
 from econv.groups import Group
+from econv.lab.advise import _changes
 from econv.lab.measure import disc_mask
 from econv.lab.motions import turn, velocity
+from econv.lab.split import _inside
 from econv.testing import smooth_field, transform
 
 
@@ -752,3 +754,24 @@ def test_every_answer_becomes_json():
     ]
     for answer in answers:
         assert json.loads(json.dumps(answer.to_dict(), allow_nan=False)) == answer.to_dict()
+
+
+def test_the_inside_is_what_no_border_reaches_neither_before_nor_after_the_turn():
+    x = torch.zeros(1, 1, 9, 15)
+    inside = _inside(x, 0.0, 2).bool()
+    assert inside[2:-2, 2:-2].all()
+    assert int(inside.sum()) == 5 * 11
+    turned = _inside(x, 90.0, 2).bool()  # what was 4 from the centre along y now is along x
+    assert turned[4, 7]
+    columns = [c for c in range(15) if turned[4, c]]
+    assert columns == [5, 6, 7, 8, 9]
+    assert [r for r in range(9) if turned[r, 7]] == [2, 3, 4, 5, 6]
+
+
+def test_fading_is_tried_where_corners_hold_something_only():
+    bright = torch.ones(1, 1, 16, 16)
+    model = nn.Sequential(LiftConv2d(1, 1, "p4"))
+    kinds = [change.kind for change in _changes(model, bright, ())]
+    assert "images" in kinds
+    kinds = [change.kind for change in _changes(model, lab.windowed(bright), ())]
+    assert "images" not in kinds

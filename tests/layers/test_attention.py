@@ -1,11 +1,13 @@
 """Orientations that are weighed: exact under turns, a mean at first, sharp where it should be."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from econv import Group, GroupPool2d, LiftConv2d, export
 from econv.layers import GroupAttentionPool2d
+from econv.layers.attention import cells_in_frames
 from econv.testing import assert_equivariant
 
 DOUBLE = {"dtype": torch.float64}
@@ -59,3 +61,17 @@ def test_its_plain_form_computes_the_same(shape):
 def test_other_fields_are_refused():
     with pytest.raises(ValueError, match="12 channels"):
         drawn("p4")(torch.randn(2, 16, 5, 5, **DOUBLE))
+
+
+@pytest.mark.parametrize("name", ["p4", "p8", "p6m"])
+@pytest.mark.parametrize("side", [2, 3, 5])
+def test_cells_in_frames_interpolate_linear_maps_exactly(name, side):
+    group, middle = Group(name), (side - 1) / 2
+    found = cells_in_frames(group, side)
+    np.testing.assert_allclose(found.sum(axis=2), 1.0, atol=1e-12)
+    assert (found >= 0).all()
+    rows, columns = np.divmod(np.arange(side**2), side)
+    x, y = columns - middle, middle - rows
+    for matrix, cells in zip(group.matrices, found, strict=True):
+        wanted = (matrix @ np.stack([x, y])).clip(-middle, middle)
+        np.testing.assert_allclose(np.stack([cells @ x, cells @ y]), wanted, atol=1e-8)

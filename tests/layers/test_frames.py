@@ -144,3 +144,10 @@ def test_a_program_with_sizes_that_vary_computes_the_same(padding):
     for sides in ((9, 12), (10, 7), (16, 16)):
         x = torch.randn(1, 8, *sides, **DOUBLE)
         assert torch.allclose(program(x), layer(x), atol=1e-12)
+
+
+def test_an_image_that_is_too_small_is_told_how_large_it_must_be():
+    windows = GroupWindows2d("p4", extent=7, step=2, padding=(1, 2))
+    assert windows(torch.randn(1, 4, 4, 4)).shape[0] == 1
+    with pytest.raises(ValueError, match="at least 4 pixels along each side; got 3"):
+        windows(torch.randn(1, 4, 3, 3))

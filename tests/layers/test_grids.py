@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import econv
-from econv import GroupBatchNorm2d, GroupConv2d, LiftConv2d, VectorConv2d, filter_basis
+from econv import GroupBatchNorm2d, GroupConv2d, LiftConv2d, Upsample2d, VectorConv2d, filter_basis
 from econv.lab import layer_errors, operator_symbols, plain_twin, resolution_curve
 from econv.models import ConvNet, ResNet
 from econv.operators import Polynomial
@@ -301,3 +301,13 @@ def test_networks_take_rectangles_and_export(kind):
     network = kind("p4", in_channels=1, options=options, **shape).eval()
     x = torch.randn(2, 1, 28, 28)
     torch.testing.assert_close(econv.export(network, x)(x), network(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_size_that_doubling_cannot_give_is_refused():
+    """Of n pixels come 2n or 2n − 1, and nothing else."""
+    x = torch.randn(1, 2, 5, 7)
+    for size in ((10, 14), (9, 13), (10, 13)):
+        assert Upsample2d()(x, size).shape[2:] == size
+    for size in ((8, 14), (11, 14), (10, 12), (10, 15)):
+        with pytest.raises(ValueError, match="size"):
+            Upsample2d()(x, size)

@@ -44,6 +44,7 @@ from econv import (
 from econv.layers import (
     Enlarge2d,
     GroupAttentionPool2d,
+    GroupFrameScore2d,
     GroupWindowConv2d,
     GroupWindows2d,
     NearestResize2d,
@@ -53,6 +54,22 @@ from econv.layers import (
 from econv.layers.sampling import picked
 from econv.stencils import Gaussian
 from econv.testing import assert_equivariant, equivariance_error, transform
+
+
+class FramedPool(nn.Module):
+    """Orientations weighed by what coarse maps in their frames say."""
+
+    def __init__(self, fields, group):
+        super().__init__()
+        self.score, self.pool = (
+            GroupFrameScore2d(fields, group),
+            GroupAttentionPool2d(fields, group),
+        )
+        nn.init.normal_(self.score.weight)
+
+    def forward(self, x):
+        return self.pool(x, self.score(x))
+
 
 CHANNELS = 8  # two fields of p4, for every layer of the table
 LAYERS = {
@@ -99,6 +116,7 @@ LAYERS = {
     "GroupPool2d std": lambda: GroupPool2d("p4", "std"),
     "GroupPool2d several": lambda: GroupPool2d("p4", "mean+std+top2"),
     "GroupAttentionPool2d": lambda: GroupAttentionPool2d(2, "p4"),
+    "GroupFrameScore2d": lambda: FramedPool(2, "p4"),
     "GroupWindows2d": lambda: GroupWindows2d("p4", 3, 2, (1, 1)),
     "GroupWindows2d p8": lambda: GroupWindows2d("p8", 2, 2, "same", fill=0.5, ceil_mode=True),
     "GroupWindows2d lifts": lambda: GroupWindows2d("p4m", 3, 3, (0, 1), (1, 0), lifts=True),
@@ -1184,3 +1202,13 @@ def test_pixels_that_a_stride_picks(channels, step, dtype, layout):
     assert ours.is_contiguous(memory_format=layout)
     if dtype == torch.float64:
         assert torch.autograd.gradgradcheck(lambda image: picked(image, step), (x,))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms_say_whether_they_have_weights(affine):
+    assert f"affine={affine}" in repr(GroupInstanceNorm2d(2, "p4", affine=affine))
+    assert f"affine={affine}" in repr(GroupLayerNorm2d(2, "p4", affine=affine))
+
+
+def test_the_slope_of_a_group_prelu_begins_as_torchs_own():
+    assert torch.equal(GroupPReLU2d(3, "p4").weight, torch.full((3,), 0.25))

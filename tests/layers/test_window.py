@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from econv import GroupConv2d, export
-from econv.layers import GroupWindowConv2d
+from econv import GroupConv2d, GroupConv3d, export
+from econv.layers import GroupWindowConv2d, GroupWindowConv3d
 
 DOUBLE = {"dtype": torch.float64}
 OPTIONS = {"operators": "order<=4", "padding": "valid", "bias": True}
@@ -63,3 +63,15 @@ def test_its_work_is_that_of_its_products():
 def test_what_makes_no_window_is_refused(option):
     with pytest.raises(ValueError, match=f"expected one window.*{next(iter(option))}"):
         GroupWindowConv2d(2, 4, "p4", **option)
+
+
+def test_a_volume_that_is_one_window_is_what_the_group_convolution_computes():
+    plain = GroupConv3d(2, 3, "D2", padding="valid", bias=True, **DOUBLE)
+    window = GroupWindowConv3d(2, 3, "D2", bias=True, **DOUBLE)
+    nn.init.normal_(plain.bias)
+    window.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 8, 3, 3, 3, **DOUBLE)
+    assert window(x).shape == (2, 12, 1, 1, 1)
+    assert torch.allclose(window(x), plain(x), atol=1e-10)
+    with pytest.raises(ValueError, match=r"one window, 3×3×3 voxels; got 3×4×3"):
+        window(torch.randn(1, 8, 3, 4, 3, **DOUBLE))

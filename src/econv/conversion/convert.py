@@ -106,9 +106,9 @@ def convert(
         labels: classes of the images ``[number]``: the report then has the accuracy on all of them,
             before and after, as they are and turned.
         pool: how orientations are pooled, as :class:`~econv.GroupPool2d` reads it: ``"max"``
-            (default), ``"mean"`` (default with ``smooth``: a maximum over angles jumps from one to
-            the next), ``"mean+max"``, ``"top3"``, …. Several statistics reach a
-            classifier or a last 1×1 convolution; where each field must become one channel, only
+            (default), ``"mean+std"`` (default with ``smooth``: a maximum over angles jumps from one
+            to the next, and a mean alone says too little), ``"top3"``, …. Several statistics reach
+            a classifier or a last 1×1 convolution; where each field must become one channel, only
             the first is taken. ``"attention"`` (default with ``images``) weighs orientations by a
             learned map of their features, :class:`~econv.layers.GroupAttentionPool2d`.
         options: keywords of every PDO-eConv: ``stencils``, ``accuracy``, ``init``, ``engine``.
@@ -147,7 +147,7 @@ def convert(
         match = "fields" if pretrained else "params"
     if pool is None:
         learned = given is not None and found.order > 1
-        pool = ATTENTION if learned else "mean" if smooth else "max"
+        pool = ATTENTION if learned else "mean+std" if smooth else "max"
     if pretrained:
         options = {"stencils": "central", **(options or {})}
     if match not in MATCHES:

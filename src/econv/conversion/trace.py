@@ -53,7 +53,17 @@ LEAVE = "strict=False leaves it as it is, and the report says so"
 
 
 class ConversionError(ValueError):
-    """What cannot be converted: the module's name, the reason, the source's line and a remedy."""
+    """What cannot be converted: the module's name, the reason, the source's line and a remedy.
+
+    The message has all four; so have the attributes ``module``, ``reason``, ``line`` and
+    ``remedy``.
+
+    >>> error = ConversionError("stem.0", "its kernel is not square", remedy="use 3×3")
+    >>> print(error)
+    cannot convert stem.0: its kernel is not square; use 3×3
+    >>> error.module
+    'stem.0'
+    """
 
     def __init__(self, module: str, reason: str, line: str = "", remedy: str = "") -> None:
         text = f"cannot convert {module or 'the network'}: {reason}"

@@ -30,7 +30,15 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from econv.engines import dense
-from econv.engines.problem import Engine, Problem, Prologue, Weight, tf32_allowed, without_autocast
+from econv.engines.problem import (
+    Engine,
+    Problem,
+    Prologue,
+    Weight,
+    tf32_allowed,
+    times,
+    without_autocast,
+)
 from econv.engines.registry import ENGINES, check_name, first_able
 from econv.engines.spectral import operator
 from econv.files import cache_folder, processor_name, write_atomically
@@ -346,10 +354,12 @@ def _pass(one: Engine, problem: Problem, fused: bool = False) -> Callable[[], No
     """A forward pass, and a backward pass where gradients follow, on numbers of its own."""
     problem = problem._replace(context="eager")
     conv, device, into = problem.convolution, problem.device, problem.convolution.channels[0]
-    layout = torch.channels_last if problem.channels_last else torch.contiguous_format
-    shape = (problem.batch, into, problem.height, problem.width)
+    last = torch.channels_last if conv.dimension == 2 else torch.channels_last_3d
+    layout = last if problem.channels_last else torch.contiguous_format
+    shape = (problem.batch, into, *problem.sizes)
     x = torch.empty(shape, dtype=problem.dtype, device=device, memory_format=layout)
-    maps = (conv.out_fields * (1 + (conv.target == "vector")), into // conv.groups)
+    each = conv.dimension if conv.target == "vector" else 1
+    maps = (conv.out_fields * each, into // conv.groups)
     size = (*maps, len(conv.basis.operators))
     learned = torch.empty(size, dtype=problem.weight_dtype, device=device)
     generator = torch.Generator(device).manual_seed(0)
@@ -412,7 +422,7 @@ def _text(problem: Problem) -> str:
     words = f"{problem.convolution.name} {problem.dtype} {problem.weight_dtype} {layout} {passes}"
     if problem.device.type == "cpu":
         words += f", {torch.get_num_threads()} threads"
-    sizes = f"{problem.batch}×{problem.height}×{problem.width}"
+    sizes = times((problem.batch, *problem.sizes))
     return f"{words}{', TF32' * _tf32(problem)}, {sizes}"
 
 

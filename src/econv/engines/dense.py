@@ -1,4 +1,4 @@
-"""The dense engine: expand the filter bank and call `conv2d`.
+"""The dense engine: expand the filter bank and call `conv2d`, or `conv3d` for volumes.
 
 The cost of a convolution grows with the square of the group's order; in exchange every device,
 dtype and exporter that knows `conv2d` runs it. This room knows tensors and index tables; what the
@@ -42,7 +42,7 @@ _SMALL = 1 << 25
 
 
 class Dense(Engine):
-    """`conv2d` with an expanded filter bank: it runs everything."""
+    """`conv2d` or `conv3d` with an expanded filter bank: it runs everything."""
 
     name = "dense"
 
@@ -67,7 +67,8 @@ def tables(convolution: Convolution) -> dict[str, npt.NDArray[Any]]:
     """The fixed arrays that `filters` reads, by name, in its order."""
     basis, group = convolution.basis, convolution.basis.group
     # Operators first, so that one matrix product with the weight gives every filter.
-    synthesis = basis.synthesis.swapaxes(0, 1).reshape(-1, group.order, basis.size**2)
+    synthesis = basis.synthesis.swapaxes(0, 1)
+    synthesis = synthesis.reshape(*synthesis.shape[:2], -1)
     found: dict[str, npt.NDArray[Any]] = {"synthesis": np.ascontiguousarray(synthesis)}
     if convolution.parts[0].kind == "regular":
         in_fields = convolution.parts[0].fields // convolution.groups
@@ -88,6 +89,7 @@ def _has_kernel(problem: Problem, weight: Weight) -> bool:
     Who asks for this engine by name gets operations of torch.
     """
     ours = problem.context == "eager" and not problem.named and problem.channels_last
+    ours = ours and problem.convolution.dimension == 2
     if not ours or weight.learned.dtype not in DTYPES or problem.dtype not in DTYPES:
         return False
     return works("the kernel that expands filters", problem.device, partial(_attempt, problem))
@@ -105,29 +107,31 @@ def filters(
     fused: torch.dtype | None = None,
     by_kernel: torch.dtype | None = None,
 ) -> Tensor:
-    """The filter bank that `conv2d` takes, ``[out channels, in channels / groups, size, size]``.
+    """The filter bank that `conv2d` takes, ``[out channels, in channels / groups, size, size]``,
+    or `conv3d`.
 
     ``fused`` is the dtype wanted by a compiler that makes one kernel of sums of products,
     ``by_kernel`` the one that a kernel of ours rounds to.
     """
     learned, (synthesis, *more) = weight
-    pixels = (convolution.basis.size,) * 2
+    pixels = (convolution.basis.size,) * convolution.dimension
     if convolution.parts[0].kind == "regular":
         given = (more[0], more[1], fused, by_kernel)
-        found = _turned(learned, synthesis, *given).unflatten(-1, pixels)
+        found = _turned(learned, synthesis, *given)
         if convolution.target == "regular":
-            return found.flatten(0, 1)
+            return found.unflatten(-1, pixels).flatten(0, 1)
         # out(x) = Σ_A ρ(A)·s(x, A), for vectors A·[s₁(x, A), s₂(x, A)]
         found = found.unflatten(0, (-1, more[2].shape[-1]))
-        return torch.einsum("gdc,vcgiyx->vdiyx", more[2], found).flatten(0, 1)
-    bank = _expand(learned, synthesis).unflatten(-1, pixels)  # [out, in, order, size, size]
+        found = torch.einsum("gdc,vcgip->vdip", more[2], found)
+        return found.unflatten(-1, pixels).flatten(0, 1)
+    bank = _expand(learned, synthesis)  # [out, in, order, pixels]
     if more:  # what turns comes last, and is read in frame A as ρ(A)⁻¹v
         banks = list(bank.split([n * convolution.width(k) for k, n in convolution.parts], 1))
         for place, turns in enumerate(more, len(banks) - len(more)):
             own = banks[place].unflatten(1, (-1, turns.shape[-1]))
-            banks[place] = torch.einsum("ovcgyx,gcd->ovdgyx", own, turns).flatten(1, 2)
+            banks[place] = torch.einsum("ovcgp,gcd->ovdgp", own, turns).flatten(1, 2)
         bank = torch.cat(banks, dim=1)
-    return bank.transpose(1, 2).flatten(0, 1)
+    return bank.transpose(1, 2).flatten(0, 1).unflatten(-1, pixels)
 
 
 def filter_offsets(relative: npt.NDArray[np.int64], in_fields: int) -> npt.NDArray[np.int64]:
@@ -143,17 +147,20 @@ def filter_offsets(relative: npt.NDArray[np.int64], in_fields: int) -> npt.NDArr
 
 
 def convolve(convolution: Convolution, x: Tensor, bank: Tensor, bias: Tensor | None) -> Tensor:
-    """`conv2d` with the padding modes of `torch.nn.Conv2d`."""
+    """`conv2d` or `conv3d` with the padding modes of `torch.nn.Conv2d`."""
     x, padding = bordered(convolution, x)
     if _unfolds(convolution, x):
         return _on_blocks_of_pixels(x, bank, bias, convolution.stride, padding)
     windows = (convolution.stride, padding, convolution.dilation)
-    return functional.conv2d(x, bank, bias, *windows, convolution.groups)
+    if convolution.dimension == 2:
+        return functional.conv2d(x, bank, bias, *windows, convolution.groups)
+    found = functional.conv3d(x, bank, bias, *windows, convolution.groups)
+    return found.contiguous(memory_format=memory_format(x))  # of float64 torch forgets it
 
 
 def _unfolds(convolution: Convolution, x: Tensor) -> bool:
     """Whether tensor cores of a GPU would be starved of channels."""
-    few = x.shape[1] * convolution.stride**2 <= 16 and convolution.stride > 1
+    few = x.shape[1] * convolution.stride**2 <= 16 and convolution.stride > 1 and x.ndim == 4
     plain = convolution.groups == convolution.dilation == 1 and not exporting()
     return x.is_cuda and few and plain and x.dtype in (torch.float16, torch.bfloat16)
 

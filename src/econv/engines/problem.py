@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +28,7 @@ from econv.plan import SpectralPlan, spectral_plan
 
 
 class Geometry(NamedTuple):
-    """Which input pixels an output pixel reads, along both axes alike.
+    """Which input pixels an output pixel reads, along all axes alike.
 
     Output y reads the points y·down + t·dilation − before of the input, t = 0 … size − 1, where
     the input was spread by ``up`` (up − 1 zeros between pixels) and is zero outside.
@@ -39,23 +39,36 @@ class Geometry(NamedTuple):
     dilation: int
     before: int
     """Pixels of padding before the first; negative ones are cut off."""
-    height: int
-    """Rows of the output."""
-    width: int
+    sizes: tuple[int, ...]
+    """Of the output, along each axis: (height, width), or (depth, height, width)."""
 
     @staticmethod
-    def of(
-        size: int, height: int, width: int, stride: int, padding: int, dilation: int
-    ) -> Geometry:
-        """The geometry of a layer with zeros around an input of the given height and width."""
+    def of(size: int, lengths: Sequence[int], stride: int, padding: int, dilation: int) -> Geometry:
+        """The geometry of a layer with zeros around an input of the given lengths."""
         reach = dilation * (size - 1) + 1
-        rows, columns = ((n + 2 * padding - reach) // stride + 1 for n in (height, width))
-        return Geometry(1, stride, dilation, padding, rows, columns)
+        sizes = tuple((n + 2 * padding - reach) // stride + 1 for n in lengths)
+        return Geometry(1, stride, dilation, padding, sizes)
 
-    def transposed(self, size: int, height: int, width: int) -> Geometry:
-        """The geometry of the adjoint, whose output has the given height and width."""
+    def transposed(self, size: int, lengths: Sequence[int]) -> Geometry:
+        """The geometry of the adjoint, whose output has the given lengths."""
         before = self.dilation * (size - 1) - self.before
-        return Geometry(self.down, self.up, self.dilation, before, height, width)
+        return Geometry(self.down, self.up, self.dilation, before, tuple(lengths))
+
+    @property
+    def numbers(self) -> list[int]:
+        """All of it in a row, as graphs and kernels are told; `read` is the way back."""
+        return [*self[:4], *self.sizes]
+
+    @staticmethod
+    def read(numbers: Sequence[int]) -> Geometry:
+        """The geometry with these `numbers`."""
+        up, down, dilation, before, *sizes = numbers
+        return Geometry(up, down, dilation, before, tuple(sizes))
+
+    @property
+    def pixels(self) -> int:
+        """Of the output."""
+        return math.prod(self.sizes)
 
 
 class Part(NamedTuple):
@@ -80,7 +93,7 @@ class Convolution:
     groups: int = 1
     stride: int = 1
     padding: int = 0
-    padding_mode: str | tuple[str, str] = "zeros"  # a pair is that of (y, x)
+    padding_mode: str | tuple[str, ...] = "zeros"  # several are those of (y, x) or (z, y, x)
     dilation: int = 1
 
     def __post_init__(self) -> None:
@@ -106,14 +119,19 @@ class Convolution:
         """The spectral factorisation of the layer on one part of its input."""
         return spectral_plan(self.basis, part.kind, self.target)
 
+    @property
+    def dimension(self) -> int:
+        """Of the space: 2 for images, 3 for volumes."""
+        return self.basis.group.dimension
+
     def width(self, kind: str) -> int:
         """Channels of a field."""
-        return {"vector": 2, "regular": self.basis.group.order}.get(kind, 1)
+        return {"vector": self.dimension, "regular": self.basis.group.order}.get(kind, 1)
 
-    def geometry(self, height: int, width: int) -> Geometry:
+    def geometry(self, lengths: Sequence[int]) -> Geometry:
         """Of an input whose borders, if they are not zeros, were made before."""
         zeros = self.padding if self.padding_mode == "zeros" else 0
-        return Geometry.of(self.basis.size, height, width, self.stride, zeros, self.dilation)
+        return Geometry.of(self.basis.size, lengths, self.stride, zeros, self.dilation)
 
     @cached_property
     def channels(self) -> tuple[int, int]:
@@ -127,7 +145,7 @@ class Convolution:
         options += f", groups {self.groups}" if self.groups > 1 else ""
         return (
             f"{self.basis.group.name}, {into} → {self.out_fields} {self.target}, "
-            f"{self.basis.size}×{self.basis.size}{options}"
+            f"{times([self.basis.size] * self.dimension)}{options}"
         )
 
 
@@ -162,9 +180,8 @@ class Problem(NamedTuple):
 
     convolution: Convolution
     batch: int
-    height: int
-    """Of the input, without padding."""
-    width: int
+    sizes: tuple[int, ...]
+    """Of the input along each axis, without padding."""
     dtype: torch.dtype
     """Of the output; under autocast the input may have another."""
     device: torch.device
@@ -189,15 +206,15 @@ class Problem(NamedTuple):
         engine: str = "auto",
     ) -> Problem:
         """The problem that a call poses; symbolic sizes count as what they were seen as."""
-        batch, _, height, width = (_hint(n) for n in x.shape)
+        batch, _, *sizes = (_hint(n) for n in x.shape)
         to_x, to_weight = (torch.is_grad_enabled() and t.requires_grad for t in (x, weight))
         if context is None:
             context = "transformed" if transformed() else "eager"
             context = "watched" if watched(x) or watched(weight) else context
         rounded = x.dtype != torch.float64 and _autocasts(x.device)
         dtype = torch.get_autocast_dtype(x.device.type) if rounded else x.dtype
-        last = memory_format(x) is torch.channels_last
-        images = (batch, height, width, dtype, x.device, last)
+        last = memory_format(x) is not torch.contiguous_format
+        images = (batch, tuple(sizes), dtype, x.device, last)
         return Problem(convolution, *images, to_x, to_weight, context, engine, weight.dtype)
 
     @property
@@ -209,14 +226,15 @@ class Problem(NamedTuple):
     def multiplications(self) -> int:
         """Those of the dense engine, forwards."""
         conv = self.convolution
-        elements = math.prod(conv.channels) // conv.groups * conv.basis.size**2
-        return self.batch * (self.height * self.width // conv.stride**2) * elements
+        elements = math.prod(conv.channels) // conv.groups * conv.basis.size**conv.dimension
+        pixels = math.prod(self.sizes) // conv.stride**conv.dimension
+        return self.batch * pixels * elements
 
     def __str__(self) -> str:
         layout = ", channels-last" if self.channels_last else ""
         passes = "with gradients" if self.to_input or self.to_weight else "forwards"
         return (
-            f"{self.convolution}, batch {self.batch}, {self.height}×{self.width}{layout}, "
+            f"{self.convolution}, batch {self.batch}, {times(self.sizes)}{layout}, "
             f"{str(self.dtype).removeprefix('torch.')}, {passes}"
         )
 
@@ -253,7 +271,8 @@ class Prologue(NamedTuple):
         if self.affine is None:
             return x
         each = x.shape[1] // self.affine.shape[1]
-        rows = self.affine[:, :, None].expand(-1, -1, each).reshape(3, 1, -1, 1, 1)
+        rows = self.affine[:, :, None].expand(-1, -1, each)
+        rows = rows.reshape(3, 1, -1, *[1] * (x.ndim - 2))
         centre, scale, shift = rows.unbind()
         return torch.relu((x.to(self.affine.dtype) - centre) * scale + shift).to(x.dtype)
 
@@ -288,37 +307,46 @@ def bordered(convolution: Convolution, x: Tensor) -> tuple[Tensor, int]:
     padding, mode = convolution.padding, convolution.padding_mode
     if mode == "zeros" or not padding:
         return x, padding
-    padded, modes = x, {(2, 3): mode} if isinstance(mode, str) else {(2,): mode[0], (3,): mode[1]}
-    for axes, way in modes.items():
+    every, padded = tuple(range(2, x.ndim)), x
+    each = [(every, mode)] if isinstance(mode, str) else [*zip(zip(every), mode, strict=True)]
+    for axes, way in each:
         if way == "replicate":
             padded = replicate(padded, padding, padding, axes)
         else:
-            sides = [padding * (axis in axes) for axis in (3, 3, 2, 2)]
+            sides = [padding * (axis in axes) for axis in every[::-1] for _ in range(2)]
             padded = functional.pad(padded, sides, mode="constant" if way == "zeros" else way)
     return padded.contiguous(memory_format=memory_format(x)), 0
 
 
-def replicate(x: Tensor, before: int, after: int, axes: tuple[int, ...] = (2, 3)) -> Tensor:
+def replicate(x: Tensor, before: int, after: int, axes: tuple[int, ...] | None = None) -> Tensor:
     """The image with its outermost pixels repeated, so often before and after each axis.
 
     Unlike that of `torch.nn.functional.pad`, its gradient can be compiled in every memory format.
     """
-    for dim in axes:
+    for dim in range(2, x.ndim) if axes is None else axes:
         first, last = x.narrow(dim, 0, 1), x.narrow(dim, -1, 1)
         x = torch.cat([*[first] * before, x, *[last] * after], dim)
     return x
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
-    """The layout of a batch of images, to be kept by what is computed from it."""
-    _, channels, height, width = x.shape
+    """The layout of a batch of images or volumes, to be kept by what is computed from it."""
+    channels, pixels = x.shape[1], math.prod(x.shape[2:])
     # One channel lies in both ways; what was made channels-last tells by its stride, as for torch.
-    if x.is_contiguous() and (channels > 1 or x.stride(1) > 1 or height * width == 1):
+    if x.is_contiguous() and (channels > 1 or x.stride(1) > 1 or pixels == 1):
         return torch.contiguous_format
     # By the strides: inside `torch.func.vmap` torch does not answer for channels-last.
-    strides = (channels * height * width, 1, channels * width, channels)
+    steps = [channels * math.prod(x.shape[n:]) for n in range(3, x.ndim + 1)]
+    strides = (channels * pixels, 1, *steps)
     last = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
-    return torch.channels_last if last else torch.contiguous_format
+    if not last:
+        return torch.contiguous_format
+    return torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+
+
+def times(sizes: Iterable[int]) -> str:
+    """Sizes as a text, such as 8×9."""
+    return "×".join(map(str, sizes))
 
 
 def tf32_allowed() -> bool:

@@ -115,7 +115,7 @@ def advice(
     >>> model = nn.Sequential(LiftConv2d(1, 4, "p8"), nn.ReLU(), GroupConv2d(4, 4, "p8"))
     >>> found = advice(model.double(), smooth_field(49, smoothness=1.5))
     >>> found.suggestions[0].change, found.suggestions[0].after < found.error
-    ('SiLU in place of this ReLU', True)
+    ('GroupActivation2d("silu") in place of this ReLU', True)
     """
     check_images(images)
     if images.shape[-1] != images.shape[-2] and degrees % 180:

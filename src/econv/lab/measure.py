@@ -47,7 +47,7 @@ from econv.layers import (
 )
 from econv.layers.activations import ACTIVATIONS
 from econv.stencils import Aspect, coordinates, sides
-from econv.testing import _disc, _undisturbed, convergence_order, transform
+from econv.testing import _ball, _undisturbed, convergence_order, transform
 
 MARGIN = 3 / 16
 """Fraction of the side before the border that interior errors leave out."""
@@ -370,11 +370,11 @@ def operator_symbols(
 
     symbols = []
     for place, polynomial in enumerate(basis.operators.polynomials):
-        exponents = basis.operators.monomials[place]
         found = _response(basis.turned[0, place], kappa, basis.aspect)
-        ideal = np.ones_like(found)
-        for axis, exponent in enumerate(exponents):
-            ideal = ideal * (1j * kappa[axis]) ** exponent
+        ideal = np.zeros_like(found)
+        for exponents, coefficient in polynomial.terms:
+            waves = [(1j * kappa[axis]) ** exponent for axis, exponent in enumerate(exponents)]
+            ideal = ideal + coefficient * math.prod(waves, start=np.ones_like(found))
         # r(A⁻¹x) moves frequency κ to Aκ, where the operator in frame A must do what it did at κ.
         turning = 0.0
         for element, matrix in enumerate(basis.group.matrices):
@@ -555,7 +555,9 @@ def disc_mask(x: Tensor, margin: float) -> Tensor | None:
 
 def _disc_of(x: Tensor, margin: float) -> Tensor:
     height, width = x.shape[-2:]
-    return _disc(height, width, _inner_margin(min(height, width), margin)).to(x.device)
+    return _ball((height, width), _inner_margin(min(height, width), margin), (1.0, 1.0)).to(
+        x.device
+    )
 
 
 def _inner_margin(side: int, margin: float) -> float:

@@ -39,7 +39,7 @@ from econv.layers import (
 )
 from econv.layers.activations import ACTIVATIONS
 from econv.layers.attention import GroupAttentionPool2d
-from econv.layers.sampling import _CentredPool2d
+from econv.layers.sampling import CentredPool
 
 ACTIVATING = {
     *("celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu"),
@@ -72,7 +72,7 @@ _SAMPLING: tuple[type[nn.Module], ...] = (
     NearestResize2d,
     Recentre2d,
     Upsample2d,
-    _CentredPool2d,
+    CentredPool,
 )
 
 _NORMS = (

@@ -7,6 +7,7 @@ can turn: kinks most of all. :class:`GroupActivation2d` takes away what the grid
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable
 
@@ -18,8 +19,16 @@ from econv.engines import memory_format
 from econv.layers.blur import mean_of_pixels
 from econv.layers.checks import check_filled, check_rank
 from econv.layers.constants import WithConstants
+from econv.layers.slices import by_slices
 
-__all__ = ["ACTIVATIONS", "GroupActivation2d", "activation_module", "group_activation"]
+__all__ = [
+    "ACTIVATIONS",
+    "GroupActivation",
+    "GroupActivation2d",
+    "GroupActivation3d",
+    "activation_module",
+    "group_activation",
+]
 
 ACTIVATIONS: tuple[type[nn.Module], ...] = (
     nn.CELU,
@@ -47,14 +56,56 @@ ACTIVATIONS: tuple[type[nn.Module], ...] = (
 
 _NAMES: dict[str, type[nn.Module]] = {kind.__name__.lower(): kind for kind in ACTIVATIONS}
 
-_HALVES = {1: ((0, 0),), 2: ((0, 0), (1, 1)), 4: ((0, 0), (1, 1), (0, 1), (1, 0))}
-"""The grids that points lie on, by how many points there are for each pixel: half a pixel down,
-half a pixel to the right."""
+_HALVES: dict[int, dict[int, tuple[tuple[int, ...], ...]]] = {
+    2: {1: ((0, 0),), 2: ((0, 0), (1, 1)), 4: ((0, 0), (1, 1), (0, 1), (1, 0))},
+    3: {
+        1: ((0, 0, 0),),
+        2: ((0, 0, 0), (1, 1, 1)),
+        4: ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)),
+        8: tuple(itertools.product((0, 1), repeat=3)),
+    },
+}
+"""The grids that points lie on, by the dimension and how many points there are for each pixel: half
+a pixel along which axes."""
 
 Function = Callable[[Tensor], Tensor]
 
 
-class GroupActivation2d(WithConstants):
+class GroupActivation(WithConstants):
+    """A function of single numbers and a blur, in any number of dimensions."""
+
+    dimension: int
+    input_kind = "regular"
+    output_kind = "regular"
+
+    def __init__(
+        self,
+        activation: str | Function = "silu",
+        oversample: int = 1,
+        width: float = 0.7,
+    ) -> None:
+        super().__init__()
+        self.function = activation_module(activation)
+        self.oversample = _read_oversample(oversample, self.dimension)
+        self.width = _read_width(width, self.oversample)
+        self._refresh_constants()
+
+    def _constants(self) -> dict[str, np.ndarray]:
+        return _line_weights(self.oversample, self.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the function to ``[batch, channels, …]``."""
+        check_rank(x, self.dimension)
+        check_filled(x)
+        lines = dict(self.named_buffers(recurse=False))
+        out = limited(x, self.function, self.oversample, self.width, lines, self.dimension)
+        return out.contiguous(memory_format=memory_format(x))
+
+    def extra_repr(self) -> str:
+        return f"oversample={self.oversample}, width={self.width:g}"
+
+
+class GroupActivation2d(GroupActivation):
     """A function of single numbers whose result the pixel grid can hold, and so can turn.
 
     The map is blurred by a Gaussian of ``width`` pixels after the function. With ``oversample``
@@ -83,52 +134,41 @@ class GroupActivation2d(WithConstants):
     True
     """
 
-    input_kind = "regular"
-    output_kind = "regular"
+    dimension = 2
 
-    def __init__(
-        self,
-        activation: str | Function = "silu",
-        oversample: int = 1,
-        width: float = 0.7,
-    ) -> None:
-        super().__init__()
-        self.function = activation_module(activation)
-        self.oversample = _read_oversample(oversample)
-        self.width = _read_width(width, self.oversample)
-        self._refresh_constants()
 
-    def _constants(self) -> dict[str, np.ndarray]:
-        return _line_weights(self.oversample, self.width)
+class GroupActivation3d(GroupActivation):
+    """A function of single numbers whose result the voxel grid can hold, and so can turn.
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the function to ``[batch, channels, height, width]``."""
-        check_rank(x)
-        check_filled(x)
-        lines = dict(self.named_buffers(recurse=False))
-        out = limited(x, self.function, self.oversample, self.width, lines)
-        return out.contiguous(memory_format=memory_format(x))
+    What :class:`GroupActivation2d` is to images, exact under the symmetries of the cube on every
+    size. ``oversample`` may be 1, 2 (a second grid half a voxel off along all axes), 4 (grids half
+    a voxel off along two axes each) or 8 (a grid twice as fine).
 
-    def extra_repr(self) -> str:
-        return f"oversample={self.oversample}, width={self.width:g}"
+    >>> silu = GroupActivation3d("silu", oversample=2)
+    >>> silu(torch.randn(2, 24, 6, 6, 6)).shape
+    torch.Size([2, 24, 6, 6, 6])
+    """
+
+    dimension = 3
 
 
 def group_activation(
     x: Tensor, activation: str | Function = "silu", oversample: int = 1, width: float = 0.7
 ) -> Tensor:
-    """What :class:`GroupActivation2d` computes.
+    """What :class:`GroupActivation2d` computes, or of volumes :class:`GroupActivation3d`.
 
     >>> group_activation(torch.randn(1, 8, 9, 9), torch.sin, oversample=2).shape
     torch.Size([1, 8, 9, 9])
     """
-    check_rank(x)
+    dimension = 3 if getattr(x, "ndim", 4) == 5 else 2
+    check_rank(x, dimension)
     check_filled(x)
     function = activation_module(activation)
-    oversample = _read_oversample(oversample)
+    oversample = _read_oversample(oversample, dimension)
     width = _read_width(width, oversample)
     weights = _line_weights(oversample, width)
     lines = {name: torch.from_numpy(w).to(x.device, x.dtype) for name, w in weights.items()}
-    out = limited(x, function, oversample, width, lines)
+    out = limited(x, function, oversample, width, lines, dimension)
     return out.contiguous(memory_format=memory_format(x))
 
 
@@ -170,9 +210,13 @@ class _Function(nn.Module):
         return getattr(self.function, "__name__", repr(self.function))
 
 
-def _read_oversample(given: object) -> int:
-    if isinstance(given, bool) or not isinstance(given, int) or given not in _HALVES:
-        raise ValueError(f"expected oversample as 1, 2 or 4 points for each pixel; got {given!r}")
+def _read_oversample(given: object, dimension: int) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or given not in _HALVES[dimension]:
+        *some, most = map(str, _HALVES[dimension])
+        raise ValueError(
+            f"expected oversample as {', '.join(some)} or {most} points for each pixel; "
+            f"got {given!r}"
+        )
     return given
 
 
@@ -208,16 +252,22 @@ def _line_weights(oversample: int, width: float) -> dict[str, np.ndarray]:
 
 
 def limited(
-    x: Tensor, function: Function, oversample: int, width: float, lines: dict[str, Tensor]
+    x: Tensor,
+    function: Function,
+    oversample: int,
+    width: float,
+    lines: dict[str, Tensor],
+    dimension: int = 2,
 ) -> Tensor:
     """What :class:`GroupActivation2d` computes, in operations that any tracer can follow."""
     if width == 0:
         return function(x)
     counts = _counts(oversample, width)
+    grids = _HALVES[dimension][oversample]
     if oversample == 1:
-        return _blurred(x, lines, counts, (0, 0), 0, function)
+        return _blurred(x, lines, counts, grids[0], 0, function)
     parts = []
-    for halves in _HALVES[oversample]:
+    for halves in grids:
         points = _blurred(x, lines, counts, halves, 0)
         parts.append(_blurred(points, lines, counts, halves, 1, function))
     return sum(parts[1:], parts[0]) / oversample
@@ -227,7 +277,7 @@ def _blurred(
     x: Tensor,
     lines: dict[str, Tensor],
     counts: dict[str, int],
-    halves: tuple[int, int],
+    halves: tuple[int, ...],
     back: int,
     function: Function | None = None,
 ) -> Tensor:
@@ -237,9 +287,15 @@ def _blurred(
     have n.
     """
     names = ["odd" if half else "even" for half in halves]
-    down, across = (
-        counts[name] // 2 - half * back for name, half in zip(names, halves, strict=True)
-    )
-    taps = counts[names[0]], counts[names[1]]
-    weights = lines[names[0]], lines[names[1]]
-    return mean_of_pixels(x, *weights, taps, (down, across), function)
+    taps = [counts[name] for name in names]
+    pads = [count // 2 - half * back for count, half in zip(taps, halves, strict=True)]
+    weights = [lines[name] for name in names]
+
+    def across(x: Tensor) -> Tensor:
+        window = ((taps[-2], taps[-1]), (pads[-2], pads[-1]))
+        return mean_of_pixels(x, weights[-2], weights[-1], *window, function)
+
+    def along(x: Tensor) -> Tensor:
+        return mean_of_pixels(x, weights[0], weights[0].new_ones(1), (taps[0], 1), (pads[0], 0))
+
+    return by_slices(x, len(halves), across, along)

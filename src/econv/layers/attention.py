@@ -9,13 +9,66 @@ from torch.nn import functional
 
 from econv.engines import memory_format
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_fields, positive
+from econv.layers.checks import check_fields, positive, read_group
 from econv.layers.constants import WithConstants
 
-__all__ = ["GroupAttentionPool2d", "GroupFrameScore2d"]
+__all__ = [
+    "GroupAttentionPool",
+    "GroupAttentionPool2d",
+    "GroupAttentionPool3d",
+    "GroupFrameScore2d",
+]
 
 
-class GroupAttentionPool2d(WithConstants):
+class GroupAttentionPool(WithConstants):
+    """Pools over orientations by learned weights, in any number of dimensions."""
+
+    dimension: int
+    input_kind = "regular"
+    output_kind = "scalar"
+    places: Tensor
+
+    def __init__(
+        self,
+        fields: int,
+        group: GroupLike,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.fields = positive("fields", fields)
+        self.group = read_group(group, self.dimension, type(self).__name__)
+        shape = (fields, self.group.order)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self._refresh_constants()
+        self.reset_parameters()
+
+    def _constants(self) -> dict[str, np.ndarray]:
+        return {"places": np.asarray(self.group.product)}
+
+    def _constants_like(self, name: str) -> Tensor:
+        return self.weight
+
+    def reset_parameters(self) -> None:
+        """Let all orientations weigh the same."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor, scores: Tensor | float = 0.0) -> Tensor:
+        """Pool ``[batch, fields * order, …]``, or ``[batch, fields * order]``.
+
+        ``scores`` of the orientations, ``[batch, order]``, are added to the layer's own:
+        :class:`GroupFrameScore2d` makes them of other maps.
+        """
+        maps = x.view(*x.shape, *[1] * self.dimension) if x.ndim == 2 else x
+        check_fields(maps, self.fields, self.group, self.weight)
+        pooled = weigh(x, self.weight, self.places, self.group.order, scores)
+        return pooled if x.ndim == 2 else pooled.contiguous(memory_format=memory_format(x))
+
+    def extra_repr(self) -> str:
+        return f"{self.fields}, {self.group.name}"
+
+
+class GroupAttentionPool2d(GroupAttentionPool):
     """Pools over orientations by a mean whose weights depend on the image.
 
     ``[batch, fields * order, …]`` → ``[batch, fields, …]``. A learned linear map of the features,
@@ -34,49 +87,19 @@ class GroupAttentionPool2d(WithConstants):
     (torch.Size([2, 4, 8, 8]), torch.Size([4, 8]))
     """
 
-    input_kind = "regular"
-    output_kind = "scalar"
-    places: Tensor
+    dimension = 2
 
-    def __init__(
-        self,
-        fields: int,
-        group: GroupLike,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.fields = positive("fields", fields)
-        self.group = Group(group)
-        shape = (fields, self.group.order)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self._refresh_constants()
-        self.reset_parameters()
 
-    def _constants(self) -> dict[str, np.ndarray]:
-        return {"places": np.asarray(self.group.product)}
+class GroupAttentionPool3d(GroupAttentionPool):
+    """Pools over the orientations of volumes by a mean whose weights depend on the volume.
 
-    def _constants_like(self, name: str) -> Tensor:
-        return self.weight
+    What :class:`GroupAttentionPool2d` is to images.
 
-    def reset_parameters(self) -> None:
-        """Let all orientations weigh the same."""
-        nn.init.zeros_(self.weight)
+    >>> GroupAttentionPool3d(2, "T")(torch.randn(2, 24, 4, 4, 4)).shape
+    torch.Size([2, 2, 4, 4, 4])
+    """
 
-    def forward(self, x: Tensor, scores: Tensor | float = 0.0) -> Tensor:
-        """Pool ``[batch, fields * order, height, width]``, or ``[batch, fields * order]``.
-
-        ``scores`` of the orientations, ``[batch, order]``, are added to the layer's own:
-        :class:`GroupFrameScore2d` makes them of other maps.
-        """
-        check_fields(
-            x[:, :, None, None] if x.ndim == 2 else x, self.fields, self.group, self.weight
-        )
-        pooled = weigh(x, self.weight, self.places, self.group.order, scores)
-        return pooled if x.ndim == 2 else pooled.contiguous(memory_format=memory_format(x))
-
-    def extra_repr(self) -> str:
-        return f"{self.fields}, {self.group.name}"
+    dimension = 3
 
 
 class GroupFrameScore2d(WithConstants):
@@ -113,7 +136,7 @@ class GroupFrameScore2d(WithConstants):
     ) -> None:
         super().__init__()
         self.fields, self.side = positive("fields", fields), positive("side", side)
-        self.group = Group(group)
+        self.group = read_group(group, 2, type(self).__name__)
         self.weight = nn.Parameter(torch.empty(fields, side * side, device=device, dtype=dtype))
         self._refresh_constants()
         self.reset_parameters()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines.devices import DTYPES, ran, works
+from econv.engines.devices import DEVICES, DTYPES, ran, works
 from econv.engines.problem import memory_format, one_by_one, transformed, watched
 from econv.layers import blur_native as native
 
@@ -44,7 +44,7 @@ def mean_of_pixels(
         return _by_convolution(x, rows, columns, taps, padding)
     given = (rows.detach(), columns.detach(), taps, padding)
     if function is not None:
-        if x.device.type == "cpu" and (number := native.number_of(function)):
+        if _natively(x) and (number := native.number_of(function)):
             fused: Tensor = _MeanOf.apply(x, *given, number)
             return fused
         x = function(x)
@@ -64,10 +64,15 @@ def _by_convolution(
     return sums / inside.to(sums.dtype)
 
 
+def _natively(x: Tensor) -> bool:
+    """Whether a kernel in Triton does not run there: Triton's interpreter serves CPUs, too."""
+    return x.device.type not in DEVICES
+
+
 def _has_kernel(x: Tensor, taps: tuple[int, int]) -> bool:
     if watched(x) or transformed() or not x.numel():
         return False
-    if x.device.type == "cpu":
+    if _natively(x):
         return native.has_kernel(x, taps)
     if x.dtype not in DTYPES:
         return False
@@ -89,7 +94,7 @@ class _Mean(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, columns)
         ctx.taps, ctx.before, ctx.adjoint, ctx.size = taps, before, size is not None, x.shape[2:]
-        on_cpu = x.device.type == "cpu"
+        on_cpu = _natively(x)
         form = memory_format(x) if on_cpu else torch.channels_last
         x, y = _dense(x, form, size or _windows(x, taps, before))
         given = (x, y, rows, columns, before)

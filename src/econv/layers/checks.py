@@ -13,7 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from econv.groups import Group
+from econv.groups import Group, GroupLike
+
+MAPS = {
+    1: "[batch, channels, length]",
+    2: "[batch, channels, height, width]",
+    3: "[batch, channels, depth, height, width]",
+}
+"""What tensors of each dimension look like."""
+
+
+def read_group(group: GroupLike, dimension: int, name: str) -> Group:
+    """The group, if it acts on what the layer of that name reads."""
+    found = Group(group)
+    if found.dimension != dimension:
+        wanted = {2: "the plane, such as 'p4' or 'p8m'", 3: "space, such as 'O' or 'Ih'"}
+        raise ValueError(f"{name}: expected a group of {wanted[dimension]}; got {found.name!r}")
+    return found
+
 
 LARGEST_IMAGE = 1 << 16
 """Pixels along a side, or a stride, dilation or padding: more are a slip."""
@@ -82,7 +99,8 @@ def check_module(model: Any) -> None:
         raise ValueError(f"expected a torch.nn.Module; got {type(model).__name__}")
 
 
-def check_rank(x: Tensor, ranks: tuple[int, ...] = (4,)) -> None:
+def check_rank(x: Tensor, dimension: int = 2, flat: bool = False) -> None:
+    """Whether ``x`` is a batch of maps; with ``flat`` features without pixels will do."""
     if torch.compiler.is_compiling():
         return
     if not isinstance(x, Tensor):
@@ -90,18 +108,19 @@ def check_rank(x: Tensor, ranks: tuple[int, ...] = (4,)) -> None:
     if x.layout is not torch.strided or x.is_nested:
         what = "a nested one" if x.is_nested else str(x.layout)
         raise ValueError(f"expected a dense tensor, such as x.to_dense(); got {what}")
-    if x.ndim not in ranks:
-        or_flat = " or [batch, channels]" if 2 in ranks else ""
+    if x.ndim != dimension + 2 and not (flat and x.ndim == 2):
         raise ValueError(
-            f"expected a tensor [batch, channels, height, width]{or_flat}; "
+            f"expected a tensor {MAPS[dimension]}{' or [batch, channels]' if flat else ''}; "
             f"got {x.ndim} dimensions: {tuple(x.shape)}"
         )
     if not x.is_floating_point() or x.dtype.itemsize < 2:
         raise ValueError(f"expected a floating-point tensor, such as x.float(); got {x.dtype}")
 
 
-def check_maps(x: Tensor, channels: int, expected: str, weight: Tensor | None = None) -> None:
-    check_rank(x)
+def check_maps(
+    x: Tensor, channels: int, expected: str, weight: Tensor | None = None, dimension: int = 2
+) -> None:
+    check_rank(x, dimension)
     if torch.compiler.is_compiling():
         return
     if x.shape[1] != channels:
@@ -127,7 +146,8 @@ def check_device(x: Tensor, weight: Tensor) -> None:
 
 def check_fields(x: Tensor, fields: int, group: Group, weight: Tensor | None) -> None:
     channels = fields * group.order
-    check_maps(x, channels, f"{channels} channels ({fields} fields of {group.name})")
+    expected = f"{channels} channels ({fields} fields of {group.name})"
+    check_maps(x, channels, expected, dimension=group.dimension)
     if weight is None or torch.compiler.is_compiling():
         return
     check_device(x, weight)
@@ -138,8 +158,8 @@ def check_fields(x: Tensor, fields: int, group: Group, weight: Tensor | None) ->
         raise ValueError(f"expected {weight.dtype}, the dtype of the layer; got {x.dtype}")
 
 
-def check_multiple(x: Tensor, group: Group, ranks: tuple[int, ...] = (4,)) -> None:
-    check_rank(x, ranks)
+def check_multiple(x: Tensor, group: Group, flat: bool = False) -> None:
+    check_rank(x, group.dimension, flat)
     if not torch.compiler.is_compiling() and x.shape[1] % group.order:
         raise ValueError(
             f"expected channels in multiples of {group.order}, the order of {group.name}; "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from econv import engines
 from econv.basis import COORDINATES, Gains, filter_basis
 from econv.engines import Part, Prologue, Weight, dense
+from econv.engines.problem import times
 from econv.groups import Group, GroupLike
 from econv.layers.checks import (
     LARGEST_IMAGE,
@@ -20,24 +21,33 @@ from econv.layers.checks import (
     check_maps,
     check_rank,
     positive,
+    read_group,
     truth,
 )
 from econv.layers.constants import WithConstants
 from econv.layers.sampling import Enlarge2d, Upsample2d, picked, recentre, window_count
 from econv.operators import OperatorsLike
-from econv.stencils import StencilsLike, stencil_set
+from econv.stencils import Aspect, StencilsLike, stencil_set
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
     "ConvOptions",
+    "GroupConv",
     "GroupConv2d",
+    "GroupConv3d",
     "GroupLinear",
     "GroupUpsampleConv2d",
+    "LiftConv",
     "LiftConv2d",
+    "LiftConv3d",
+    "PDOConv",
     "PDOConv2d",
+    "PDOConv3d",
+    "VectorConv",
     "VectorConv2d",
+    "VectorConv3d",
 ]
 
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
@@ -49,17 +59,17 @@ _WINDOWS = ("stride", "padding", "padding_mode", "dilation")
 class ConvOptions(TypedDict, total=False):
     """The keywords that every PDO-eConv takes; :class:`LiftConv2d` says what they mean."""
 
-    operators: OperatorsLike
+    operators: OperatorsLike | None
     stencils: StencilsLike
     size: int | None
     accuracy: int
     stride: int
     padding: int | str
-    padding_mode: str | tuple[str, str]
+    padding_mode: str | tuple[str, ...]
     bias: bool
     groups: int
     dilation: int
-    spacing: float | tuple[float, float]
+    spacing: float | tuple[float, ...]
     centred: bool | tuple[int, int]
     init: str
     engine: str
@@ -67,8 +77,10 @@ class ConvOptions(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class PDOConv2d(WithConstants):
+class PDOConv(WithConstants):
     """What the three kinds of PDO-eConv share: one learned weight, expanded in every forward pass.
+
+    The layers of images and of volumes are the same, but for their ``dimension``.
 
     Nothing derived is kept: the state is ``weight`` (and ``bias``), in train and eval alike, and a
     weight changed by any route is seen by the next call. A buffer, ``coordinates``, says what the
@@ -77,6 +89,8 @@ class PDOConv2d(WithConstants):
     version and no coordinates, such as a dictionary of parameters, is in those of the layer.
     """
 
+    dimension: int
+    """Of the space: 2 for images, 3 for volumes."""
     input_kind: str
     output_kind: str
     weight: nn.Parameter
@@ -91,17 +105,17 @@ class PDOConv2d(WithConstants):
         *,
         in_channels: int,
         out_channels: int,
-        operators: OperatorsLike = "paper",
+        operators: OperatorsLike | None = None,
         stencils: StencilsLike = "isotropic",
         size: int | None = None,
         accuracy: int = 2,
         stride: int = 1,
         padding: int | str = "same",
-        padding_mode: str | tuple[str, str] = "zeros",
+        padding_mode: str | tuple[str, ...] = "zeros",
         bias: bool = False,
         groups: int = 1,
         dilation: int = 1,
-        spacing: float | tuple[float, float] = 1.0,
+        spacing: float | tuple[float, ...] = 1.0,
         centred: bool | tuple[int, int] = False,
         init: str = "relu",
         engine: str = "auto",
@@ -114,8 +128,8 @@ class PDOConv2d(WithConstants):
             meant = ": size is the side of the filters" if given == "kernel_size" else ""
             raise TypeError(f"{type(self).__name__} takes no argument {given!r}{meant}")
         super().__init__()
-        self.group = Group(group)
-        self.spacing = read_spacing(spacing)
+        self.group = self._read_group(group)
+        self.spacing = read_spacing(spacing, self.dimension)
         aspect = _aspect(self.spacing)
         self.basis = filter_basis(self.group, operators, stencils, size, accuracy, aspect)
         self.in_channels = in_channels
@@ -124,7 +138,7 @@ class PDOConv2d(WithConstants):
         self.dilation = positive("dilation", dilation, LARGEST_IMAGE)
         self.groups = groups
         self.padding = self._read_padding(padding)
-        self.padding_mode = read_padding_mode(padding_mode)
+        self.padding_mode = read_padding_mode(padding_mode, self.dimension)
         self.centred = _read_centred(centred)
         self.engine = engines.check_name(engine)
         self.basis.scale(init)  # an unknown name fails here, not at the first reset
@@ -148,6 +162,9 @@ class PDOConv2d(WithConstants):
             self.register_parameter("bias", None)
         self._refresh_constants()
         self.reset_parameters()
+
+    def _read_group(self, group: GroupLike) -> Group:
+        return read_group(group, self.dimension, type(self).__name__)
 
     def _read_padding(self, padding: int | str) -> int:
         if isinstance(padding, str) and padding in ("same", "valid"):
@@ -239,7 +256,7 @@ class PDOConv2d(WithConstants):
             self._convolution = self._describe()
 
     def _describe(self) -> engines.Convolution:
-        each = {"regular": self._order, "vector": 2}.get(self.output_kind, 1)
+        each = {"regular": self._order, "vector": self.dimension}.get(self.output_kind, 1)
         fields = (self._parts(), self.output_kind, self.out_channels // each, self.groups)
         windows = (self.stride // self._step, self.padding, self.padding_mode, self.dilation)
         return engines.convolution(self.basis, *fields, *windows)
@@ -279,7 +296,8 @@ class PDOConv2d(WithConstants):
                 f"which the filters were made; got {self.spacing!r}: make another layer"
             )
         own = self.spacing
-        return (math.sqrt(math.prod(own)) if isinstance(own, tuple) else own) * self.dilation
+        volume = math.prod(own) if isinstance(own, tuple) else 0.0
+        return (volume ** (1 / self.dimension) if isinstance(own, tuple) else own) * self.dilation
 
     def coefficients(self) -> Tensor:
         """The paper's β, differentiable: ``weight`` in the basis of the operators."""
@@ -300,7 +318,9 @@ class PDOConv2d(WithConstants):
         self.weight.copy_(exact)
 
     def filters(self) -> Tensor:
-        """The dense filter bank that `conv2d` takes, channels by channels by size by size."""
+        """The dense filter bank that `conv2d` takes, channels by channels by size by size, or
+        `conv3d`.
+        """
         # Filters carry the layer's accuracy: autocast must not round them before the convolution.
         with engines.without_autocast(self.weight.device):
             return dense.filters(self.convolution, self._weight())
@@ -322,7 +342,7 @@ class PDOConv2d(WithConstants):
         return self.bias[:, None].expand(-1, each).flatten()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve ``[batch, in_channels, height, width]``."""
+        """Convolve ``[batch, in_channels, height, width]``, or volumes of one axis more."""
         x, bias = self.read(x), self._channel_bias()
         return engines.convolve(self.convolution, x, self._weight(), bias, self.engine)
 
@@ -331,7 +351,7 @@ class PDOConv2d(WithConstants):
         self._check_input(x)
         step = self._step
         if self.centred:
-            x = recentre(x, self.points(x.shape[2]), self.points(x.shape[3]), step=step)
+            x = recentre(x, *(self.points(n) for n in x.shape[2:]), step=step)
         elif step > 1:
             x = picked(x, step)
         return x
@@ -376,26 +396,27 @@ class PDOConv2d(WithConstants):
     def _check_input(self, x: Tensor) -> None:
         if torch.compiler.is_compiling():
             return
-        check_maps(x, self.in_channels, self._expected_channels(), self.weight)
-        height, width = x.shape[2:]
+        expected = self._expected_channels()
+        check_maps(x, self.in_channels, expected, self.weight, self.dimension)
+        sizes, whole, points = x.shape[2:], *_WORDS[self.dimension]
         # Windows that are as an ordinary convolution's may reach beyond a small map, as its do.
         least = self.extent
         if isinstance(self.centred, tuple):
             least = max(1, self.centred[0] - self.centred[1])
-        if min(height, width) < least:
+        if min(sizes) < least:
             raise ValueError(
-                f"expected an image of at least {least}×{least} pixels, the extent of "
-                f"the stencils; got {height}×{width}"
+                f"expected {whole} of at least {times([least] * self.dimension)} {points}, the "
+                f"extent of the stencils; got {times(sizes)}"
             )
         # Wider than this, reflection and wrapping would read beyond the other side.
         most = {"zeros": math.inf, "replicate": math.inf, "circular": 0, "reflect": -1}
         mode = self.padding_mode
-        modes = (mode, mode) if isinstance(mode, str) else mode
-        read = [self.points(n) if self.centred else n for n in (height, width)]
+        modes = (mode,) * self.dimension if isinstance(mode, str) else mode
+        read = [self.points(n) if self.centred else n for n in sizes]
         if any(self.padding > n + most[m] for n, m in zip(read, modes, strict=True)):
             raise ValueError(
-                f"expected an image larger than the padding of {self.padding} for "
-                f"padding_mode={self.padding_mode!r}; got {height}×{width}"
+                f"expected {whole} larger than the padding of {self.padding} for "
+                f"padding_mode={self.padding_mode!r}; got {times(sizes)}"
             )
 
     def _expected_channels(self) -> str:
@@ -403,7 +424,7 @@ class PDOConv2d(WithConstants):
 
     def _stencils_text(self) -> str:
         stencils = self.basis.stencils
-        named = stencil_set(stencils.name, stencils.accuracy, self.group.rotations)
+        named = stencil_set(stencils.name, stencils.accuracy, self.group.steps)
         return repr(stencils.name if stencils == named else stencils)
 
     def extra_repr(self) -> str:
@@ -431,7 +452,95 @@ class PDOConv2d(WithConstants):
         return text
 
 
-class LiftConv2d(PDOConv2d):
+class PDOConv2d(PDOConv):
+    """The PDO-eConvs of images."""
+
+    dimension = 2
+
+
+class PDOConv3d(PDOConv):
+    """The PDO-eConvs of volumes."""
+
+    dimension = 3
+
+
+class LiftConv(PDOConv):
+    """What :class:`LiftConv2d` and :class:`LiftConv3d` share."""
+
+    output_kind = "regular"
+    pseudoscalars = 0  # of layers that were pickled before there were any
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_fields: int,
+        group: GroupLike,
+        *,
+        vectors: int = 0,
+        pseudoscalars: int = 0,
+        **options: Unpack[ConvOptions],
+    ) -> None:
+        groups = options.get("groups", 1)
+        in_channels = positive("in_channels", in_channels)
+        out_fields = positive("out_fields", out_fields)
+        check_groups(groups, in_channels=in_channels, out_fields=out_fields)
+        d = self.dimension
+        if not isinstance(vectors, int) or vectors is True or not 0 <= d * vectors <= in_channels:
+            raise ValueError(
+                f"expected vectors between 0 and in_channels / {d} = {in_channels // d}; "
+                f"got {vectors!r}"
+            )
+        most = in_channels - d * vectors
+        whole = isinstance(pseudoscalars, int) and pseudoscalars is not True
+        if not whole or not 0 <= pseudoscalars <= most:
+            raise ValueError(
+                f"expected pseudoscalars between 0 and {most}, the channels that are no vectors; "
+                f"got {pseudoscalars!r}"
+            )
+        if (vectors or pseudoscalars) and groups != 1:
+            raise ValueError(
+                f"expected groups=1 with vector or pseudoscalar channels; got groups={groups}"
+            )
+        self.out_fields = out_fields
+        self.vectors = vectors
+        self.pseudoscalars = pseudoscalars
+        super().__init__(
+            (out_fields, in_channels // groups),
+            group,
+            in_channels=in_channels,
+            out_channels=out_fields * self._read_group(group).order,
+            **options,
+        )
+
+    @property
+    def input_kind(self) -> str:  # type: ignore[override]  # it depends on the channels
+        """The kind of all channels; of several kinds ``"mixed"``: `input_parts` has them."""
+        return "mixed" if len(parts := self._parts()) > 1 else parts[0].kind
+
+    @property
+    def input_parts(self) -> tuple[Part, ...]:
+        """The kinds of the input channels in their order, and how many fields are of each."""
+        return self._parts()
+
+    def _parts(self) -> tuple[Part, ...]:
+        scalars = self.in_channels - self.pseudoscalars - self.dimension * self.vectors
+        found = {
+            "scalar": scalars,
+            "pseudoscalar": self.pseudoscalars,
+            "vector": self.vectors,
+        }
+        return tuple(Part(kind, fields) for kind, fields in found.items() if fields)
+
+    def _expected_channels(self) -> str:
+        return f"{self.in_channels} {_KINDS[self.dimension]} channels"
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_channels}, {self.out_fields}{super().extra_repr()}"
+        text += f", pseudoscalars={self.pseudoscalars}" if self.pseudoscalars else ""
+        return text + (f", vectors={self.vectors}" if self.vectors else "")
+
+
+class LiftConv2d(LiftConv, PDOConv2d):
     """Ψ̃: lifts an image to a group feature map, Ψ[r](x, A) = χ^(A)[r](x).
 
     ``[batch, in_channels, height, width]`` → ``[batch, out_fields * order, …]``.
@@ -484,94 +593,29 @@ class LiftConv2d(PDOConv2d):
     >>> pressure_spin_and_wind = LiftConv2d(4, 4, "p8m", pseudoscalars=1, vectors=1)
     """
 
-    output_kind = "regular"
-    pseudoscalars = 0  # of layers that were pickled before there were any
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_fields: int,
-        group: GroupLike,
-        *,
-        vectors: int = 0,
-        pseudoscalars: int = 0,
-        **options: Unpack[ConvOptions],
-    ) -> None:
-        groups = options.get("groups", 1)
-        in_channels = positive("in_channels", in_channels)
-        out_fields = positive("out_fields", out_fields)
-        check_groups(groups, in_channels=in_channels, out_fields=out_fields)
-        if not isinstance(vectors, int) or vectors is True or not 0 <= 2 * vectors <= in_channels:
-            raise ValueError(
-                f"expected vectors between 0 and in_channels / 2 = {in_channels // 2}; "
-                f"got {vectors!r}"
-            )
-        most = in_channels - 2 * vectors
-        whole = isinstance(pseudoscalars, int) and pseudoscalars is not True
-        if not whole or not 0 <= pseudoscalars <= most:
-            raise ValueError(
-                f"expected pseudoscalars between 0 and {most}, the channels that are no vectors; "
-                f"got {pseudoscalars!r}"
-            )
-        if (vectors or pseudoscalars) and groups != 1:
-            raise ValueError(
-                f"expected groups=1 with vector or pseudoscalar channels; got groups={groups}"
-            )
-        self.out_fields = out_fields
-        self.vectors = vectors
-        self.pseudoscalars = pseudoscalars
-        super().__init__(
-            (out_fields, in_channels // groups),
-            group,
-            in_channels=in_channels,
-            out_channels=out_fields * Group(group).order,
-            **options,
-        )
+class LiftConv3d(LiftConv, PDOConv3d):
+    """:class:`LiftConv2d` for volumes, by groups of space: Ψ[r](x, A) = χ^(A)[r](x).
 
-    @property
-    def input_kind(self) -> str:  # type: ignore[override]  # it depends on the channels
-        """The kind of all channels; of several kinds ``"mixed"``: `input_parts` has them."""
-        return "mixed" if len(parts := self._parts()) > 1 else parts[0].kind
+    ``[batch, in_channels, depth, height, width]`` → ``[batch, out_fields * order, …]``. x points
+    right, y **up**, and z along the depth.
 
-    @property
-    def input_parts(self) -> tuple[Part, ...]:
-        """The kinds of the input channels in their order, and how many fields are of each."""
-        return self._parts()
+    Arguments are those of `LiftConv2d`, but for these: ``operators`` are the ten of
+    ``"order<=2"`` by default; a vector field takes three of the ``in_channels``, its x, y and z
+    component; ``padding_mode`` may be three names, and ``spacing`` three lengths, for (z, y, x), as
+    voxels of CT and MRI have them. On cubes all symmetries of the grid that the group has are
+    exact, 24 of ``"O"`` and 48 of ``"Oh"``; on other voxels those that are half turns and flips
+    along the axes, with a square base also those that turn it.
 
-    def _parts(self) -> tuple[Part, ...]:
-        scalars = self.in_channels - self.pseudoscalars - 2 * self.vectors
-        found = {
-            "scalar": scalars,
-            "pseudoscalar": self.pseudoscalars,
-            "vector": self.vectors,
-        }
-        return tuple(Part(kind, fields) for kind, fields in found.items() if fields)
-
-    def _expected_channels(self) -> str:
-        return f"{self.in_channels} image channels"
-
-    def extra_repr(self) -> str:
-        text = f"{self.in_channels}, {self.out_fields}{super().extra_repr()}"
-        text += f", pseudoscalars={self.pseudoscalars}" if self.pseudoscalars else ""
-        return text + (f", vectors={self.vectors}" if self.vectors else "")
-
-
-class GroupConv2d(PDOConv2d):
-    """Φ̃: maps group features to group features, Φ[e](x, A) = Σ_k χ_k^(A)[e](x, Ak).
-
-    ``[batch, in_fields * order, height, width]`` → ``[batch, out_fields * order, …]``.
-
-    With ``operators="order<=0"`` it is the 1×1 group convolution, exactly equivariant for every
-    element. The other arguments are those of :class:`LiftConv2d`.
-
-    >>> conv = GroupConv2d(4, 6, "p8")
-    >>> conv(torch.randn(2, 4 * 8, 16, 16)).shape
-    torch.Size([2, 48, 16, 16])
-    >>> conv.coefficients().shape, conv.filters().shape
-    (torch.Size([6, 4, 8, 9]), torch.Size([48, 32, 5, 5]))
-    >>> GroupConv2d(4, 6, "p8", operators="order<=0").filters().shape
-    torch.Size([48, 32, 1, 1])
+    >>> lift = LiftConv3d(1, 2, "O")
+    >>> lift(torch.randn(1, 1, 6, 6, 6)).shape
+    torch.Size([1, 48, 6, 6, 6])
+    >>> ct = LiftConv3d(1, 2, "D4h", spacing=(2.5, 0.7, 0.7))
     """
+
+
+class GroupConv(PDOConv):
+    """What :class:`GroupConv2d` and :class:`GroupConv3d` share."""
 
     input_kind = "regular"
     output_kind = "regular"
@@ -587,7 +631,7 @@ class GroupConv2d(PDOConv2d):
         in_fields = positive("in_fields", in_fields)
         out_fields = positive("out_fields", out_fields)
         check_groups(groups, in_fields=in_fields, out_fields=out_fields)
-        order = Group(group).order
+        order = self._read_group(group).order
         self.in_fields = in_fields
         self.out_fields = out_fields
         super().__init__(
@@ -611,6 +655,38 @@ class GroupConv2d(PDOConv2d):
         return f"{self.in_fields}, {self.out_fields}{super().extra_repr()}"
 
 
+class GroupConv2d(GroupConv, PDOConv2d):
+    """Φ̃: maps group features to group features, Φ[e](x, A) = Σ_k χ_k^(A)[e](x, Ak).
+
+    ``[batch, in_fields * order, height, width]`` → ``[batch, out_fields * order, …]``.
+
+    With ``operators="order<=0"`` it is the 1×1 group convolution, exactly equivariant for every
+    element. The other arguments are those of :class:`LiftConv2d`.
+
+    >>> conv = GroupConv2d(4, 6, "p8")
+    >>> conv(torch.randn(2, 4 * 8, 16, 16)).shape
+    torch.Size([2, 48, 16, 16])
+    >>> conv.coefficients().shape, conv.filters().shape
+    (torch.Size([6, 4, 8, 9]), torch.Size([48, 32, 5, 5]))
+    >>> GroupConv2d(4, 6, "p8", operators="order<=0").filters().shape
+    torch.Size([48, 32, 1, 1])
+    """
+
+
+class GroupConv3d(GroupConv, PDOConv3d):
+    """:class:`GroupConv2d` for volumes, by groups of space: Φ[e](x, A) = Σ_k χ_k^(A)[e](x, Ak).
+
+    ``[batch, in_fields * order, depth, height, width]`` → ``[batch, out_fields * order, …]``. The
+    other arguments are those of :class:`LiftConv3d`.
+
+    >>> conv = GroupConv3d(2, 3, "T")
+    >>> conv(torch.randn(1, 2 * 12, 5, 5, 5)).shape
+    torch.Size([1, 36, 5, 5, 5])
+    >>> conv.coefficients().shape, conv.filters().shape
+    (torch.Size([3, 2, 12, 10]), torch.Size([36, 24, 3, 3, 3]))
+    """
+
+
 class GroupLinear(GroupConv2d):
     """The 1×1 group convolution on features without pixels, ``[batch, in_fields * order]``.
 
@@ -630,6 +706,7 @@ class GroupLinear(GroupConv2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        self.dimension = Group(group).dimension
         super().__init__(
             in_fields,
             out_fields,
@@ -644,13 +721,40 @@ class GroupLinear(GroupConv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, in_fields * order]``."""
         if not torch.compiler.is_compiling():
-            check_rank(x, (2, 4))
+            check_rank(x, flat=True)
             if x.ndim != 2:
                 raise ValueError(f"expected [batch, channels]; got {tuple(x.shape)}")
-        return super().forward(x[:, :, None, None]).flatten(1)
+        return super().forward(x.view(*x.shape, *[1] * self.dimension)).flatten(1)
 
 
-class VectorConv2d(GroupConv2d):
+class VectorConv(GroupConv):
+    """What :class:`VectorConv2d` and :class:`VectorConv3d` share."""
+
+    output_kind = "vector"
+
+    def __init__(
+        self, in_fields: int, out_vectors: int, group: GroupLike, **options: Unpack[ConvOptions]
+    ) -> None:
+        in_fields = positive("in_fields", in_fields)
+        out_vectors = positive("out_vectors", out_vectors)
+        if options.get("bias"):
+            raise ValueError("expected bias=False: a constant vector is not equivariant")
+        check_groups(options.get("groups", 1), in_fields=in_fields, out_vectors=out_vectors)
+        self.out_vectors = out_vectors
+        super().__init__(in_fields, self.dimension * out_vectors, group, **options)
+
+    def _output_channels(self, order: int) -> int:
+        return self.dimension * self.out_vectors
+
+    def _output_scale(self) -> float:
+        # The sum over orientations adds `order` maps of equal variance.
+        return 1.0 / math.sqrt(self.group.order)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_fields}, {self.out_vectors}{PDOConv.extra_repr(self)}"
+
+
+class VectorConv2d(VectorConv, GroupConv2d):
     """Maps group features to vector fields, out(x) = Σ_A A·[s₁(x, A), s₂(x, A)] with s = Φ̃[e].
 
     ``[batch, in_fields * order, height, width]`` → ``[batch, 2 * out_vectors, …]``, for each vector
@@ -664,28 +768,17 @@ class VectorConv2d(GroupConv2d):
     torch.Size([2, 2, 16, 16])
     """
 
-    output_kind = "vector"
 
-    def __init__(
-        self, in_fields: int, out_vectors: int, group: GroupLike, **options: Unpack[ConvOptions]
-    ) -> None:
-        in_fields = positive("in_fields", in_fields)
-        out_vectors = positive("out_vectors", out_vectors)
-        if options.get("bias"):
-            raise ValueError("expected bias=False: a constant vector is not equivariant")
-        check_groups(options.get("groups", 1), in_fields=in_fields, out_vectors=out_vectors)
-        self.out_vectors = out_vectors
-        super().__init__(in_fields, 2 * out_vectors, group, **options)
+class VectorConv3d(VectorConv, GroupConv3d):
+    """:class:`VectorConv2d` for volumes: out(x) = Σ_A A·[s₁(x, A), s₂(x, A), s₃(x, A)].
 
-    def _output_channels(self, order: int) -> int:
-        return 2 * self.out_vectors
+    ``[batch, in_fields * order, depth, height, width]`` → ``[batch, 3 * out_vectors, …]``, for each
+    vector its x (right), y (**up**) and z (along the depth) component.
 
-    def _output_scale(self) -> float:
-        # The sum over orientations adds `order` maps of equal variance.
-        return 1.0 / math.sqrt(self.group.order)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_fields}, {self.out_vectors}{PDOConv2d.extra_repr(self)}"
+    >>> flow = VectorConv3d(2, 1, "O", operators="order<=1")
+    >>> flow(torch.randn(1, 2 * 24, 5, 5, 5)).shape
+    torch.Size([1, 3, 5, 5, 5])
+    """
 
 
 class GroupUpsampleConv2d(nn.Module):
@@ -737,33 +830,37 @@ class GroupUpsampleConv2d(nn.Module):
         return result
 
 
-def read_spacing(given: object) -> float | tuple[float, float]:
-    lengths = tuple(given) if isinstance(given, tuple | list) else (given, given)
-    numbers = [n for n in lengths if isinstance(n, float | int) and n is not True]
-    if len(lengths) != 2 or len(numbers) != 2 or not all(0 < n < math.inf for n in numbers):
-        raise ValueError(
-            f"expected a positive spacing, or a pair of them for (y, x); got {given!r}"
-        )
-    y, x = (float(n) for n in numbers)
-    if not 1e-3 <= y / x <= 1e3:
-        raise ValueError(f"expected pixels up to 1000 times as high as wide; got {given!r}")
-    return y if y == x else (y, x)
+_WORDS = {2: ("an image", "pixels"), 3: ("a volume", "voxels")}
+_KINDS = {2: "image", 3: "volume"}
+_SEVERAL = {2: "a pair of them for (y, x)", 3: "three of them for (z, y, x)"}
 
 
-def _aspect(spacing: float | tuple[float, float]) -> float:
-    return spacing[0] / spacing[1] if isinstance(spacing, tuple) else 1.0
+def read_spacing(given: object, dimension: int = 2) -> float | tuple[float, ...]:
+    lengths = tuple(given) if isinstance(given, tuple | list) else (given,) * dimension
+    numbers = [float(n) for n in lengths if isinstance(n, float | int) and n is not True]
+    right = len(lengths) == len(numbers) == dimension
+    if not right or not all(0 < n < math.inf for n in numbers):
+        raise ValueError(f"expected a positive spacing, or {_SEVERAL[dimension]}; got {given!r}")
+    return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
 
-def read_padding_mode(given: object) -> str | tuple[str, str]:
-    modes = tuple(given) if isinstance(given, tuple | list) else (given, given)
+def _aspect(spacing: float | tuple[float, ...]) -> Aspect:
+    if not isinstance(spacing, tuple):
+        return 1.0
+    aspect = tuple(length / spacing[-1] for length in spacing[:-1])
+    return aspect if len(aspect) > 1 else aspect[0]
+
+
+def read_padding_mode(given: object, dimension: int = 2) -> str | tuple[str, ...]:
+    modes = tuple(given) if isinstance(given, tuple | list) else (given,) * dimension
     # As strings: others may not be hashable, or not compare.
-    if len(modes) != 2 or not all(isinstance(m, str) and m in _PADDING_MODES for m in modes):
+    right = len(modes) == dimension
+    if not right or not all(isinstance(m, str) and m in _PADDING_MODES for m in modes):
         raise ValueError(
-            f"expected padding_mode in {_PADDING_MODES}, or a pair of them for (y, x); "
-            f"got {given!r}"
+            f"expected padding_mode in {_PADDING_MODES}, or {_SEVERAL[dimension]}; got {given!r}"
         )
-    y, x = (str(mode) for mode in modes)
-    return y if y == x else (y, x)
+    each = tuple(str(mode) for mode in modes)
+    return each[0] if len(set(each)) == 1 else each
 
 
 def _read_centred(centred: object) -> bool | tuple[int, int]:

@@ -10,12 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from econv.engines import Part, memory_format
-from econv.groups import Group, GroupLike
-from econv.layers.checks import check_filled, check_rank
+from econv.groups import GroupLike
+from econv.layers.checks import check_filled, check_rank, read_group
 from econv.layers.convolution import (
     ConvOptions,
+    GroupConv,
     GroupConv2d,
+    GroupConv3d,
+    VectorConv,
     VectorConv2d,
+    VectorConv3d,
     read_padding_mode,
     read_spacing,
 )
@@ -23,10 +27,10 @@ from econv.layers.convolution import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Curl2d", "FieldConv2d"]
+__all__ = ["Curl2d", "FieldConv", "FieldConv2d", "FieldConv3d"]
 
 
-class _Sum(GroupConv2d):
+class _Sum(GroupConv):
     """Features to fields of one channel, out(x) = Σ_A s(x, A) with s = Φ̃[e], or Σ_A det(A)·s."""
 
     def __init__(
@@ -51,7 +55,96 @@ class _Sum(GroupConv2d):
         return f"{super().extra_repr()}, output_kind={self.output_kind!r}"
 
 
-class FieldConv2d(nn.Module):
+class _Sum2d(_Sum, GroupConv2d):
+    pass
+
+
+class _Sum3d(_Sum, GroupConv3d):
+    pass
+
+
+_HEADS: dict[int, tuple[type[_Sum], type[VectorConv]]] = {
+    2: (_Sum2d, VectorConv2d),
+    3: (_Sum3d, VectorConv3d),
+}
+
+
+class FieldConv(nn.Module):
+    """Maps group features to fields, in any number of dimensions."""
+
+    dimension: int
+    input_kind = "regular"
+
+    def __init__(
+        self,
+        in_fields: int,
+        group: GroupLike,
+        *,
+        scalars: int = 0,
+        pseudoscalars: int = 0,
+        vectors: int = 0,
+        **options: Unpack[ConvOptions],
+    ) -> None:
+        super().__init__()
+        counts = {"scalars": scalars, "pseudoscalars": pseudoscalars, "vectors": vectors}
+        whole = [isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in counts.values()]
+        if not all(whole) or not any(counts.values()):
+            raise ValueError(
+                "expected whole numbers of scalars, pseudoscalars and vectors, at least one of "
+                f"them above 0; got {counts}"
+            )
+        if options.get("bias") and not scalars:
+            raise ValueError(
+                "expected bias=False without scalars: no other constant is equivariant"
+            )
+        if options.get("groups", 1) != 1:
+            raise ValueError(f"expected groups=1; got {options['groups']}")
+        others: ConvOptions = {**options, "bias": False}
+        self.group = read_group(group, self.dimension, type(self).__name__)
+        self.in_fields = in_fields
+        summed, turned = _HEADS[self.dimension]
+        self.scalars = summed(in_fields, scalars, group, "scalar", **options) if scalars else None
+        self.pseudoscalars = (
+            summed(in_fields, pseudoscalars, group, "pseudoscalar", **others)
+            if pseudoscalars
+            else None
+        )
+        self.vectors = turned(in_fields, vectors, group, **others) if vectors else None
+
+    @property
+    def heads(self) -> list[GroupConv]:
+        """The convolutions, one for each kind that is put out, in the order of the channels."""
+        every = (self.scalars, self.pseudoscalars, self.vectors)
+        return [head for head in every if head is not None]
+
+    @property
+    def output_parts(self) -> tuple[Part, ...]:
+        """The kinds of the output channels in their order, and how many fields are of each."""
+        return tuple(
+            Part(
+                head.output_kind,
+                head.out_channels // (self.dimension if head is self.vectors else 1),
+            )
+            for head in self.heads
+        )
+
+    @property
+    def output_kind(self) -> str:
+        """The kind of all channels; of several kinds ``"mixed"``: `output_parts` has them."""
+        return "mixed" if len(parts := self.output_parts) > 1 else parts[0].kind
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew, and set the bias to zero."""
+        for head in self.heads:
+            head.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve ``[batch, in_fields * order, …]``."""
+        found = [head(x) for head in self.heads]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+class FieldConv2d(FieldConv):
     """Maps group features to scalars, pseudoscalars and vectors, s = Φ̃[e] summed over the frames.
 
     ``[batch, in_fields * order, height, width]`` → ``[batch, scalars + pseudoscalars + 2 * vectors,
@@ -81,71 +174,22 @@ class FieldConv2d(nn.Module):
     [('scalar', 1), ('vector', 1)]
     """
 
-    input_kind = "regular"
+    dimension = 2
 
-    def __init__(
-        self,
-        in_fields: int,
-        group: GroupLike,
-        *,
-        scalars: int = 0,
-        pseudoscalars: int = 0,
-        vectors: int = 0,
-        **options: Unpack[ConvOptions],
-    ) -> None:
-        super().__init__()
-        counts = {"scalars": scalars, "pseudoscalars": pseudoscalars, "vectors": vectors}
-        whole = [isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in counts.values()]
-        if not all(whole) or not any(counts.values()):
-            raise ValueError(
-                "expected whole numbers of scalars, pseudoscalars and vectors, at least one of "
-                f"them above 0; got {counts}"
-            )
-        if options.get("bias") and not scalars:
-            raise ValueError(
-                "expected bias=False without scalars: no other constant is equivariant"
-            )
-        if options.get("groups", 1) != 1:
-            raise ValueError(f"expected groups=1; got {options['groups']}")
-        others: ConvOptions = {**options, "bias": False}
-        self.group = Group(group)
-        self.in_fields = in_fields
-        self.scalars = _Sum(in_fields, scalars, group, "scalar", **options) if scalars else None
-        self.pseudoscalars = (
-            _Sum(in_fields, pseudoscalars, group, "pseudoscalar", **others)
-            if pseudoscalars
-            else None
-        )
-        self.vectors = VectorConv2d(in_fields, vectors, group, **others) if vectors else None
 
-    @property
-    def heads(self) -> list[GroupConv2d]:
-        """The convolutions, one for each kind that is put out, in the order of the channels."""
-        every = (self.scalars, self.pseudoscalars, self.vectors)
-        return [head for head in every if head is not None]
+class FieldConv3d(FieldConv):
+    """Maps group features of volumes to scalars, pseudoscalars and vectors.
 
-    @property
-    def output_parts(self) -> tuple[Part, ...]:
-        """The kinds of the output channels in their order, and how many fields are of each."""
-        return tuple(
-            Part(head.output_kind, head.out_channels // (2 if head is self.vectors else 1))
-            for head in self.heads
-        )
+    ``[batch, in_fields * order, depth, height, width]`` → ``[batch, scalars + pseudoscalars + 3 *
+    vectors, …]``, of each vector the x, the y (**up**) and the z component; what
+    :class:`FieldConv2d` is to images.
 
-    @property
-    def output_kind(self) -> str:
-        """The kind of all channels; of several kinds ``"mixed"``: `output_parts` has them."""
-        return "mixed" if len(parts := self.output_parts) > 1 else parts[0].kind
+    >>> head = FieldConv3d(1, "T", scalars=1, vectors=1)
+    >>> head(torch.randn(2, 12, 5, 5, 5)).shape
+    torch.Size([2, 4, 5, 5, 5])
+    """
 
-    def reset_parameters(self) -> None:
-        """Draw the weights anew, and set the bias to zero."""
-        for head in self.heads:
-            head.reset_parameters()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Convolve ``[batch, in_fields * order, height, width]``."""
-        found = [head(x) for head in self.heads]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+    dimension = 3
 
 
 class Curl2d(nn.Module):
@@ -198,7 +242,7 @@ class Curl2d(nn.Module):
 
 
 def curl(
-    x: Tensor, spacing: float | tuple[float, float], padding_mode: str | tuple[str, str]
+    x: Tensor, spacing: float | tuple[float, ...], padding_mode: str | tuple[str, ...]
 ) -> Tensor:
     """What :class:`Curl2d` computes, as functions of torch."""
     dy, dx = spacing if isinstance(spacing, tuple) else (spacing, spacing)

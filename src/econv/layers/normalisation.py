@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from econv.engines import memory_format
-from econv.groups import Group, GroupLike
+from econv.groups import GroupLike
 from econv.layers import pooled
 from econv.layers.checks import (
     check_dtype,
@@ -21,31 +21,31 @@ from econv.layers.checks import (
     check_groups,
     check_statistics,
     positive,
+    read_group,
     truth,
 )
 
 __all__ = [
+    "GroupBatchNorm",
     "GroupBatchNorm2d",
+    "GroupBatchNorm3d",
+    "GroupGroupNorm",
     "GroupGroupNorm2d",
+    "GroupGroupNorm3d",
+    "GroupInstanceNorm",
     "GroupInstanceNorm2d",
+    "GroupInstanceNorm3d",
+    "GroupLayerNorm",
     "GroupLayerNorm2d",
+    "GroupLayerNorm3d",
     "calibrate",
 ]
 
 
-class GroupBatchNorm2d(_BatchNorm):
-    """Batch norm with one mean, variance, scale and bias per *field*, which equivariance needs.
+class GroupBatchNorm(_BatchNorm):
+    """Batch norm of fields, in any number of dimensions."""
 
-    The statistics run over batch, orientations and pixels. Arguments and state are those of
-    `BatchNorm2d` with ``fields`` in place of channels. To share the statistics of several
-    processes, use :func:`~econv.convert_sync_batchnorm`; torch's own conversion, which does not
-    know fields, ends with an error that says so.
-
-    >>> norm = GroupBatchNorm2d(4, "p8")
-    >>> norm(torch.randn(2, 32, 8, 8)).shape, norm.weight.shape
-    (torch.Size([2, 32, 8, 8]), torch.Size([4]))
-    """
-
+    dimension: int
     input_kind = "regular"
     output_kind = "regular"
 
@@ -65,7 +65,7 @@ class GroupBatchNorm2d(_BatchNorm):
         options = truth("affine", affine), truth("track_running_stats", track_running_stats)
         super().__init__(positive("fields", fields), eps, momentum, *options, device, dtype)
         self.fields = fields
-        self.group = Group(group)
+        self.group = read_group(group, self.dimension, type(self).__name__)
         self._order = self.group.order
         # Whoever reads it makes a norm of channels that cannot stand in for this one.
         del self.num_features
@@ -88,7 +88,7 @@ class GroupBatchNorm2d(_BatchNorm):
         check_fields(x, self.fields, self.group, own)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[batch, fields * order, height, width]``."""
+        """Normalise ``[batch, fields * order, …]``."""
         self.check(x)
         if self._pools(x):
             return self._pooled(x)
@@ -161,25 +161,48 @@ class GroupBatchNorm2d(_BatchNorm):
         )
 
 
+class GroupBatchNorm2d(GroupBatchNorm):
+    """Batch norm with one mean, variance, scale and bias per *field*, which equivariance needs.
+
+    The statistics run over batch, orientations and pixels. Arguments and state are those of
+    `BatchNorm2d` with ``fields`` in place of channels. To share the statistics of several
+    processes, use :func:`~econv.convert_sync_batchnorm`; torch's own conversion, which does not
+    know fields, ends with an error that says so.
+
+    >>> norm = GroupBatchNorm2d(4, "p8")
+    >>> norm(torch.randn(2, 32, 8, 8)).shape, norm.weight.shape
+    (torch.Size([2, 32, 8, 8]), torch.Size([4]))
+    """
+
+    dimension = 2
+
+
+class GroupBatchNorm3d(GroupBatchNorm):
+    """Batch norm of volumes with one mean, variance, scale and bias per *field*.
+
+    Arguments and state are those of :class:`GroupBatchNorm2d`.
+
+    >>> GroupBatchNorm3d(2, "O")(torch.randn(2, 48, 4, 4, 4)).shape
+    torch.Size([2, 48, 4, 4, 4])
+    """
+
+    dimension = 3
+
+
 def by_field(x: Tensor, fields: int, normalise: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply what normalises ``[n, fields, m]`` to ``[batch, fields * order, …]``, uncopied."""
-    if x.ndim == 4 and memory_format(x) is torch.channels_last:
-        last = x.permute(0, 2, 3, 1)
-        folded = last.reshape(math.prod(last.shape[:3]), fields, x.shape[1] // fields)
-        return normalise(folded).view(last.shape).permute(0, 3, 1, 2)
+    if x.ndim in (4, 5) and memory_format(x) is not torch.contiguous_format:
+        last = x.movedim(1, -1)
+        folded = last.reshape(math.prod(last.shape[:-1]), fields, x.shape[1] // fields)
+        return normalise(folded).view(last.shape).movedim(-1, 1)
     numbers = x.shape[1] // fields * math.prod(x.shape[2:])  # -1 would not do for empty batches
     return normalise(x.reshape(x.shape[0], fields, numbers)).view(x.shape)
 
 
-class GroupInstanceNorm2d(_InstanceNorm):
-    """Instance norm with one mean and variance per sample and *field*, over all its orientations.
+class GroupInstanceNorm(_InstanceNorm):
+    """Instance norm of fields, in any number of dimensions."""
 
-    Arguments and state are those of `InstanceNorm2d` with ``fields`` in place of channels.
-
-    >>> GroupInstanceNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
-    torch.Size([2, 32, 8, 8])
-    """
-
+    dimension: int
     input_kind = "regular"
     output_kind = "regular"
 
@@ -199,7 +222,7 @@ class GroupInstanceNorm2d(_InstanceNorm):
         options = truth("affine", affine), truth("track_running_stats", track_running_stats)
         super().__init__(positive("fields", fields), eps, momentum, *options, device, dtype)
         self.fields = fields
-        self.group = Group(group)
+        self.group = read_group(group, self.dimension, type(self).__name__)
 
     def _check_input_dim(self, input: Tensor) -> None:
         """The folded tensor is ours; what the user gave is checked in `forward`."""
@@ -208,7 +231,7 @@ class GroupInstanceNorm2d(_InstanceNorm):
         return 2
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[batch, fields * order, height, width]``."""
+        """Normalise ``[batch, fields * order, …]``."""
         own = self.running_mean if self.weight is None else self.weight
         check_fields(x, self.fields, self.group, own)
         numbers = x.shape[1] // self.fields * x.shape[2] * x.shape[3]
@@ -219,9 +242,34 @@ class GroupInstanceNorm2d(_InstanceNorm):
         return f"{self.group.name}, {super().extra_repr()}"
 
 
+class GroupInstanceNorm2d(GroupInstanceNorm):
+    """Instance norm with one mean and variance per sample and *field*, over all its orientations.
+
+    Arguments and state are those of `InstanceNorm2d` with ``fields`` in place of channels.
+
+    >>> GroupInstanceNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
+    torch.Size([2, 32, 8, 8])
+    """
+
+    dimension = 2
+
+
+class GroupInstanceNorm3d(GroupInstanceNorm):
+    """Instance norm of volumes, with one mean and variance per sample and *field*.
+
+    Arguments and state are those of :class:`GroupInstanceNorm2d`.
+
+    >>> GroupInstanceNorm3d(2, "O")(torch.randn(2, 48, 4, 4, 4)).shape
+    torch.Size([2, 48, 4, 4, 4])
+    """
+
+    dimension = 3
+
+
 class _FieldAffine(nn.Module):
     """A scale and a bias per field, or none of them."""
 
+    dimension: int
     input_kind = "regular"
     output_kind = "regular"
     weight: nn.Parameter | None
@@ -238,9 +286,9 @@ class _FieldAffine(nn.Module):
     ) -> None:
         super().__init__()
         self.fields = positive("fields", fields)
-        self.group = Group(group)
         check_statistics(eps)
         check_dtype(dtype)
+        self.group = read_group(group, self.dimension, type(self).__name__)
         self.eps = eps
         self._order = self.group.order
         if truth("affine", affine):
@@ -270,15 +318,10 @@ class _FieldAffine(nn.Module):
         return f"{self.group.name}, {self.fields}, eps={self.eps}, affine={affine}"
 
 
-class GroupGroupNorm2d(_FieldAffine):
-    """Group norm over blocks of whole fields, with one scale and one bias per *field*.
+class GroupGroupNorm(_FieldAffine):
+    """Group norm of whole fields, in any number of dimensions."""
 
-    `GroupNorm` on ``fields`` in place of channels: each of ``num_groups`` blocks is normalised over
-    its fields, all their orientations and all pixels.
-
-    >>> GroupGroupNorm2d(2, 4, "p8")(torch.randn(2, 32, 8, 8)).shape
-    torch.Size([2, 32, 8, 8])
-    """
+    dimension: int
 
     def __init__(
         self,
@@ -295,7 +338,7 @@ class GroupGroupNorm2d(_FieldAffine):
         super().__init__(fields, group, eps, affine, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[batch, fields * order, height, width]``."""
+        """Normalise ``[batch, fields * order, …]``."""
         check_fields(x, self.fields, self.group, self.weight)
         normed = functional.group_norm(x, self.num_groups, *self._by_channel(), self.eps)
         return normed.contiguous(memory_format=memory_format(x))
@@ -304,14 +347,35 @@ class GroupGroupNorm2d(_FieldAffine):
         return f"num_groups={self.num_groups}, {super().extra_repr()}"
 
 
-class GroupLayerNorm2d(_FieldAffine):
-    """Layer norm over all fields and orientations of a pixel; one scale and one bias per *field*.
+class GroupGroupNorm2d(GroupGroupNorm):
+    """Group norm over blocks of whole fields, with one scale and one bias per *field*.
 
-    What ConvNeXt calls LayerNorm2d, made equivariant.
+    `GroupNorm` on ``fields`` in place of channels: each of ``num_groups`` blocks is normalised over
+    its fields, all their orientations and all pixels.
 
-    >>> GroupLayerNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
+    >>> GroupGroupNorm2d(2, 4, "p8")(torch.randn(2, 32, 8, 8)).shape
     torch.Size([2, 32, 8, 8])
     """
+
+    dimension = 2
+
+
+class GroupGroupNorm3d(GroupGroupNorm):
+    """Group norm of volumes over blocks of whole fields; one scale and bias per *field*.
+
+    Arguments and state are those of :class:`GroupGroupNorm2d`.
+
+    >>> GroupGroupNorm3d(1, 2, "O")(torch.randn(2, 48, 4, 4, 4)).shape
+    torch.Size([2, 48, 4, 4, 4])
+    """
+
+    dimension = 3
+
+
+class GroupLayerNorm(_FieldAffine):
+    """Layer norm of every pixel's fields, in any number of dimensions."""
+
+    dimension: int
 
     def __init__(
         self,
@@ -325,15 +389,37 @@ class GroupLayerNorm2d(_FieldAffine):
         super().__init__(fields, group, eps, affine, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``[batch, fields * order, height, width]``."""
+        """Normalise ``[batch, fields * order, …]``."""
         check_fields(x, self.fields, self.group, self.weight)
-        batch, channels, height, width = x.shape
+        last, channels = x.movedim(1, -1), x.shape[1]
         # A matrix, so that its gradient is one too: of a permuted gradient torch's compiler expects
         # another layout than layer norm gives.
-        pixels = x.permute(0, 2, 3, 1).reshape(batch * height * width, channels)
+        pixels = last.reshape(math.prod(last.shape[:-1]), channels)
         normed = functional.layer_norm(pixels, (channels,), *self._by_channel(), self.eps)
-        maps = normed.view(batch, height, width, channels).permute(0, 3, 1, 2)
+        maps = normed.view(last.shape).movedim(-1, 1)
         return maps.contiguous(memory_format=memory_format(x))
+
+
+class GroupLayerNorm2d(GroupLayerNorm):
+    """Layer norm over all fields and orientations of a pixel; one scale and one bias per *field*.
+
+    What ConvNeXt calls LayerNorm2d, made equivariant.
+
+    >>> GroupLayerNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
+    torch.Size([2, 32, 8, 8])
+    """
+
+    dimension = 2
+
+
+class GroupLayerNorm3d(GroupLayerNorm):
+    """Layer norm over all fields and orientations of a voxel; one scale and bias per *field*.
+
+    >>> GroupLayerNorm3d(2, "O")(torch.randn(2, 48, 4, 4, 4)).shape
+    torch.Size([2, 48, 4, 4, 4])
+    """
+
+    dimension = 3
 
 
 def calibrate(model: nn.Module, images: Tensor) -> nn.Module:

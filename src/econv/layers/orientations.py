@@ -18,47 +18,41 @@ from econv.layers.checks import (
     check_multiple,
     check_rank,
     positive,
+    read_group,
 )
 from econv.layers.constants import WithConstants
 
 __all__ = [
     "FieldParameter",
+    "GroupDropout",
     "GroupDropout2d",
+    "GroupDropout3d",
+    "GroupPReLU",
     "GroupPReLU2d",
+    "GroupPReLU3d",
+    "GroupPool",
     "GroupPool2d",
+    "GroupPool3d",
+    "Restrict",
     "Restrict2d",
+    "Restrict3d",
+    "Spread",
     "Spread2d",
+    "Spread3d",
     "restrict",
 ]
 
 
-class GroupPool2d(nn.Module):
-    """Pools over orientations: ``[batch, fields * order, …]`` → ``[batch, fields, …]``.
+class GroupPool(nn.Module):
+    """Pools over orientations, in any number of dimensions."""
 
-    What comes out is a stack of ordinary images that turn with the input. Several statistics say
-    more of a field than one, and a classifier that reads few fields needs it: they are channels
-    side by side, channel = field * :attr:`outputs` + statistic, and turn as exactly as one.
-
-    Args:
-        group: a group or its name.
-        reduce: statistics of the orientations, joined by ``+``: ``"max"`` (default), ``"mean"``,
-            ``"std"`` (the root mean square distance from the mean) and ``"top3"``, ``"top4"``, …
-            (so many of the largest values, in order). ``"mean+max"`` gives two channels a field.
-
-    >>> import torch
-    >>> GroupPool2d("p8")(torch.randn(2, 32, 8, 8)).shape
-    torch.Size([2, 4, 8, 8])
-    >>> pool = GroupPool2d("p8", "mean+std+top2")
-    >>> pool.outputs, pool(torch.randn(2, 32, 8, 8)).shape
-    (4, torch.Size([2, 16, 8, 8]))
-    """
-
+    dimension: int
     input_kind = "regular"
     output_kind = "scalar"
 
     def __init__(self, group: GroupLike, reduce: str = "max") -> None:
         super().__init__()
-        self.group = Group(group)
+        self.group = read_group(group, self.dimension, type(self).__name__)
         self._order = self.group.order
         self._read(reduce)
 
@@ -77,13 +71,48 @@ class GroupPool2d(nn.Module):
         return sum(most or 1 for _, most in self.statistics)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pool ``[batch, fields * order, height, width]``, or ``[batch, fields * order]``."""
-        check_multiple(x, self.group, ranks=(2, 4))
+        """Pool ``[batch, fields * order, …]``, or ``[batch, fields * order]``."""
+        check_multiple(x, self.group, flat=True)
         pooled = pool_orientations(x, self._order, self.statistics)
         return pooled if x.ndim == 2 else pooled.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
         return f"{self.group.name}, reduce={self.reduce!r}"
+
+
+class GroupPool2d(GroupPool):
+    """Pools over orientations: ``[batch, fields * order, …]`` → ``[batch, fields, …]``.
+
+    What comes out is a stack of ordinary images that turn with the input. Several statistics say
+    more of a field than one, and a classifier that reads few fields needs it: they are channels
+    side by side, channel = field * ``outputs`` + statistic, and turn as exactly as one.
+
+    Args:
+        group: a group or its name.
+        reduce: statistics of the orientations, joined by ``+``: ``"max"`` (default), ``"mean"``,
+            ``"std"`` (the root mean square distance from the mean) and ``"top3"``, ``"top4"``, …
+            (so many of the largest values, in order). ``"mean+max"`` gives two channels a field.
+
+    >>> import torch
+    >>> GroupPool2d("p8")(torch.randn(2, 32, 8, 8)).shape
+    torch.Size([2, 4, 8, 8])
+    >>> pool = GroupPool2d("p8", "mean+std+top2")
+    >>> pool.outputs, pool(torch.randn(2, 32, 8, 8)).shape
+    (4, torch.Size([2, 16, 8, 8]))
+    """
+
+    dimension = 2
+
+
+class GroupPool3d(GroupPool):
+    """Pools over the orientations of volumes, as :class:`GroupPool2d` does those of images.
+
+    >>> import torch
+    >>> GroupPool3d("O", "mean+max")(torch.randn(2, 3 * 24, 4, 4, 4)).shape
+    torch.Size([2, 6, 4, 4, 4])
+    """
+
+    dimension = 3
 
 
 def read_statistics(
@@ -132,7 +161,32 @@ def _statistic(apart: Tensor, order: int, name: str) -> Tensor:
     return apart.max(2).values
 
 
-class GroupDropout2d(nn.Module):
+class GroupDropout(nn.Module):
+    """Drops whole fields, in any number of dimensions."""
+
+    dimension: int
+    input_kind = "regular"
+    output_kind = "regular"
+
+    def __init__(self, group: GroupLike, p: float = 0.5) -> None:
+        super().__init__()
+        self.group = read_group(group, self.dimension, type(self).__name__)
+        self._order = self.group.order
+        if not isinstance(p, float | int) or not 0.0 <= p <= 1.0:
+            raise ValueError(f"expected a probability p between 0 and 1; got {p!r}")
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop fields of ``[batch, fields * order, …]`` in train mode."""
+        check_multiple(x, self.group)
+        fields = x.unflatten(1, (-1, self._order)).flatten(3, -2)  # torch knows no fourth axis
+        return functional.dropout3d(fields, self.p, self.training).reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.group.name}, p={self.p}"
+
+
+class GroupDropout2d(GroupDropout):
     """Drops whole fields: all orientations and pixels of a field together.
 
     >>> import torch
@@ -140,28 +194,43 @@ class GroupDropout2d(nn.Module):
     256.0
     """
 
-    input_kind = "regular"
+    dimension = 2
+
+
+class GroupDropout3d(GroupDropout):
+    """Drops whole fields of volumes: all orientations and voxels of a field together.
+
+    >>> import torch
+    >>> GroupDropout3d("T", p=0.2).eval()(torch.ones(1, 12, 2, 2, 2)).sum().item()
+    96.0
+    """
+
+    dimension = 3
+
+
+class Spread(nn.Module):
+    """Reads a map as group features that are alike, in any number of dimensions."""
+
+    dimension: int
+    input_kind = "scalar"
     output_kind = "regular"
 
-    def __init__(self, group: GroupLike, p: float = 0.5) -> None:
+    def __init__(self, group: GroupLike) -> None:
         super().__init__()
-        self.group = Group(group)
+        self.group = read_group(group, self.dimension, type(self).__name__)
         self._order = self.group.order
-        if not isinstance(p, float | int) or not 0.0 <= p <= 1.0:
-            raise ValueError(f"expected a probability p between 0 and 1; got {p!r}")
-        self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop fields of ``[batch, fields * order, height, width]`` in train mode."""
-        check_multiple(x, self.group)
-        dropped = functional.dropout3d(x.unflatten(1, (-1, self._order)), self.p, self.training)
-        return dropped.flatten(1, 2)
+        """Spread ``[batch, channels, …]``, or ``[batch, channels]``."""
+        check_rank(x, self.dimension, flat=True)
+        spread = x.repeat_interleave(self._order, dim=1)
+        return spread if x.ndim == 2 else spread.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
-        return f"{self.group.name}, p={self.p}"
+        return self.group.name
 
 
-class Spread2d(nn.Module):
+class Spread2d(Spread):
     """Reads an image as group features that are the same in every orientation.
 
     ``[batch, channels, …]`` → ``[batch, channels * order, …]``: what an image needs to be added or
@@ -172,29 +241,25 @@ class Spread2d(nn.Module):
     torch.Size([2, 24, 4, 4])
     """
 
-    input_kind = "scalar"
-    output_kind = "regular"
+    dimension = 2
 
-    def __init__(self, group: GroupLike) -> None:
-        super().__init__()
-        self.group = Group(group)
-        self._order = self.group.order
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Spread ``[batch, channels, height, width]``, or ``[batch, channels]``."""
-        check_rank(x, (2, 4))
-        spread = x.repeat_interleave(self._order, dim=1)
-        return spread if x.ndim == 2 else spread.contiguous(memory_format=memory_format(x))
+class Spread3d(Spread):
+    """Reads a volume as group features that are the same in every orientation.
 
-    def extra_repr(self) -> str:
-        return self.group.name
+    >>> import torch
+    >>> Spread3d("O")(torch.randn(2, 3, 4, 4, 4)).shape
+    torch.Size([2, 72, 4, 4, 4])
+    """
+
+    dimension = 3
 
 
 class FieldParameter(nn.Module):
     """One learned number per field, as a tensor that broadcasts to the channels of group features.
 
-    ``[fields * order, 1, 1]``, or ``[fields * order]`` for features without pixels: the scale that
-    ConvNeXt puts on its branches, made equivariant.
+    ``[fields * order, 1, 1]``, for volumes ``[fields * order, 1, 1, 1]``, or ``[fields * order]``
+    for features without pixels: the scale that ConvNeXt puts on its branches, made equivariant.
 
     >>> import torch
     >>> scale = FieldParameter(4, "p8", initial=1e-6)
@@ -228,20 +293,16 @@ class FieldParameter(nn.Module):
     def forward(self) -> Tensor:
         """The numbers by channel."""
         by_channel = self.weight[:, None].expand(-1, self._order).flatten()
-        return by_channel[:, None, None] if self.pixels else by_channel
+        return by_channel.view(-1, *[1] * self.group.dimension) if self.pixels else by_channel
 
     def extra_repr(self) -> str:
         return f"{self.fields}, {self.group.name}, initial={self.initial}, pixels={self.pixels}"
 
 
-class GroupPReLU2d(nn.Module):
-    """`PReLU` with one slope per *field*.
+class GroupPReLU(nn.Module):
+    """`PReLU` with one slope per field, in any number of dimensions."""
 
-    >>> import torch
-    >>> GroupPReLU2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
-    torch.Size([2, 32, 8, 8])
-    """
-
+    dimension: int
     input_kind = "regular"
     output_kind = "regular"
 
@@ -255,7 +316,7 @@ class GroupPReLU2d(nn.Module):
     ) -> None:
         super().__init__()
         self.fields = positive("fields", fields)
-        self.group = Group(group)
+        self.group = read_group(group, self.dimension, type(self).__name__)
         self.init = float(init)
         self._order = self.group.order
         check_dtype(dtype)
@@ -267,7 +328,7 @@ class GroupPReLU2d(nn.Module):
         nn.init.constant_(self.weight, self.init)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Bend ``[batch, fields * order, height, width]``."""
+        """Bend ``[batch, fields * order, …]``."""
         check_fields(x, self.fields, self.group, self.weight)
         slopes = self.weight[:, None].expand(-1, self._order).flatten()
         return functional.prelu(x, slopes.to(x.dtype))
@@ -276,26 +337,45 @@ class GroupPReLU2d(nn.Module):
         return f"{self.fields}, {self.group.name}, init={self.init}"
 
 
-class Restrict2d(WithConstants):
-    """:func:`restrict` as a module.
+class GroupPReLU2d(GroupPReLU):
+    """`PReLU` with one slope per *field*.
 
-    Its input turns as features of ``whole``, its output as features of ``subgroup``; for the
-    elements of the subgroup it commutes with both.
+    >>> import torch
+    >>> GroupPReLU2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
+    torch.Size([2, 32, 8, 8])
     """
 
+    dimension = 2
+
+
+class GroupPReLU3d(GroupPReLU):
+    """`PReLU` with one slope per *field* of volumes.
+
+    >>> import torch
+    >>> GroupPReLU3d(2, "T")(torch.randn(2, 24, 4, 4, 4)).shape
+    torch.Size([2, 24, 4, 4, 4])
+    """
+
+    dimension = 3
+
+
+class Restrict(WithConstants):
+    """:func:`restrict` as a module, in any number of dimensions."""
+
+    dimension: int
     places: Tensor
 
     def __init__(self, group: GroupLike, subgroup: GroupLike) -> None:
         super().__init__()
-        self.whole = Group(group)
-        self.subgroup = Group(subgroup)
+        self.whole = read_group(group, self.dimension, type(self).__name__)
+        self.subgroup = read_group(subgroup, self.dimension, type(self).__name__)
         self._refresh_constants()
 
     def _constants(self) -> dict[str, np.ndarray]:
         return {"places": self.whole.cosets(self.subgroup).ravel()}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Read ``[batch, fields * group.order, height, width]`` as features of the subgroup."""
+        """Read ``[batch, fields * group.order, …]`` as features of the subgroup."""
         check_multiple(x, self.whole)
         by_orientation = x.unflatten(1, (-1, self.whole.order))
         chosen = by_orientation.index_select(2, self.places).flatten(1, 2)
@@ -303,6 +383,27 @@ class Restrict2d(WithConstants):
 
     def extra_repr(self) -> str:
         return f"{self.whole.name}, {self.subgroup.name}"
+
+
+class Restrict2d(Restrict):
+    """:func:`restrict` as a module.
+
+    Its input turns as features of ``whole``, its output as features of ``subgroup``; for the
+    elements of the subgroup it commutes with both.
+    """
+
+    dimension = 2
+
+
+class Restrict3d(Restrict):
+    """:func:`restrict` as a module, for volumes.
+
+    >>> import torch
+    >>> Restrict3d("O", "T")(torch.randn(2, 24, 4, 4, 4)).shape
+    torch.Size([2, 24, 4, 4, 4])
+    """
+
+    dimension = 3
 
 
 def restrict(x: Tensor, group: GroupLike, subgroup: GroupLike) -> Tensor:
@@ -316,6 +417,6 @@ def restrict(x: Tensor, group: GroupLike, subgroup: GroupLike) -> Tensor:
     >>> restrict(x, "p8", "p4").flatten().tolist()
     [0.0, 2.0, 4.0, 6.0, 1.0, 3.0, 5.0, 7.0]
     """
-    module = Restrict2d(group, subgroup).to(x.device)
-    result: Tensor = module(x)
+    kind = {2: Restrict2d, 3: Restrict3d}[Group(group).dimension]
+    result: Tensor = kind(group, subgroup).to(x.device)(x)
     return result

@@ -61,7 +61,7 @@ def normalise(
     running: Running | None,
     eps: float,
 ) -> Tensor:
-    """As torch's ``batch_norm`` of ``[batch, fields * order, height, width]`` in training.
+    """As torch's ``batch_norm`` of ``[batch, fields * order, …]`` in training.
 
     The running statistics are brought up to date; gradients are of every order.
     """
@@ -290,7 +290,8 @@ def _again(
     if fixed is None:
         fields = ctx.saved_tensors[3].shape[1]
         folded = x.float().unflatten(1, (fields, -1))
-        variance, mean = torch.var_mean(folded, (0, 2, 3, 4), correction=0)
+        every = (0, *range(2, folded.ndim))
+        variance, mean = torch.var_mean(folded, every, correction=0)
     else:
         mean, variance = (kept.float() for kept in fixed)
     made = rows(mean, (variance + ctx.eps).rsqrt(), weight, bias)

@@ -1,4 +1,4 @@
-"""Down- and upsampling that commute with quarter turns and flips on every size."""
+"""Down- and upsampling that commute with the symmetries of the grid on every size."""
 
 from __future__ import annotations
 
@@ -24,22 +24,81 @@ from econv.layers.checks import (
 )
 from econv.layers.constants import WithConstants
 from econv.layers.shift import mean_of_four
+from econv.layers.slices import by_slices
 
 __all__ = [
+    "CentredAvgPool",
     "CentredAvgPool2d",
+    "CentredAvgPool3d",
+    "CentredMaxPool",
     "CentredMaxPool2d",
+    "CentredMaxPool3d",
+    "Downsample",
     "Downsample2d",
+    "Downsample3d",
+    "Enlarge",
     "Enlarge2d",
+    "Enlarge3d",
+    "NearestResize",
     "NearestResize2d",
+    "NearestResize3d",
+    "Recentre",
     "Recentre2d",
+    "Recentre3d",
+    "Upsample",
     "Upsample2d",
+    "Upsample3d",
     "picked",
     "recentre",
     "window_count",
 ]
 
 
-class Downsample2d(WithConstants):
+class Downsample(WithConstants):
+    """Halves a map, in any number of dimensions."""
+
+    dimension: int
+    input_kind = "scalar"
+    output_kind = "scalar"
+    taps: Tensor
+
+    def __init__(self, reduce: str = "mean", antialias: int = 4) -> None:
+        super().__init__()
+        if reduce not in ("mean", "max"):
+            raise ValueError(f"expected reduce 'mean' or 'max'; got {reduce!r}")
+        self.reduce = reduce
+        self.antialias = read_antialias(antialias)
+        self._refresh_constants()
+
+    def _constants(self) -> dict[str, np.ndarray]:
+        # With stride 2 on an axis that is padded by one pixel more after than before: centred on
+        # pixels 0, 2, 4 …, and on the pixels next to these.
+        line = binomial(self.antialias - 1)
+        return {"taps": np.stack([np.append(line, 0.0), np.append(0.0, line)])}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Halve ``[batch, channels, …]``."""
+        check_rank(x, self.dimension)
+        check_filled(x)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and torch._C._is_tracing() and torch.onnx.is_in_onnx_export():
+            raise ValueError(
+                "expected torch's current exporter, torch.onnx.export(…, dynamo=True): the older "
+                "one writes no convolution whose kernel depends on the size, as Downsample's does"
+            )
+        halved = halve(x, self.taps, self.reduce, self.antialias, self.dimension)
+        return halved.contiguous(memory_format=memory_format(x))
+
+    def extra_repr(self) -> str:
+        more = f", antialias={self.antialias}" if self.antialias != 4 else ""
+        return f"reduce={self.reduce!r}{more}"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("antialias", 4)  # of layers that were pickled before it was there
+
+
+class Downsample2d(Downsample):
     """Halves an image, n → ⌈n/2⌉, and commutes with quarter turns and flips on every size.
 
     `stride=2` and `max_pool2d` keep pixels 0, 2, 4 …, which mirror onto themselves on one parity of
@@ -67,47 +126,73 @@ class Downsample2d(WithConstants):
     (4, 5)
     """
 
+    dimension = 2
+
+
+class Downsample3d(Downsample):
+    """Halves a volume, n → ⌈n/2⌉, and commutes with the symmetries of the cube on every size.
+
+    What :class:`Downsample2d` does along two axes it does along three; arguments are the same.
+
+    >>> half = Downsample3d()
+    >>> half(torch.randn(1, 2, 8, 8, 8)).shape[2:], half(torch.randn(1, 2, 7, 8, 9)).shape[2:]
+    (torch.Size([4, 4, 4]), torch.Size([4, 4, 5]))
+    """
+
+    dimension = 3
+
+
+class Upsample(WithConstants):
+    """Doubles a map, in any number of dimensions."""
+
+    dimension: int
     input_kind = "scalar"
     output_kind = "scalar"
+    antialias = 4  # of layers that were pickled before it was there
     taps: Tensor
 
-    def __init__(self, reduce: str = "mean", antialias: int = 4) -> None:
+    def __init__(self, antialias: int = 4) -> None:
         super().__init__()
-        if reduce not in ("mean", "max"):
-            raise ValueError(f"expected reduce 'mean' or 'max'; got {reduce!r}")
-        self.reduce = reduce
         self.antialias = read_antialias(antialias)
         self._refresh_constants()
 
     def _constants(self) -> dict[str, np.ndarray]:
-        # With stride 2 on an axis that is padded by one pixel more after than before: centred on
-        # pixels 0, 2, 4 …, and on the pixels next to these.
-        line = binomial(self.antialias - 1)
-        return {"taps": np.stack([np.append(line, 0.0), np.append(0.0, line)])}
+        # What turns the four taps of linear interpolation into as many as are wanted.
+        return {} if self.antialias == 4 else {"taps": binomial(self.antialias - 3)}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Halve ``[batch, channels, height, width]``."""
-        check_rank(x)
+    def forward(self, x: Tensor, size: int | tuple[int, ...] | None = None) -> Tensor:
+        """Double ``[batch, channels, …]``."""
+        check_rank(x, self.dimension)
         check_filled(x)
-        compiling = torch.compiler.is_compiling()
-        if not compiling and torch._C._is_tracing() and torch.onnx.is_in_onnx_export():
-            raise ValueError(
-                "expected torch's current exporter, torch.onnx.export(…, dynamo=True): the older "
-                "one writes no convolution whose kernel depends on the size, as Downsample2d's does"
-            )
-        halved = halve(x, self.taps, self.reduce, self.antialias)
-        return halved.contiguous(memory_format=memory_format(x))
+        doubled = self._doubled(x, size)
+        if self.antialias == 4:
+            return doubled
+        smooth = smoothed(doubled, self.taps, self.antialias - 3, self.dimension)
+        return smooth.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
-        more = f", antialias={self.antialias}" if self.antialias != 4 else ""
-        return f"reduce={self.reduce!r}{more}"
+        return f"antialias={self.antialias}" if self.antialias != 4 else ""
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.__dict__.setdefault("antialias", 4)  # of layers that were pickled before it was there
+    def _doubled(self, x: Tensor, size: int | tuple[int, ...] | None) -> Tensor:
+        if size is None:
+            return functional.interpolate(x, scale_factor=2.0, mode=LINEAR[self.dimension])
+        wanted = size if isinstance(size, (tuple, list)) else (size,) * self.dimension
+        fitting = [(2 * n - 1, 2 * n) for n in x.shape[2:]]
+        if not torch.compiler.is_compiling() and not (
+            len(wanted) == self.dimension
+            and all(isinstance(n, int | torch.SymInt) for n in wanted)
+            and all(low <= n <= high for n, (low, high) in zip(wanted, fitting, strict=True))
+        ):
+            raise ValueError(
+                f"expected a size of twice {tuple(x.shape[2:])}, or one less; got {size!r}"
+            )
+        enlarged = x
+        for dim, length in enumerate(wanted, 2):
+            enlarged = _double(enlarged, dim, length)
+        return enlarged.contiguous(memory_format=memory_format(x))
 
 
-class Upsample2d(WithConstants):
+class Upsample2d(Upsample):
     """Doubles an image by linear interpolation, and commutes with quarter turns and flips.
 
     n → 2n, or to ``size``, 2n or 2n − 1 for each side: the sizes that :class:`Downsample2d` halves
@@ -124,59 +209,65 @@ class Upsample2d(WithConstants):
     15
     """
 
-    input_kind = "scalar"
-    output_kind = "scalar"
-    antialias = 4  # of layers that were pickled before it was there
-    taps: Tensor
-
-    def __init__(self, antialias: int = 4) -> None:
-        super().__init__()
-        self.antialias = read_antialias(antialias)
-        self._refresh_constants()
-
-    def _constants(self) -> dict[str, np.ndarray]:
-        # What turns the four taps of linear interpolation into as many as are wanted.
-        return {} if self.antialias == 4 else {"taps": binomial(self.antialias - 3)}
-
-    def forward(self, x: Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
-        """Double ``[batch, channels, height, width]``."""
-        check_rank(x)
-        check_filled(x)
-        doubled = self._doubled(x, size)
-        if self.antialias == 4:
-            return doubled
-        smooth = smoothed(doubled, self.taps, self.antialias - 3)
-        return smooth.contiguous(memory_format=memory_format(x))
-
-    def extra_repr(self) -> str:
-        return f"antialias={self.antialias}" if self.antialias != 4 else ""
-
-    def _doubled(self, x: Tensor, size: int | tuple[int, int] | None) -> Tensor:
-        if size is None:
-            return functional.interpolate(x, scale_factor=2.0, mode="bilinear")
-        wanted = size if isinstance(size, (tuple, list)) else (size, size)
-        fitting = [(2 * n - 1, 2 * n) for n in x.shape[2:]]
-        if not torch.compiler.is_compiling() and not (
-            len(wanted) == 2
-            and all(isinstance(n, int | torch.SymInt) for n in wanted)
-            and all(low <= n <= high for n, (low, high) in zip(wanted, fitting, strict=True))
-        ):
-            raise ValueError(
-                f"expected a size of twice {tuple(x.shape[2:])}, or one less; got {size!r}"
-            )
-        enlarged = _double(_double(x, 2, wanted[0]), 3, wanted[1])
-        return enlarged.contiguous(memory_format=memory_format(x))
+    dimension = 2
 
 
-def halve(x: Tensor, taps: Tensor, reduce: str, count: int) -> Tensor:
+class Upsample3d(Upsample):
+    """Doubles a volume by linear interpolation; what :class:`Upsample2d` is to images.
+
+    >>> Upsample3d()(torch.randn(1, 2, 4, 4, 4), size=(7, 8, 8)).shape[2:]
+    torch.Size([7, 8, 8])
+    """
+
+    dimension = 3
+
+
+LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
+"""What `torch.nn.functional.interpolate` calls linear interpolation."""
+
+
+def halve(x: Tensor, taps: Tensor, reduce: str, count: int, dimension: int = 2) -> Tensor:
     """What :class:`Downsample2d` computes, in operations that any tracer can follow."""
     if reduce == "max":
-        x = functional.max_pool2d(x, 3, stride=1, padding=1)
-    kernel = _taps(x.shape[2], taps)[:, None] * _taps(x.shape[3], taps)
+        x = by_dimension("max_pool", dimension)(x, 3, stride=1, padding=1)
+    sides = (count // 2 - 1, count // 2)
+
+    def across(x: Tensor) -> Tensor:
+        both = (_taps(x.shape[2], taps), _taps(x.shape[3], taps))
+        return _means(x, both, (count, count), sides, 2)
+
+    def along(x: Tensor) -> Tensor:
+        return _means(x, (_taps(x.shape[2], taps), taps.new_ones(1)), (count, 1), sides, 2)
+
+    return by_slices(x, dimension, across, along)
+
+
+def by_dimension(name: str, dimension: int) -> Callable[..., Tensor]:
+    """A function of torch that has the dimension in its name.
+
+    >>> by_dimension("avg_pool", 3)(torch.ones(1, 1, 2, 2, 2), 2).item()
+    1.0
+    """
+    found: Callable[..., Tensor] = getattr(functional, f"{name}{dimension}d")
+    return found
+
+
+def _means(
+    x: Tensor,
+    lines: tuple[Tensor, Tensor],
+    counts: tuple[int, int],
+    sides: tuple[int, int],
+    step: int = 1,
+) -> Tensor:
+    """Weighted means of ``counts`` pixels, ``step`` apart, along the axes that have several.
+
+    So many pixels are put before and after them on both ``sides``.
+    """
     channels = x.shape[1]
-    padded = replicate(x, count // 2 - 1, count // 2)
-    kernels = kernel.to(x.dtype).expand(channels, 1, count, count)
-    return functional.conv2d(padded, kernels, stride=2, groups=channels)
+    kernels = (lines[0][:, None] * lines[1]).to(x.dtype).expand(channels, 1, *counts)
+    axes = tuple(axis for axis, count in enumerate(counts, 2) if count > 1)
+    steps = tuple(step if count > 1 else 1 for count in counts)
+    return functional.conv2d(replicate(x, *sides, axes), kernels, stride=steps, groups=channels)
 
 
 def binomial(count: int) -> np.ndarray:
@@ -198,11 +289,17 @@ def read_antialias(given: object) -> int:
     return int(given)  # type: ignore[call-overload]
 
 
-def smoothed(x: Tensor, taps: Tensor, count: int) -> Tensor:
-    """Weighted means of ``count`` pixels, an odd number, along both axes."""
-    channels = x.shape[1]
-    kernels = (taps[:, None] * taps).to(x.dtype).expand(channels, 1, count, count)
-    return functional.conv2d(replicate(x, count // 2, count // 2), kernels, groups=channels)
+def smoothed(x: Tensor, taps: Tensor, count: int, dimension: int = 2) -> Tensor:
+    """Weighted means of ``count`` pixels, an odd number, along all axes."""
+    sides = (count // 2, count // 2)
+
+    def across(x: Tensor) -> Tensor:
+        return _means(x, (taps, taps), (count, count), sides)
+
+    def along(x: Tensor) -> Tensor:
+        return _means(x, (taps, taps.new_ones(1)), (count, 1), sides)
+
+    return by_slices(x, dimension, across, along)
 
 
 def _taps(size: int, taps: Tensor) -> Tensor:
@@ -217,23 +314,17 @@ def _double(x: Tensor, dim: int, size: int) -> Tensor:
     quarter = (1 - size % 2) / 4  # on even sizes no new point lies on an old one
     position = torch.arange(size, device=x.device, dtype=torch.float64) / 2 - quarter
     low = position.floor()
-    weight = (position - low).to(x.dtype).reshape(-1, *[1] * (3 - dim))
+    weight = (position - low).to(x.dtype).reshape(-1, *[1] * (x.ndim - 1 - dim))
     index = low.long()
     before = x.index_select(dim, index.clamp(0, last))
     after = x.index_select(dim, (index + 1).clamp(0, last))
     return before * (1 - weight) + after * weight
 
 
-class Enlarge2d(nn.Module):
-    """Linear interpolation to ``factor`` · n + ``excess`` pixels, symmetric about the centre.
+class Enlarge(nn.Module):
+    """Linear interpolation about the centre, in any number of dimensions."""
 
-    Exact under quarter turns and flips on every size; with a factor of 2 and no excess it is
-    :class:`Upsample2d`.
-
-    >>> Enlarge2d(3, excess=-1)(torch.randn(1, 2, 8, 8)).shape[-1]
-    23
-    """
-
+    dimension: int
     input_kind = "scalar"
     output_kind = "scalar"
 
@@ -245,20 +336,45 @@ class Enlarge2d(nn.Module):
         self.excess = excess
 
     def forward(self, x: Tensor) -> Tensor:
-        """Enlarge ``[batch, channels, height, width]``."""
-        check_rank(x)
+        """Enlarge ``[batch, channels, …]``."""
+        check_rank(x, self.dimension)
         check_filled(x)
         return self.enlarge(x, recentre)
 
     def enlarge(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
         """Interpolate, and take the points that ``recentre`` finds."""
-        height, width = (x.shape[axis] * self.factor + self.excess for axis in (2, 3))
-        check_sizes(height, width)
-        enlarged = functional.interpolate(x, scale_factor=float(self.factor), mode="bilinear")
-        return recentre(enlarged, height, width)
+        axes = range(2, 2 + self.dimension)
+        sizes = [x.shape[axis] * self.factor + self.excess for axis in axes]
+        check_sizes(*sizes)
+        mode = LINEAR[self.dimension]
+        enlarged = functional.interpolate(x, scale_factor=float(self.factor), mode=mode)
+        return recentre(enlarged, *sizes)
 
     def extra_repr(self) -> str:
         return f"factor={self.factor}" + (f", excess={self.excess}" if self.excess else "")
+
+
+class Enlarge2d(Enlarge):
+    """Linear interpolation to ``factor`` · n + ``excess`` pixels, symmetric about the centre.
+
+    Exact under quarter turns and flips on every size; with a factor of 2 and no excess it is
+    :class:`Upsample2d`.
+
+    >>> Enlarge2d(3, excess=-1)(torch.randn(1, 2, 8, 8)).shape[-1]
+    23
+    """
+
+    dimension = 2
+
+
+class Enlarge3d(Enlarge):
+    """Linear interpolation of volumes to ``factor`` · n + ``excess`` voxels, about the centre.
+
+    >>> Enlarge3d(3, excess=-1)(torch.randn(1, 2, 4, 4, 4)).shape[2:]
+    torch.Size([11, 11, 11])
+    """
+
+    dimension = 3
 
 
 def window_count(size: int, extent: int, stride: int, padding: int) -> int:
@@ -271,24 +387,30 @@ def window_count(size: int, extent: int, stride: int, padding: int) -> int:
 
 
 def picked(x: Tensor, step: int) -> Tensor:
-    """Every ``step``-th pixel along both axes, in the layout of ``x``, as the gradient is.
+    """Every ``step``-th pixel along all axes, in the layout of ``x``, as the gradient is.
 
     >>> picked(torch.arange(9.0).view(1, 1, 3, 3), 2).flatten().tolist()
     [0.0, 2.0, 6.0, 8.0]
     """
     followed = torch.compiler.is_compiling() or watched(x) or transformed()
-    found: Tensor = x[:, :, ::step, ::step] if followed else _Picked.apply(x, step)
+    found: Tensor = _each(x, step, 2) if followed else _Picked.apply(x, step)
     return found.contiguous(memory_format=memory_format(x))
 
 
+def _each(x: Tensor, step: int, first: int, axes: int | None = None) -> Tensor:
+    """Every ``step``-th number along so many axes, from the first on; by default to the last."""
+    axes = x.ndim - first if axes is None else axes
+    return x[(slice(None),) * first + (slice(None, None, step),) * axes]
+
+
 class _Picked(torch.autograd.Function):
-    """The gradient of two slices would be filled with zeros twice, in another layout."""
+    """The gradient of slices would be filled with zeros for each, in another layout."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, step: int) -> Tensor:
         ctx.like, ctx.step = (x.shape, memory_format(x)), step
         (words,) = _in_words(x)
-        found = words[:, ::step, ::step].contiguous().view(x.dtype).permute(0, 3, 1, 2)
+        found = _each(words, step, 1, x.ndim - 2).contiguous().view(x.dtype).movedim(-1, 1)
         return found.contiguous(memory_format=memory_format(x))
 
     @staticmethod
@@ -303,7 +425,7 @@ class _Picked(torch.autograd.Function):
             shape, dtype=gradient.dtype, device=gradient.device, memory_format=layout
         ).zero_()
         into, given = _in_words(found, gradient)
-        into[:, ::step, ::step] = given
+        _each(into, step, 1, found.ndim - 2).copy_(given)
         return found
 
 
@@ -312,7 +434,7 @@ def _in_words(*images: Tensor) -> tuple[Tensor, ...]:
 
     torch copies number by number where pixels are apart.
     """
-    last = tuple(x.permute(0, 2, 3, 1) for x in images)
+    last = tuple(x.movedim(1, -1) for x in images)
     several = 8 // images[0].element_size()
     whole = not torch.is_grad_enabled() and all(
         x.is_contiguous() and x.shape[-1] % several == 0 and x.storage_offset() % several == 0
@@ -321,8 +443,8 @@ def _in_words(*images: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.view(torch.int64) for x in last) if whole else last
 
 
-def recentre(x: Tensor, height: int, width: int, fill: float = 0.0, step: int = 1) -> Tensor:
-    """The ``height`` × ``width`` points, a pixel apart, about the centre of the image.
+def recentre(x: Tensor, *sizes: int, fill: float = 0.0, step: int = 1) -> Tensor:
+    """The points, a pixel apart, about the centre of a map: so many along each of its axes.
 
     torch puts windows on pixels 0, s, 2s … and leaves what remains at the far end alone: on sizes
     where something remains, the samples lie off the centre and do not turn onto themselves. On
@@ -333,23 +455,25 @@ def recentre(x: Tensor, height: int, width: int, fill: float = 0.0, step: int = 
     >>> recentre(torch.arange(5.0).expand(1, 1, 5, 5), 5, 4)[0, 0, 0].tolist()
     [0.5, 1.5, 2.5, 3.5]
     """
-    found = points_about_centre(x, height, width, fill, step)
+    if len(sizes) != x.ndim - 2:
+        raise ValueError(f"expected {x.ndim - 2} sizes for {tuple(x.shape)}; got {sizes}")
+    found = points_about_centre(x, *sizes, fill=fill, step=step)
     return found.contiguous(memory_format=memory_format(x))
 
 
-def points_about_centre(
-    x: Tensor, height: int, width: int, fill: float = 0.0, step: int = 1
-) -> Tensor:
+def points_about_centre(x: Tensor, *sizes: int, fill: float = 0.0, step: int = 1) -> Tensor:
     """:func:`recentre` in whatever layout comes out; sizes may be symbolic."""
-    rows, columns = x.shape[2], x.shape[3]
-    known = not _symbolic(rows, columns, height, width)
-    if known and (rows - height, columns - width) == (1, 1):
+    whole = [x.shape[2 + axis] for axis in range(len(sizes))]
+    known = not _symbolic(*whole, *sizes)
+    if known and [n - size for n, size in zip(whole, sizes, strict=True)] == [1, 1]:
         return mean_of_four(x, step)  # points between four pixels
-    found = _recentre_axis(_recentre_axis(x, 2, height, fill), 3, width, fill)
-    return found if step == 1 else found[:, :, ::step, ::step]
+    found = x
+    for axis, size in enumerate(sizes):
+        found = _recentre_axis(found, 2 + axis, size, fill, len(sizes) - 1 - axis)
+    return found if step == 1 else _each(found, step, 2, len(sizes))
 
 
-def _recentre_axis(x: Tensor, dim: int, size: int, fill: float) -> Tensor:
+def _recentre_axis(x: Tensor, dim: int, size: int, fill: float, rest: int) -> Tensor:
     whole = x.shape[dim]
     if not _symbolic(whole, size):
         if size == whole:
@@ -357,17 +481,38 @@ def _recentre_axis(x: Tensor, dim: int, size: int, fill: float) -> Tensor:
         if (whole - size) % 2:
             x = (x.narrow(dim, 0, whole - 1) + x.narrow(dim, 1, whole - 1)) / 2
         each = (size - x.shape[dim]) // 2
-        return functional.pad(x, [0, 0] * (3 - dim) + [each, each], value=fill) if each else x
+        return functional.pad(x, [0, 0] * rest + [each, each], value=fill) if each else x
     # A symbolic size: gathered by index, so that no parity is frozen into the graph.
     # Sums and not differences are halved: of negative numbers ONNX rounds another way.
     before = torch.arange(size, device=x.device) + ((whole + size) // 2 - size)
     after = before + (whole + size) % 2
-    inside = ((before >= 0) & (after < whole)).reshape(-1, *[1] * (3 - dim))
+    inside = ((before >= 0) & (after < whole)).reshape(-1, *[1] * rest)
     pairs = [x.index_select(dim, index.clamp(0, whole - 1)) for index in (before, after)]
     return torch.where(inside, (pairs[0] + pairs[1]) / 2, fill)
 
 
-class Recentre2d(nn.Module):
+class Recentre(nn.Module):
+    """Pads and crops about the centre, in any number of dimensions."""
+
+    dimension: int
+    input_kind = "scalar"
+    output_kind = "scalar"
+
+    def __init__(self, fill: float = 0.0) -> None:
+        super().__init__()
+        self.fill = float(fill)
+
+    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+        """The points about the centre of ``[batch, channels, …]``, so many along each axis."""
+        check_rank(x, self.dimension)
+        check_filled(x)
+        return recentre(x, *sizes, fill=self.fill)
+
+    def extra_repr(self) -> str:
+        return f"fill={self.fill:g}"
+
+
+class Recentre2d(Recentre):
     """Pads and crops to a size about the centre, on every size: :func:`recentre` as a layer.
 
     Padding of one pixel more on one side of an image than on the other does not turn with it; half
@@ -377,27 +522,38 @@ class Recentre2d(nn.Module):
     torch.Size([9, 7])
     """
 
+    dimension = 2
+
+
+class Recentre3d(Recentre):
+    """Pads and crops volumes to a size about the centre: :func:`recentre` as a layer.
+
+    >>> Recentre3d()(torch.randn(1, 3, 8, 8, 8), 9, 7, 8).shape[2:]
+    torch.Size([9, 7, 8])
+    """
+
+    dimension = 3
+
+
+class NearestResize(nn.Module):
+    """Takes the nearest pixel, in any number of dimensions."""
+
+    dimension: int
     input_kind = "scalar"
     output_kind = "scalar"
 
-    def __init__(self, fill: float = 0.0) -> None:
-        super().__init__()
-        if not isinstance(fill, float | int) or isinstance(fill, bool):
-            raise ValueError(f"expected fill as a number; got {fill!r}")
-        self.fill = float(fill)
-
-    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
-        """The ``height`` × ``width`` points about the centre of ``[batch, channels, …]``."""
-        check_rank(x)
+    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+        """Resize ``[batch, channels, …]``: so many pixels along each axis."""
+        check_rank(x, self.dimension)
         check_filled(x)
-        check_sizes(height, width)
-        return recentre(x, height, width, self.fill)
+        if len(sizes) != self.dimension:
+            raise ValueError(f"expected {self.dimension} sizes; got {sizes}")
+        check_sizes(*sizes)
+        resized = nearest_pixels(x, *sizes)
+        return resized.contiguous(memory_format=memory_format(x))
 
-    def extra_repr(self) -> str:
-        return f"fill={self.fill:g}"
 
-
-class NearestResize2d(nn.Module):
+class NearestResize2d(NearestResize):
     """Takes the nearest pixel, to any size, and commutes with quarter turns and flips on all.
 
     `interpolate(mode="nearest")` takes the pixel to the left of a point where the new size is no
@@ -408,21 +564,24 @@ class NearestResize2d(nn.Module):
     [[0.0, 0.5, 1.0]]
     """
 
-    input_kind = "scalar"
-    output_kind = "scalar"
-
-    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
-        """Resize ``[batch, channels, …]`` to ``height`` × ``width``."""
-        check_rank(x)
-        check_filled(x)
-        check_sizes(height, width)
-        resized = nearest_pixels(x, height, width)
-        return resized.contiguous(memory_format=memory_format(x))
+    dimension = 2
 
 
-def nearest_pixels(x: Tensor, height: int, width: int) -> Tensor:
+class NearestResize3d(NearestResize):
+    """Takes the nearest voxel, to any size; what :class:`NearestResize2d` is to images.
+
+    >>> NearestResize3d()(torch.randn(1, 2, 4, 4, 4), 6, 8, 5).shape[2:]
+    torch.Size([6, 8, 5])
+    """
+
+    dimension = 3
+
+
+def nearest_pixels(x: Tensor, *sizes: int) -> Tensor:
     """What :class:`NearestResize2d` computes, in operations that any tracer can follow."""
-    return _nearest_axis(_nearest_axis(x, 2, height), 3, width)
+    for dim, size in enumerate(sizes, 2):
+        x = _nearest_axis(x, dim, size)
+    return x
 
 
 def _nearest_axis(x: Tensor, dim: int, size: int) -> Tensor:
@@ -438,9 +597,10 @@ def _symbolic(*sizes: object) -> bool:
     return any(not isinstance(size, int) for size in sizes)
 
 
-class _CentredPool2d(nn.Module):
-    """As many windows as torch's pooling has, of the same size, symmetric on every image size."""
+class CentredPool(nn.Module):
+    """As many windows as torch's pooling has, of the same size, symmetric on every size."""
 
+    dimension: int
     input_kind = "scalar"
     output_kind = "scalar"
 
@@ -478,8 +638,8 @@ class _CentredPool2d(nn.Module):
         return self.stride * (windows - 1) + self.kernel_size - 2 * self.padding
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pool ``[batch, channels, height, width]``."""
-        check_rank(x)
+        """Pool ``[batch, channels, …]``."""
+        check_rank(x, self.dimension)
         check_filled(x)
         return self.pool(x, recentre)
 
@@ -487,15 +647,26 @@ class _CentredPool2d(nn.Module):
         """Pool the points that ``recentre`` finds."""
         raise NotImplementedError
 
-    def _sizes(self, x: Tensor, border: int = 0) -> tuple[int, int]:
-        return self.points(x.shape[2]) + 2 * border, self.points(x.shape[3]) + 2 * border
+    def _sizes(self, x: Tensor, border: int = 0) -> list[int]:
+        axes = range(2, 2 + self.dimension)
+        return [self.points(x.shape[axis]) + 2 * border for axis in axes]
 
     def extra_repr(self) -> str:
         text = f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
         return text + (", ceil_mode=True" if self.ceil_mode else "")
 
 
-class CentredMaxPool2d(_CentredPool2d):
+class CentredMaxPool(CentredPool):
+    """Max pooling about the centre, in any number of dimensions."""
+
+    def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
+        """Pool the points that ``recentre`` finds."""
+        centred = recentre(x, *self._sizes(x), fill=-torch.inf)
+        pool = by_dimension("max_pool", self.dimension)
+        return pool(centred, self.kernel_size, self.stride, self.padding)
+
+
+class CentredMaxPool2d(CentredMaxPool):
     """`MaxPool2d` that commutes with quarter turns and flips on every size.
 
     As many windows of the same size, moved to lie symmetrically: see :func:`recentre`. Where
@@ -506,22 +677,21 @@ class CentredMaxPool2d(_CentredPool2d):
     (56, 5)
     """
 
-    def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
-        """Pool the points that ``recentre`` finds."""
-        centred = recentre(x, *self._sizes(x), -torch.inf)
-        return functional.max_pool2d(centred, self.kernel_size, self.stride, self.padding)
+    dimension = 2
 
 
-class CentredAvgPool2d(_CentredPool2d):
-    """`AvgPool2d` that commutes with quarter turns and flips on every size.
+class CentredMaxPool3d(CentredMaxPool):
+    """`MaxPool3d` that commutes with the symmetries of the cube on every size.
 
-    As many windows of the same size, moved to lie symmetrically: see :func:`recentre`. With
-    ``kernel_size=1`` it takes every ``stride``-th pixel, or means of pixels where these lie between
-    them.
-
-    >>> CentredAvgPool2d(2)(torch.randn(1, 3, 9, 9)).shape[-1]
-    4
+    >>> CentredMaxPool3d(3, stride=2, padding=1)(torch.randn(1, 2, 9, 8, 9)).shape[2:]
+    torch.Size([5, 4, 5])
     """
+
+    dimension = 3
+
+
+class CentredAvgPool(CentredPool):
+    """Average pooling about the centre, in any number of dimensions."""
 
     def __init__(
         self,
@@ -537,15 +707,41 @@ class CentredAvgPool2d(_CentredPool2d):
     def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
         """Pool the points that ``recentre`` finds."""
         window = (self.kernel_size, self.stride)
-        means = functional.avg_pool2d(recentre(x, *self._sizes(x)), *window, self.padding)
+        average = by_dimension("avg_pool", self.dimension)
+        means = average(recentre(x, *self._sizes(x)), *window, self.padding)
         if not self.ceil_mode and (self.count_include_pad or not self.padding):
             return means
         # Windows may reach over the image, and over the padding: divide by what they count.
         border = self.padding if self.count_include_pad else 0
-        ones = x.new_ones(1, 1, x.shape[2] + 2 * border, x.shape[3] + 2 * border)
+        axes = range(2, 2 + self.dimension)
+        ones = x.new_ones(1, 1, *[x.shape[axis] + 2 * border for axis in axes])
         counted = recentre(ones, *self._sizes(x, border))
-        return means / functional.avg_pool2d(counted, *window, self.padding - border)
+        return means / average(counted, *window, self.padding - border)
 
     def extra_repr(self) -> str:
         counted = "" if self.count_include_pad else ", count_include_pad=False"
         return super().extra_repr() + counted
+
+
+class CentredAvgPool2d(CentredAvgPool):
+    """`AvgPool2d` that commutes with quarter turns and flips on every size.
+
+    As many windows of the same size, moved to lie symmetrically: see :func:`recentre`. With
+    ``kernel_size=1`` it takes every ``stride``-th pixel, or means of pixels where these lie between
+    them.
+
+    >>> CentredAvgPool2d(2)(torch.randn(1, 3, 9, 9)).shape[-1]
+    4
+    """
+
+    dimension = 2
+
+
+class CentredAvgPool3d(CentredAvgPool):
+    """`AvgPool3d` that commutes with the symmetries of the cube on every size.
+
+    >>> CentredAvgPool3d(2)(torch.randn(1, 2, 9, 9, 9)).shape[2:]
+    torch.Size([4, 4, 4])
+    """
+
+    dimension = 3

@@ -11,9 +11,19 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from econv.layers.checks import check_module
-from econv.layers.normalisation import GroupBatchNorm2d, by_field
+from econv.layers.normalisation import (
+    GroupBatchNorm,
+    GroupBatchNorm2d,
+    GroupBatchNorm3d,
+    by_field,
+)
 
-__all__ = ["SyncBatchNorm", "SyncGroupBatchNorm2d", "convert_sync_batchnorm"]
+__all__ = [
+    "SyncBatchNorm",
+    "SyncGroupBatchNorm2d",
+    "SyncGroupBatchNorm3d",
+    "convert_sync_batchnorm",
+]
 
 
 def convert_sync_batchnorm(model: nn.Module, process_group: Any = None) -> nn.Module:
@@ -37,16 +47,18 @@ def convert_sync_batchnorm(model: nn.Module, process_group: Any = None) -> nn.Mo
     check_module(model)
     kinds = {
         GroupBatchNorm2d: SyncGroupBatchNorm2d,
+        GroupBatchNorm3d: SyncGroupBatchNorm3d,
         nn.BatchNorm1d: SyncBatchNorm,
         nn.BatchNorm2d: SyncBatchNorm,
         nn.BatchNorm3d: SyncBatchNorm,
     }
-    ready = (SyncGroupBatchNorm2d, SyncBatchNorm, nn.SyncBatchNorm)
+    ready = (_SyncGroupBatchNorm, SyncBatchNorm, nn.SyncBatchNorm)
     norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
     for name, norm in norms.items():
         if not isinstance(norm, ready) and type(norm) not in kinds:
             raise ValueError(
-                "expected GroupBatchNorm2d or torch's BatchNorm1d, BatchNorm2d, BatchNorm3d; got "
+                "expected GroupBatchNorm2d, GroupBatchNorm3d or torch's BatchNorm1d, BatchNorm2d, "
+                f"BatchNorm3d; got "
                 f"{type(norm).__name__} at {name or 'the top'!r}"
             )
     for norm in norms.values():
@@ -58,17 +70,29 @@ def convert_sync_batchnorm(model: nn.Module, process_group: Any = None) -> nn.Mo
     return model
 
 
-class SyncGroupBatchNorm2d(GroupBatchNorm2d):
-    """:class:`GroupBatchNorm2d` with the statistics of all processes; made by conversion."""
+class _SyncGroupBatchNorm(GroupBatchNorm):
+    """A group batch norm with the statistics of all processes."""
 
     process_group: Any = None
-    ordinary: type[nn.Module] = GroupBatchNorm2d
+    ordinary: type[nn.Module]
 
     def _pools(self, x: Tensor) -> bool:
         return super()._pools(x) and _processes(self.process_group) is None
 
     def _normalise(self, folded: Tensor) -> Tensor:
         return _normalised(self, folded, self.fields)
+
+
+class SyncGroupBatchNorm2d(_SyncGroupBatchNorm, GroupBatchNorm2d):
+    """:class:`GroupBatchNorm2d` with the statistics of all processes; made by conversion."""
+
+    ordinary = GroupBatchNorm2d
+
+
+class SyncGroupBatchNorm3d(_SyncGroupBatchNorm, GroupBatchNorm3d):
+    """:class:`GroupBatchNorm3d` with the statistics of all processes; made by conversion."""
+
+    ordinary = GroupBatchNorm3d
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -90,7 +114,7 @@ class SyncBatchNorm(_BatchNorm):
         return by_field(x, self.num_features, lambda folded: _normalised(self, folded, x.shape[1]))
 
 
-def _normalised(norm: SyncGroupBatchNorm2d | SyncBatchNorm, folded: Tensor, fields: int) -> Tensor:
+def _normalised(norm: _SyncGroupBatchNorm | SyncBatchNorm, folded: Tensor, fields: int) -> Tensor:
     """The norm of ``[n, fields, m]``."""
     mean, variance = norm.running_mean, norm.running_var
     # ONNX is for inference, whatever the mode: so are torch's own norms exported.

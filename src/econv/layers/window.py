@@ -9,27 +9,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from econv import engines
+from econv.engines.problem import times
 from econv.groups import GroupLike
-from econv.layers.convolution import ConvOptions, GroupConv2d
+from econv.layers.convolution import ConvOptions, GroupConv, GroupConv2d, GroupConv3d
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["GroupWindowConv2d", "jets"]
+__all__ = ["GroupWindowConv", "GroupWindowConv2d", "GroupWindowConv3d", "jets"]
 
 
-class GroupWindowConv2d(GroupConv2d):
-    """A :class:`~econv.GroupConv2d` that reads a whole map at once, ``[batch, out, 1, 1]``.
-
-    What `Flatten` and `Linear` are to ordinary networks. Arguments, weight and result are those of
-    a `GroupConv2d` with ``padding="valid"``, which is the default here; derivatives come
-    first and the weight meets them as it is. Filters, ``order · size² / operators`` times as many
-    numbers as the weight, are never made.
-
-    >>> whole = GroupWindowConv2d(4, 6, "p8", operators="order<=2")
-    >>> whole(torch.randn(2, 4 * 8, 3, 3)).shape
-    torch.Size([2, 48, 1, 1])
-    """
+class GroupWindowConv(GroupConv):
+    """What :class:`GroupWindowConv2d` and :class:`GroupWindowConv3d` share."""
 
     def __init__(
         self,
@@ -47,12 +38,13 @@ class GroupWindowConv2d(GroupConv2d):
         self.places: list[list[int]] = self.group.product.tolist()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Read ``[batch, in_fields * order, size, size]``."""
+        """Read ``[batch, in_fields * order, size, size]``, or volumes of one axis more."""
         x = self.read(x)
-        size = self.basis.size
-        if not torch.compiler.is_compiling() and tuple(x.shape[2:]) != (size, size):
+        window = (self.basis.size,) * self.dimension
+        if not torch.compiler.is_compiling() and tuple(x.shape[2:]) != window:
+            points = "pixels" if self.dimension == 2 else "voxels"
             raise ValueError(
-                f"expected a map of one window, {size}×{size} pixels; got {x.shape[2]}×{x.shape[3]}"
+                f"expected a map of one window, {times(window)} {points}; got {times(x.shape[2:])}"
             )
         with engines.without_autocast(self.weight.device):  # derivatives carry the accuracy
             found = jets(x.to(self.weight.dtype), self._weight().tables[0], self.places)
@@ -61,19 +53,43 @@ class GroupWindowConv2d(GroupConv2d):
         bias = self._channel_bias()
         if bias is not None:
             found = found + bias
-        return found[:, :, None, None]
+        return found.view(*found.shape, *[1] * self.dimension)
 
     def multiply_adds(self) -> int:
         """Multiplications for one map."""
-        derivatives = self.in_channels * len(self.basis.operators) * self.basis.size**2
+        pixels = self.basis.size**self.dimension
+        derivatives = self.in_channels * len(self.basis.operators) * pixels
         return self._order * (self.weight.numel() + derivatives)
+
+
+class GroupWindowConv2d(GroupWindowConv, GroupConv2d):
+    """A :class:`~econv.GroupConv2d` that reads a whole map at once, ``[batch, out, 1, 1]``.
+
+    What `Flatten` and `Linear` are to ordinary networks. Arguments, weight and result are those of
+    a `GroupConv2d` with ``padding="valid"``, which is the default here; derivatives come
+    first and the weight meets them as it is. Filters, ``order · size² / operators`` times as many
+    numbers as the weight, are never made.
+
+    >>> whole = GroupWindowConv2d(4, 6, "p8", operators="order<=2")
+    >>> whole(torch.randn(2, 4 * 8, 3, 3)).shape
+    torch.Size([2, 48, 1, 1])
+    """
+
+
+class GroupWindowConv3d(GroupWindowConv, GroupConv3d):
+    """:class:`GroupWindowConv2d` for volumes, ``[batch, out, 1, 1, 1]``.
+
+    >>> whole = GroupWindowConv3d(2, 3, "T")
+    >>> whole(torch.randn(2, 2 * 12, 3, 3, 3)).shape
+    torch.Size([2, 36, 1, 1, 1])
+    """
 
 
 def jets(x: Tensor, synthesis: Tensor, places: list[list[int]]) -> Tensor:
     """What every orientation A reads, ``[batch, A, (field, k, operator)]``.
 
-    Of the maps ``[batch, fields * order, size, size]``, the relative ones k in the order of A,
-    each operator of ``synthesis``, ``[operators, order, size²]``, turned to A.
+    Of the maps ``[batch, fields * order, size, …]``, the relative ones k in the order of A,
+    each operator of ``synthesis``, ``[operators, order, pixels]``, turned to A.
     """
     order = len(places)
     pixels = x.reshape(x.shape[0], x.shape[1] // order, order, synthesis.shape[-1])

@@ -115,7 +115,7 @@ def test_warp_specialised_kernels_err_little_more_than_others(monkeypatch, group
     probe = torch.randn_like(layer(x))
     plan = spectral_plan(layer.basis, "regular", "regular")
     weights = torch.randn(13, 11, plan.weights, device="cuda")
-    sizes = (19, 21, layer.stride, layer.padding, layer.dilation)
+    sizes = ((19, 21), layer.stride, layer.padding, layer.dilation)
     geometry = Geometry.of(plan.basis.size, *sizes)
     without = run_with({"warp_specialised": 0}, x, probe, weights, plan, geometry)
     exactly = in_float64(x, probe, weights, plan, geometry)
@@ -141,7 +141,7 @@ def in_float64(x, probe, weights, plan, geometry):
 
 def run_with(chosen, x, probe, weights, plan, geometry):
     """A layer, its adjoint and the gradient to its weights, cut as said."""
-    back = geometry.transposed(plan.basis.size, *x.shape[2:])
+    back = geometry.transposed(plan.basis.size, x.shape[2:])
     with tiles(**chosen):
         return (
             convolve(x, weights, plan, geometry),

@@ -326,3 +326,38 @@ def test_symmetry_classes_hold_the_whole_stencils(group, size):
     assert place == len(factors)
     wanted = (stencils * patch).sum(axis=(1, 2))
     assert np.abs(found - wanted).max() <= 1e-12 * np.abs(wanted).max()
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize(("group", "source"), [("p8", "regular"), ("p4m", "lift")])
+def test_every_threads_share_is_in_the_gradients(group, source, batch, threads):
+    """Of the input, the weight and the bias; the output too. Threads divide images and rows."""
+    order = econv.Group(group).order
+    options = {"bias": True, "dtype": torch.float64}
+    if source == "lift":
+        layer, channels = econv.LiftConv2d(2, 3, group, **options), 2
+    else:
+        layer, channels = econv.GroupConv2d(2, 3, group, **options), 2 * order
+    before = torch.get_num_threads()
+    found = {}
+    try:
+        torch.set_num_threads(threads)
+        for engine in ("dense", "spectral/native"):
+            # Rows enough that a thread has some of its own in a single image.
+            x = torch.randn(batch, channels, 67, 33, generator=torch.Generator().manual_seed(1))
+            x = x.double().requires_grad_(True)
+            layer.engine = engine
+            layer.zero_grad()
+            with econv.engine() as ran:
+                out = layer(x)
+            assert ran == [engine]
+            weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+            (out * weights).sum().backward()
+            gradients = layer.weight.grad.clone(), layer.bias.grad.clone()
+            found[engine] = out.detach(), x.grad, *gradients
+    finally:
+        torch.set_num_threads(before)
+    for ours, wanted in zip(found["spectral/native"], found["dense"], strict=True):
+        assert float((ours - wanted).abs().max()) <= 1e-11 * float(wanted.abs().max())

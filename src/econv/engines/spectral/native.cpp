@@ -5,7 +5,8 @@
 // (multiply), and back to channels. With `other`, an image of the output's shape, also the inner
 // products of every feature with every slot of its spectrum: the gradient to the weights.
 //
-// REAL is float or double. Pixels run along the vectors; images are [batch, channels, row, column].
+// REAL is float or double. Pixels run along the vectors; images are [batch, channels, row, column],
+// and volumes have slices before the rows: their tiles are rows of one slice.
 
 #include <algorithm>
 #include <cstdint>
@@ -28,6 +29,7 @@ constexpr int BYTES = 16, TALL = 6;
 constexpr int LANES = BYTES / static_cast<int>(sizeof(Real));
 constexpr int AHEAD = 8;  // vectors that are fetched before they are read
 constexpr int64_t Z_BYTES = 400 << 10;  // features of one tile
+constexpr int64_t SLICES_BYTES = 2 << 20;  // spectrum of a volume's region
 
 // Vectors of the full or of half the width, loaded and stored at any address.
 template <int B>
@@ -60,22 +62,23 @@ struct Transform {
 
 // What econv.engines.spectral.native gives, as one array of 64-bit numbers and addresses.
 struct Job {
-  int64_t size, stencils, slots, weights, blocks;  // slots: those that blocks write
+  int64_t dimension, size, stencils, slots, weights, blocks;  // slots: those that blocks write
   int64_t in_channels, out_channels;                            // of one field
   Transform analysis;   // channels of an input field to its spectrum
   Transform synthesis;  // slots of the blocks to channels of an output field …
   Transform spectrum;   // … and its transpose
-  const int64_t* class_start;    // [7], into entries: stencils by classes of symmetry
+  const int64_t* class_start;    // [7], in space [9], into entries: stencils by their symmetry
   const int64_t* class_stencil;  // of each entry
   const int64_t* class_adds;     // whether it adds to what an earlier class gave
   const Real* class_factor;      // its factors, as many as its class has parts
-  const int64_t* feature_offset;  // [features, 2], into in_channels × stencils
-  const Real* feature_factor;    // [features, 2]
+  const int64_t* feature_start;   // in space where the terms of each feature start
+  const int64_t* feature_offset;  // [features, 2] or [terms], into in_channels × stencils
+  const Real* feature_factor;     // as many
   const Block* block;
   const int64_t* entry;  // which weight stands where, block after block: [inner, columns]
   const Real* sign;
-  int64_t up, down, dilation, before, out_height, out_width;
-  int64_t threads, batch, height, width, in_fields, out_fields;
+  int64_t up, down, dilation, before, out_depth, out_height, out_width;
+  int64_t threads, batch, depth, height, width, in_fields, out_fields;
   int64_t x_stride, other_stride;  // from one image to the next
   const Real *x, *w, *other;
   Real *y, *w_gradient;  // each may be missing; the latter is added to
@@ -99,10 +102,11 @@ WITHIN void instance(int64_t number, const Body& body) {
 }
 
 // How the output is cut up: regions go to threads; within one, tiles follow one another downwards,
-// and of the spectrum only those lines are kept that the current tile reads.
+// and of the spectrum only those lines are kept that the current tile reads; of volumes those slices.
 struct Cut {
-  int64_t region_rows, region_columns, across, down, tile_rows;
+  int64_t region_slices, region_rows, region_columns, across, down, back, tile_rows;
   int64_t pitch, phase_pitch, ring, map;  // lines, and how many, of one map of the spectrum
+  int64_t slice_pitch, slice_ring;        // its slices, of so many lines
   int64_t pixels;                         // row length of the features
   int64_t features = 0, matrices = 0, widest = 0;  // for all fields
 };
@@ -123,17 +127,30 @@ Cut cut_up(const Job& j) {
   if (c.across > 1) c.region_columns = round_up(c.region_columns, LANES);
   c.across = ceil_div(j.out_width, c.region_columns);
   c.tile_rows = std::min(j.out_height, std::max<int64_t>(1, fits / c.region_columns));
-  // Enough regions for all threads, if the rim above and below does not outweigh them.
-  const int64_t wanted = ceil_div(4 * j.threads, j.batch * c.across);
-  const int64_t least = std::max<int64_t>(8, 2 * reach);
-  c.region_rows = std::max(ceil_div(j.out_height, wanted), std::min(least, j.out_height));
-  c.region_rows = std::min(j.out_height, round_up(c.region_rows, c.tile_rows));
-  c.down = ceil_div(j.out_height, c.region_rows);
   // Vectors reach beyond the end of a line, and read what follows without using it.
   c.phase_pitch = round_up(c.region_columns, LANES) + reach / j.down + 1;
   c.pitch = c.phase_pitch * j.down;
-  c.ring = (c.tile_rows - 1) * j.down + reach + 1;
-  c.map = c.ring * c.pitch + 2 * LANES;
+  // Enough regions for all threads, if the rim above and below does not outweigh them.
+  const int64_t wanted = ceil_div(4 * j.threads, j.batch * c.across);
+  const int64_t least = std::max<int64_t>(8, 2 * reach);
+  if (j.dimension == 2) {
+    c.region_slices = 1;
+    c.region_rows = std::max(ceil_div(j.out_height, wanted), std::min(least, j.out_height));
+    c.region_rows = std::min(j.out_height, round_up(c.region_rows, c.tile_rows));
+    c.ring = (c.tile_rows - 1) * j.down + reach + 1;
+    c.slice_ring = 1;
+  } else {  // All rows of some slices are kept, if they fit.
+    c.slice_ring = reach + 1;
+    const int64_t line = j.in_fields * j.in_channels * c.slice_ring * c.pitch * sizeof(Real);
+    const int64_t kept = std::max((SLICES_BYTES / line - reach) / j.down, 2 * least);
+    c.region_rows = ceil_div(j.out_height, ceil_div(j.out_height, kept));
+    c.ring = (c.region_rows - 1) * j.down + reach + 1;
+    c.region_slices = std::max(ceil_div(j.out_depth, wanted), std::min(least, j.out_depth));
+  }
+  c.down = ceil_div(j.out_height, c.region_rows);
+  c.back = ceil_div(j.out_depth, c.region_slices);
+  c.slice_pitch = c.ring * c.pitch;
+  c.map = c.slice_ring * c.slice_pitch + 2 * LANES;
   // The last line may be written up to a whole vector.
   c.pixels = (c.tile_rows - 1) * c.region_columns + round_up(c.region_columns, LANES);
   c.pixels = round_up(c.pixels, LANES);
@@ -191,12 +208,15 @@ void transform(const Transform& t, int64_t count, const Real* in, int64_t in_ste
   }
 }
 
-// Some lines of the spectrum of a region, counted from the first that it reads: [field, slot, line,
-// phase, column]. Column c of the padded, spread line lies at phase c % down, offset c / down, so
-// that strided reads are dense; line l lies at l % ring.
-APART void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, int64_t left,
-                   int64_t from, int64_t to, Real* spectrum, Real* line, Real* scratch) {
-  const int64_t plane = j.height * j.width;
+// Some lines of the spectrum of a region, counted from the first that it reads: [field, slot, slice,
+// line, phase, column]. Column c of the padded, spread line lies at phase c % down, offset c / down, so
+// that strided reads are dense; line l lies at l % ring, a slice likewise.
+APART void analyse(const Job& j, const Cut& c, const Real* image, int64_t front, int64_t slice,
+                   int64_t top, int64_t left, int64_t from, int64_t to, Real* spectrum, Real* line,
+                   Real* scratch) {
+  const int64_t plane = j.depth * j.height * j.width;
+  const int64_t deep = j.dimension == 2 ? 0 : front * j.down - j.before + slice;
+  const bool empty = deep < 0 || deep % j.up || deep / j.up >= j.depth;
   const int64_t first_row = top * j.down - j.before, first = left * j.down - j.before;
   const int64_t needed = (c.region_columns - 1) * j.down + j.dilation * (j.size - 1) + 1;
   // Source columns whose offset `column * up - first` lies within the needed ones.
@@ -207,11 +227,14 @@ APART void analyse(const Job& j, const Cut& c, const Real* image, int64_t top, i
   for (int64_t field = 0; field < j.in_fields; field++)
     for (int64_t l = from; l < to; l++) {
       const int64_t spread = first_row + l;
-      Real* target = spectrum + field * j.in_channels * c.map + l % c.ring * c.pitch;
+      Real* target = spectrum + field * j.in_channels * c.map + slice % c.slice_ring * c.slice_pitch
+                     + l % c.ring * c.pitch;
       for (int64_t slot = 0; slot < j.in_channels; slot++)
         std::memset(target + slot * c.map, 0, c.pitch * sizeof(Real));
       if (length <= 0 || spread < 0 || spread % j.up || spread / j.up >= j.height) continue;
-      const int64_t at = field * j.in_channels * plane + spread / j.up * j.width + begin;
+      if (empty) continue;
+      const int64_t lines_before = deep / j.up * j.height + spread / j.up;
+      const int64_t at = field * j.in_channels * plane + lines_before * j.width + begin;
       const int64_t readable = ((j.in_fields - 1) * j.in_channels + 1) * plane - at;
       transform(j.analysis, length, image + at, plane, readable, plain ? target + start : line,
                 plain ? c.map : j.width, length, scratch);
@@ -290,17 +313,83 @@ APART void derivatives(const Real* at, const int64_t* row, const int64_t* column
   }
 }
 
+// The class of parts that are even (0) or odd (1) along z, y and x.
+template <int Z, int Y, int X, int R, class U>
+WITHIN void add_cube(const Job& j, const Real*& factor, const U (&plane)[2 * R + 1][R + 1][R + 1],
+                     U* found, int64_t step) {
+  constexpr int M = (R + 1 - Z) * (R + 1 - Y) * (R + 1 - X);
+  U part[M + 1];
+  int m = 0;
+  UNROLL for (int a = Z; a <= R; a++)
+    UNROLL for (int b = Y; b <= R; b++)
+      UNROLL for (int i = X; i <= R; i++) {
+        part[m] = plane[R + a][b][i];
+        if (a) part[m] += Z ? -plane[R - a][b][i] : plane[R - a][b][i];
+        m++;
+      }
+  add_class<M>(j, 4 * Y + 2 * X + Z, factor, part, found, step);
+}
+
+// From lines that are even or odd along x, planes that are so along y too, and their two classes.
+template <int Y, int X, int R, class U>
+WITHIN void add_planes(const Job& j, const Real*& factor,
+                       const U (&line)[2 * R + 1][2 * R + 1][R + 1], U* found, int64_t step) {
+  U plane[2 * R + 1][R + 1][R + 1];
+  UNROLL for (int s = 0; s <= 2 * R; s++)
+    UNROLL for (int b = Y; b <= R; b++)
+      UNROLL for (int i = X; i <= R; i++) {
+        plane[s][b][i] = line[s][R + b][i];
+        if (b) plane[s][b][i] += Y ? -line[s][R - b][i] : line[s][R - b][i];
+      }
+  add_cube<0, Y, X, R>(j, factor, plane, found, step);
+  add_cube<1, Y, X, R>(j, factor, plane, found, step);
+}
+
+// As `derivatives`, of a volume: the classes of `cube_classes` in native.py.
+template <int R, int B>
+APART void derivatives_in_space(const Real* at, const int64_t* slice, const int64_t* row,
+                                const int64_t* column, const Job& j,
+                                typename Vec<B>::type* found, int64_t step) {
+  typename Vec<B>::type even[2 * R + 1][2 * R + 1][R + 1], odd[2 * R + 1][2 * R + 1][R + 1];
+  UNROLL for (int s = 0; s <= 2 * R; s++)
+    UNROLL for (int r = 0; r <= 2 * R; r++) {
+      const Real* line = at + slice[s] + row[r];
+      even[s][r][0] = Vec<B>::load(line + column[R]);
+      UNROLL for (int i = 1; i <= R; i++) {
+        const auto right = Vec<B>::load(line + column[R + i]);
+        const auto left = Vec<B>::load(line + column[R - i]);
+        even[s][r][i] = right + left;
+        odd[s][r][i] = right - left;
+      }
+    }
+  const Real* factor = j.class_factor;
+  add_planes<0, 0, R>(j, factor, even, found, step);
+  if constexpr (R > 0) {
+    add_planes<0, 1, R>(j, factor, odd, found, step);
+    add_planes<1, 0, R>(j, factor, even, found, step);
+    add_planes<1, 1, R>(j, factor, odd, found, step);
+  }
+}
+
 // One field's features at N vectors of pixels, from its derivatives.
-template <int B, int N>
+template <int D, int B, int N>
 APART void combine(const Job& j, int64_t pixels, int64_t field, const typename Vec<B>::type* found,
                    Real* z) {
-  const int64_t* offset = j.feature_offset;
+  const int64_t *offset = j.feature_offset, *start = j.feature_start;
   const Real* factor = j.feature_factor;
   for (int64_t b = 0; b < j.blocks; b++) {
     const int64_t inner = j.block[b].inner;
     for (int64_t r = 0; r < j.block[b].rows; r++) {
       Real* to = z + field * inner * pixels;
-      for (const int64_t* end = offset + 2 * inner; offset < end; offset += 2, factor += 2) {
+      if constexpr (D == 3) {
+        for (int64_t k = 0; k < inner; k++, start++, to += pixels) {
+          typename Vec<B>::type sum[N] = {};
+          for (int64_t t = start[0]; t < start[1]; t++)
+            for (int n = 0; n < N; n++) sum[n] += factor[t] * found[offset[t] * N + n];
+          for (int n = 0; n < N; n++) Vec<B>::store(to + n * Vec<B>::lanes, sum[n]);
+        }
+      }
+      else for (const int64_t* end = offset + 2 * inner; offset < end; offset += 2, factor += 2) {
         const auto *one = found + offset[0] * N, *two = found + offset[1] * N;
         const Real f = factor[0], g = factor[1];
         for (int n = 0; n < N; n++)
@@ -312,30 +401,60 @@ APART void combine(const Job& j, int64_t pixels, int64_t field, const typename V
   }
 }
 
-// The features of one tile: [block, row, (field, inner), pixel]. Lines of pixels follow one another
-// without gaps: what a vector writes beyond the end of its line, the next line overwrites.
-template <int R, int B>
-APART void differentiate(const Job& j, const Cut& c, const Real* spectrum, int64_t row,
-                         int64_t rows, int64_t columns, Real* z, Real* scratch) {
+// Where the taps of a stencil lie, from the first that the first pixel of a line reads.
+template <int R>
+struct Taps {
+  int64_t slice[2 * R + 1], line[2 * R + 1], column[2 * R + 1];
+};
+
+// The features of the pixels of one line, from the first on, of one field.
+template <int D, int R, int B>
+WITHIN void differentiate_line(const Job& j, const Cut& c, const Taps<R>& taps, const Real* map,
+                               int64_t first, int64_t columns, int64_t field, Real* z,
+                               Real* scratch) {
   constexpr int lanes = Vec<B>::lanes;
   auto* found = reinterpret_cast<typename Vec<B>::type*>(scratch);
-  int64_t column[2 * R + 1], line[2 * R + 1];
-  for (int t = 0; t <= 2 * R; t++)
-    column[t] = t * j.dilation % j.down * c.phase_pitch + t * j.dilation / j.down;
+  for (int64_t p = first; p < columns; p += 2 * lanes)
+    instance<1, 2>(p + lanes < columns ? 2 : 1, [&](auto vectors) {
+      constexpr int N = decltype(vectors)::value;
+      const Real* at = map + p;
+      for (int64_t slot = 0; slot < j.in_channels; slot++, at += c.map)
+        for (int n = 0; n < N; n++) {
+          const Real* from = at + n * lanes;
+          auto* to = found + slot * j.stencils * N + n;
+          if constexpr (D == 2) derivatives<R, B>(from, taps.line, taps.column, j, to, N);
+          else derivatives_in_space<R, B>(from, taps.slice, taps.line, taps.column, j, to, N);
+        }
+      combine<D, B, N>(j, c.pixels, field, found, z + p);
+    });
+}
+
+// The features of one tile: [block, row, (field, inner), pixel]. Lines of pixels follow one another
+// without gaps: what a vector writes beyond the end of its line, the next line overwrites.
+template <int D, int R>
+APART void differentiate(const Job& j, const Cut& c, const Real* spectrum, int64_t deep,
+                         int64_t row, int64_t rows, int64_t columns, Real* z, Real* scratch) {
+  constexpr int HALF = BYTES > 16 ? BYTES / 2 : BYTES;
+  const int64_t whole = columns / LANES * LANES;
+  const bool narrow = round_up(columns, LANES / 2) < round_up(columns, LANES);
+  Taps<R> taps;
+  for (int t = 0; t <= 2 * R; t++) {
+    taps.column[t] = t * j.dilation % j.down * c.phase_pitch + t * j.dilation / j.down;
+    taps.slice[t] = (deep * j.down + t * j.dilation) % c.slice_ring * c.slice_pitch;
+  }
   for (int64_t field = 0; field < j.in_fields; field++)
     for (int64_t r = 0; r < rows; r++) {
       for (int t = 0; t <= 2 * R; t++)
-        line[t] = ((row + r) * j.down + t * j.dilation) % c.ring * c.pitch;
-      for (int64_t p = 0; p < columns; p += 2 * lanes)
-        instance<1, 2>(p + lanes < columns ? 2 : 1, [&](auto vectors) {
-          constexpr int N = decltype(vectors)::value;
-          const Real* map = spectrum + field * j.in_channels * c.map + p;
-          for (int64_t slot = 0; slot < j.in_channels; slot++, map += c.map)
-            for (int n = 0; n < N; n++)
-              derivatives<R, B>(map + n * lanes, line, column, j,
-                                found + slot * j.stencils * N + n, N);
-          combine<B, N>(j, c.pixels, field, found, z + r * columns + p);
-        });
+        taps.line[t] = ((row + r) * j.down + t * j.dilation) % c.ring * c.pitch;
+      const Real* map = spectrum + field * j.in_channels * c.map;
+      const auto line = [&](auto bytes, int64_t first, int64_t last) {
+        constexpr int B = decltype(bytes)::value;
+        differentiate_line<D, R, B>(j, c, taps, map, first, last, field, z + r * columns, scratch);
+      };
+      // What is left over takes half a vector, if that is enough; of images the whole line.
+      const int64_t full = !narrow ? columns : D == 2 ? 0 : whole;
+      line(std::integral_constant<int, BYTES>{}, 0, full);
+      line(std::integral_constant<int, HALF>{}, full, columns);
     }
 }
 
@@ -435,9 +554,9 @@ void each_entry(const Job& j, const Visit& visit) {
 extern "C" int econv_spectral(const Job* job, int64_t count) {
   const Job& j = *job;
   if (count * sizeof(int64_t) != sizeof(Job)) return 1;
-  if (j.size % 2 == 0 || j.size > 9) return 2;
+  if (j.size % 2 == 0 || j.size > (j.dimension == 2 ? 9 : 5)) return 2;
   const Cut c = cut_up(j);
-  const int64_t regions = j.batch * c.down * c.across;
+  const int64_t each = c.back * c.down * c.across, regions = j.batch * each;
   const int64_t threads = std::max<int64_t>(1, std::min(j.threads, regions));
   const int64_t most = std::max({j.in_channels * j.stencils, j.in_channels, j.out_channels});
   // What each thread holds, how much of it and where.
@@ -473,34 +592,56 @@ extern "C" int econv_spectral(const Job* job, int64_t count) {
     std::memset(own[SUMS], 0, sizes[SUMS] * sizeof(Real));
     const int64_t stop = regions * (part + 1) / threads;
     for (int64_t region = regions * part / threads; region < stop; region++) {
-      const int64_t image = region / (c.down * c.across), rest = region % (c.down * c.across);
+      const int64_t image = region / each, rest = region % (c.down * c.across);
+      const int64_t front = region % each / (c.down * c.across) * c.region_slices;
       const int64_t top = rest / c.across * c.region_rows;
       const int64_t left = rest % c.across * c.region_columns;
+      const int64_t slices = std::min(c.region_slices, j.out_depth - front);
       const int64_t rows = std::min(c.region_rows, j.out_height - top);
       const int64_t columns = std::min(c.region_columns, j.out_width - left);
-      int64_t known = 0;  // lines of the spectrum
-      for (int64_t row = 0; row < rows; row += c.tile_rows) {
+      const int64_t reach = j.dilation * (j.size - 1);
+      // Lines and slices of the spectrum that are known.
+      for (int64_t slice = 0, deep = 0; slice < slices; slice++)
+      for (int64_t row = 0, known = 0; row < rows; row += c.tile_rows) {
         const int64_t here = std::min(c.tile_rows, rows - row);
-        const int64_t last = (row + here - 1) * j.down + j.dilation * (j.size - 1) + 1;
-        analyse(j, c, j.x + image * j.x_stride, top, left, std::max(known, row * j.down), last,
-                own[SPECTRUM], own[LINE], own[SCRATCH]);
-        known = last;
-        instance<0, 4>(j.size / 2, [&](auto radius) {
-          constexpr int R = decltype(radius)::value, HALF = BYTES > 16 ? BYTES / 2 : BYTES;
-          const bool narrow = round_up(columns, LANES / 2) < round_up(columns, LANES);
-          const auto some = narrow ? differentiate<R, HALF> : differentiate<R, BYTES>;
-          some(j, c, own[SPECTRUM], row, here, columns, own[Z], own[SCRATCH]);
-        });
+        const auto read = [&](int64_t which, int64_t from, int64_t to) {
+          analyse(j, c, j.x + image * j.x_stride, front, which, top, left, from, to, own[SPECTRUM],
+                  own[LINE], own[SCRATCH]);
+        };
+        const int64_t last = (row + here - 1) * j.down + reach + 1;
+        if (j.dimension == 2) {
+          read(0, std::max(known, row * j.down), last);
+          known = last;
+        } else if (row == 0) {
+          const int64_t end = slice * j.down + reach + 1;
+          for (deep = std::max(deep, slice * j.down); deep < end; deep++)
+            read(deep, 0, (rows - 1) * j.down + reach + 1);
+        }
+        const auto differentiated = [&](auto dimension, auto radius) {
+          constexpr int D = decltype(dimension)::value, R = decltype(radius)::value;
+          differentiate<D, R>(j, c, own[SPECTRUM], slice, row, here, columns, own[Z],
+                              own[SCRATCH]);
+        };
+        if (j.dimension == 2)
+          instance<0, 4>(j.size / 2, [&](auto radius) {
+            differentiated(std::integral_constant<int, 2>{}, radius);
+          });
+        else
+          instance<0, 2>(j.size / 2, [&](auto radius) {
+            differentiated(std::integral_constant<int, 3>{}, radius);
+          });
         // Between an image of the output's shape and the slots of the blocks.
         const auto pass = [&](bool back) {
-          const int64_t plane = j.out_height * j.out_width, step = j.out_fields * c.pixels;
+          const int64_t plane = j.out_depth * j.out_height * j.out_width;
+          const int64_t step = j.out_fields * c.pixels;
+          const int64_t above = (front + slice) * j.out_height + top + row;  // lines
           const int64_t field_size = j.out_channels * plane, size = j.out_fields * field_size;
           const bool whole = columns == j.out_width;  // lines follow one another in the image too
           const int64_t lines = whole ? 1 : here, count = here * columns / lines;
           for (int64_t field = 0; field < j.out_fields; field++)
             for (int64_t r = 0; r < lines; r++) {
               Real* slots = own[PRODUCTS] + field * c.pixels + r * columns;
-              const int64_t at = field * field_size + (top + row + r) * j.out_width + left;
+              const int64_t at = field * field_size + (above + r) * j.out_width + left;
               if (back)
                 transform(j.synthesis, count, slots, step, c.pixels, j.y + image * size + at, plane,
                           count, own[SCRATCH]);

@@ -39,7 +39,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from econv.basis import filter_basis
-from econv.engines.problem import Geometry, Problem, without_autocast
+from econv.engines.problem import Geometry, Problem, times, without_autocast
 from econv.engines.spectral.gate import address, check, check_plain
 from econv.engines.spectral.operator import Task
 from econv.engines.spectral.torch import Torch, apply, arrays
@@ -48,12 +48,12 @@ from econv.files import processor as _processor
 from econv.fourier import butterflies
 from econv.plan import SpectralPlan, spectral_plan
 
-__all__ = ["Native", "available", "means", "reason"]
+__all__ = ["Native", "available", "compiler", "means", "reason"]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _INCLUDED = Path(__file__).with_name("means.inc")  # at its end
-_LARGEST = 9  # size of the stencils that the kernel is instantiated for
 _WIDEST = 64  # stride and dilation: what is kept of a map grows with them
+_LARGEST = {2: 9, 3: 5}  # size of the stencils that the kernel is instantiated for
 _REALS = {torch.float32: "float", torch.float64: "double"}
 _TUNED: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])  # the first that works
 _WRONG = {1: "another layout of its arguments", 2: "more taps than it knows", 3: "no memory"}
@@ -89,7 +89,7 @@ class Native(Torch):
     compiled = True
 
     def why_not(self, problem: Problem) -> str | None:
-        """It runs on a CPU, in float32 or float64, for stencils up to 9×9."""
+        """It runs on a CPU, in float32 or float64, for stencils up to 9×9 or 5×5×5."""
         if problem.device.type != "cpu":
             return f"it runs on a CPU; the input is on {problem.device.type}"
         if problem.context == "watched":
@@ -97,9 +97,10 @@ class Native(Torch):
         # Half precisions run in float32 and are rounded once, at the end.
         if torch.promote_types(problem.dtype, torch.float32) not in _REALS:
             return f"it runs in float32 and float64; the input is {problem.dtype}"
-        size = problem.convolution.basis.size
-        if size > _LARGEST:
-            return f"it knows stencils of up to {_LARGEST}×{_LARGEST}; these are {size}×{size}"
+        size, dimension = problem.convolution.basis.size, problem.convolution.dimension
+        if size > (most := _LARGEST[dimension]):
+            known, these = (times([n] * dimension) for n in (most, size))
+            return f"it knows stencils of up to {known}; these are {these}"
         widest = max(problem.convolution.stride, problem.convolution.dilation)
         if widest > _WIDEST:
             return f"it knows strides and dilations of up to {_WIDEST}; this one is {widest}"
@@ -120,10 +121,10 @@ def _product(
     other = None if other is None else _dense_images("the gradient", other, x.dtype)
     check(weights.ndim == 3, "weights [out fields, in fields, weights]")
     out_fields, in_fields, _ = weights.shape
-    channels = out_fields * len(plan.synthesis)
-    shape = (x.shape[0], channels, geometry.height, geometry.width)
+    shape = (x.shape[0], out_fields * len(plan.synthesis), *geometry.sizes)
     check(max(geometry[:3]) <= _WIDEST and min(geometry[:3]) > 0, f"steps of 1 to {_WIDEST}")
-    check(min(geometry[4:]) >= 0 and abs(geometry.before) < 1 << 31, "no sizes below zero")
+    check(len(geometry.sizes) == x.ndim - 2 == plan.basis.group.dimension, "one size for each axis")
+    check(min(geometry.sizes) >= 0 and abs(geometry.before) < 1 << 31, "no sizes below zero")
     reads = (x.shape[0], in_fields * plan.analysis.shape[1], *x.shape[2:])
     sums = (out_fields, in_fields, plan.weights)
     given = (
@@ -137,10 +138,12 @@ def _product(
     if nothing:
         return result, found
     program, _kept = _program(plan, x.dtype)
-    numbers = (torch.get_num_threads(), x.shape[0], *x.shape[2:], in_fields, out_fields)
+    flat = [1] * (x.ndim == 4)  # the depth of an image
+    into = [*geometry.numbers[:4], *flat, *geometry.sizes]
+    numbers = (torch.get_num_threads(), x.shape[0], *flat, *x.shape[2:], in_fields, out_fields)
     strides = x.stride(0), 0 if other is None else other.stride(0)
     made = address("y", result, x.dtype, shape), address("the sums", found, x.dtype, sums)
-    job = array("q", [*program, *geometry, *numbers, *strides, *given, *made])
+    job = array("q", [*program, *into, *numbers, *strides, *given, *made])
     code = library.econv_spectral(job.buffer_info()[0], len(job))
     if code:
         raise RuntimeError(f"the native kernel failed: {_WRONG.get(code, code)}")
@@ -199,9 +202,9 @@ def _loaded(dtype: torch.dtype) -> Any:
 
 def _dense_images(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Images whose channels, rows and columns are contiguous, at any distance."""
-    check(x.layout is torch.strided and x.ndim == 4, "images [batch, channels, height, width]")
-    height, width = x.shape[2:]
-    if x.stride()[1:] == (height * width, width, 1) and not x.is_neg() and x.stride(0) >= 0:
+    check(x.layout is torch.strided and x.ndim in (4, 5), "images [batch, channels, …]")
+    steps = tuple(math.prod(x.shape[n:]) for n in range(2, x.ndim + 1))
+    if x.stride()[1:] == steps and not x.is_neg() and x.stride(0) >= 0:
         return x
     return _packed(name, x, dtype)
 
@@ -245,12 +248,28 @@ def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np
 
     blocks = [[block.rows, block.inner, block.columns] for block in plan.blocks]
     slots = tables["synthesis"].T
-    pointers = (*symmetry_classes(plan.stencils), tables["pick"].T, tables["factors"].T, blocks)
+    if plan.stencils.ndim == 3:
+        start, pick, factors = 0, tables["pick"].T, tables["factors"].T
+        classes = symmetry_classes(plan.stencils)
+    else:  # as many terms as each feature has
+        there = tables["factors"].T != 0
+        start = address(np.append(0, there.sum(axis=1).cumsum()))
+        pick, factors = tables["pick"].T[there], tables["factors"].T[there]
+        classes = cube_classes(plan.stencils)
     numbers = [
-        *(plan.basis.size, len(plan.stencils), len(slots), plan.weights, len(blocks)),
+        *(
+            plan.stencils.ndim - 1,
+            plan.basis.size,
+            len(plan.stencils),
+            len(slots),
+            plan.weights,
+            len(blocks),
+        ),
         *(len(plan.analysis), len(plan.synthesis)),
         *(*fast(plan.analysis), *fast(slots, turned=True), *fast(slots)),
-        *map(address, (*pointers, tables["entries"], tables["signs"])),
+        *map(address, classes),
+        start,
+        *map(address, (pick, factors, blocks, tables["entries"], tables["signs"])),
     ]
     return numbers, kept
 
@@ -279,12 +298,37 @@ def symmetry_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
     classes = [*across(even), mixed, mixed.transpose(0, 2, 1), *across(odd)]
     parts = np.concatenate(classes).reshape(size**2, size**2)
     factors = stencils.reshape(count, -1) @ np.linalg.inv(parts)
+    return _by_class(factors, [len(found) for found in classes])
+
+
+def cube_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
+    """As `symmetry_classes`, of stencils in space: eight classes, even or odd along y, x and z."""
+    count, size = stencils.shape[:2]
+    taps, radius = np.eye(size), size // 2
+    ahead, behind = taps[radius + 1 :], taps[:radius][::-1]
+    lines = np.concatenate([taps[radius : radius + 1], ahead + behind]), ahead - behind
+    classes = [
+        np.einsum("az,by,cx->abczyx", lines[z], lines[y], lines[x]).reshape(-1, size**3)
+        for y, x, z in itertools.product((0, 1), repeat=3)
+    ]
+    factors = stencils.reshape(count, -1) @ np.linalg.inv(np.concatenate(classes))
+    return _by_class(factors, [len(found) for found in classes])
+
+
+def _by_class(factors: np.ndarray, lengths: list[int]) -> tuple[np.ndarray, ...]:
+    """The factors of each stencil, class after class of its parts, without those that read none."""
     factors[np.abs(factors) <= 1e-14 * np.abs(factors).max(axis=1, keepdims=True)] = 0.0
-    each = np.split(factors, np.cumsum([len(found) for found in classes])[:-1], axis=1)
+    each = np.split(factors, np.cumsum(lengths)[:-1], axis=1)
     reads = np.array([here.any(axis=1) for here in each])  # [class, stencil]
     given = np.concatenate([here[own].ravel() for here, own in zip(each, reads, strict=True)])
     start = np.append(0, reads.sum(axis=1).cumsum())
     return start, np.nonzero(reads)[1], (reads.cumsum(axis=0) > 1)[reads], given
+
+
+def compiler() -> str | None:
+    """The C++ compiler that the kernel is built with, if there is one."""
+    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 @lru_cache(maxsize=8)
@@ -292,16 +336,14 @@ def _library(real: str) -> Any:
     """The loaded library, or the reason why there is none."""
     if sys.platform == "win32":
         return "not supported on Windows"
-    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
-    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
-    if compiler is None:
+    builder, openmp = compiler(), _loaded_openmp()
+    if builder is None:
         return "no C++ compiler found (CXX, c++, g++, clang++)"
-    openmp = _loaded_openmp()
     try:
-        version = _output([compiler, "--version"], time.monotonic() + _SECONDS)
+        version = _output([builder, "--version"], time.monotonic() + _SECONDS)
         # What was tuned for this processor must not run on another that shares the folder.
         sources = _SOURCE.read_bytes(), _INCLUDED.read_bytes()
-        parts = [*sources, version, compiler, real, openmp or "", _processor()]
+        parts = [*sources, version, builder, real, openmp or "", _processor()]
         key = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
         with _folder() as folder:
             path = Path(folder) / f"spectral-{real}-{key}.so"
@@ -310,7 +352,7 @@ def _library(real: str) -> Any:
                 library = _kept(path)
                 if library is None:
                     with atomic(path) as temporary:
-                        _compile(compiler, real, openmp, temporary)
+                        _compile(builder, real, openmp, temporary)
                         digest = hashlib.sha256(temporary.read_bytes()).hexdigest()
                     write_atomically(path.with_suffix(".sha256"), digest.encode())
                     library = _opened(path)
@@ -377,7 +419,7 @@ def _compare(library: Any, real: str) -> None:
         for one in (torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad()):
             undisturbed.enter_context(one)
         with _disable_current_modes(), without_autocast(cpu):
-            task = Task(plan, Geometry(1, 1, 1, 1, 6, 7))
+            task = Task(plan, Geometry(1, 1, 1, 1, (6, 7)))
             x, other, weights = (
                 numbers(2, 8, 6, 7),
                 numbers(2, 4, 6, 7),
@@ -402,7 +444,7 @@ def _compare(library: Any, real: str) -> None:
                     )
 
 
-def _compile(compiler: str, real: str, openmp: str | None, target: Path) -> None:
+def _compile(builder: str, real: str, openmp: str | None, target: Path) -> None:
     """Build with the best flags that work: tuned and with torch's own threads, if possible."""
     common = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", f"-DREAL={real}"]
     built, problem = target.with_name(f"{target.name}.o"), ""
@@ -410,8 +452,8 @@ def _compile(compiler: str, real: str, openmp: str | None, target: Path) -> None
     # Linked by name with the library that torch has loaded: one pool of threads, not two.
     threads = ([("-fopenmp", openmp)] if openmp else []) + [("-pthread", "-pthread")]
     for tuned, (flag, linked) in itertools.product(_TUNED, threads):
-        make = [compiler, *common, *tuned, flag, "-c", str(_SOURCE), "-o", str(built)]
-        link = [compiler, "-shared", str(built), linked, "-o", str(target)]
+        make = [builder, *common, *tuned, flag, "-c", str(_SOURCE), "-o", str(built)]
+        link = [builder, "-shared", str(built), linked, "-o", str(target)]
         try:
             for step in (make, link):
                 _output(step, until)
@@ -421,7 +463,7 @@ def _compile(compiler: str, real: str, openmp: str | None, target: Path) -> None
             problem = problem or f"{error} {getattr(error, 'stderr', '').strip()[-500:]}"
         finally:
             built.unlink(missing_ok=True)
-    raise RuntimeError(f"{compiler} could not build the kernel: {problem}")
+    raise RuntimeError(f"{builder} could not build the kernel: {problem}")
 
 
 def _output(command: list[str], until: float) -> str:

@@ -37,7 +37,21 @@ from econv.engines.problem import (
 from econv.engines.spectral.gate import UnreadableError
 from econv.plan import ParityError, SpectralPlan, plan_named
 
-__all__ = ["FAILED", "EngineError", "Gradients", "Saved", "Spectral", "Task", "give_up", "through"]
+__all__ = [
+    "FAILED",
+    "ONLY_IMAGES",
+    "EngineError",
+    "Gradients",
+    "Saved",
+    "Spectral",
+    "Task",
+    "give_up",
+    "through",
+]
+
+
+ONLY_IMAGES = "it serves images only"
+"""Why an engine does not run volumes."""
 
 
 _MOST_ELEMENTS = 128
@@ -62,7 +76,7 @@ class Task(NamedTuple):
 
     def back(self, x: Tensor) -> Geometry:
         """The geometry of the gradient to ``x``."""
-        return self.geometry.transposed(self.plan.basis.size, *x.shape[2:])
+        return self.geometry.transposed(self.plan.basis.size, x.shape[2:])
 
 
 class Saved(NamedTuple):
@@ -131,7 +145,7 @@ class Spectral(Engine):
         if prologue is not None and not (self.fuses and conv.groups == 1):
             x, prologue = prologue.apply(x), None
         x, _ = bordered(conv, x.to(dtype))
-        geometry = conv.geometry(*x.shape[2:])
+        geometry = conv.geometry(x.shape[2:])
         affine = None if prologue is None else prologue.affine
         engine = self.name if problem.context == "traced" else self
         sizes = [fields * conv.width(kind) for kind, fields in conv.parts]
@@ -147,7 +161,7 @@ class Spectral(Engine):
             else:
                 found.append(_layer(here, own, affine, *rest))
         if bias is not None:
-            found.append(bias.to(dtype)[:, None, None])
+            found.append(bias.to(dtype).view(-1, *[1] * conv.dimension))
         total = sum(found[1:], start=found[0])
         return total.contiguous(memory_format=layout)
 
@@ -168,7 +182,7 @@ class _Form(torch.autograd.Function):
         *operands, engine, task, wanted = given
         saved = Saved(*operands)
         if isinstance(engine, str):
-            words = engine, task.plan.name, list(task.geometry), task.named
+            words = engine, task.plan.name, task.geometry.numbers, task.named
             with torch._C._AutoDispatchBelowAutograd():
                 if g is None:
                     found = torch.ops.econv.spectral(*saved[:3], *words)
@@ -295,11 +309,11 @@ def _attempt(engine: Spectral, way: str, named: bool, task: Task, *given: Any) -
 
 def through(affine: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients to ``x`` and ``affine`` from that to what a prologue makes of them."""
-    centre, scale, shift = affine[:, :, None, None, None]
+    centre, scale, shift = affine.view(*affine.shape, *[1] * (x.ndim - 1))
     distance, passed = (t.unflatten(1, (len(scale), -1)).to(affine.dtype) for t in (x, g))
     distance = distance - centre
     passed = torch.where(distance * scale + shift <= 0, 0, passed)
-    total, product = (t.sum((0, 2, 3, 4)) for t in (passed, passed * distance))
+    total, product = (t.transpose(0, 1).flatten(1).sum(1) for t in (passed, passed * distance))
     to_affine = torch.stack([-affine[1] * total, product, total])
     return (passed * scale).flatten(1, 2).to(x.dtype), to_affine
 
@@ -309,7 +323,7 @@ def through(affine: Tensor, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 def _told(engine: str, plan: str, geometry: list[int], named: bool) -> tuple[Spectral, Task]:
     """What the words of an operator stand for."""
-    return _MADE[engine], Task(plan_named(plan), Geometry(*geometry), named)
+    return _MADE[engine], Task(plan_named(plan), Geometry.read(geometry), named)
 
 
 def _autograd(*given: Any) -> tuple[Tensor, Tensor]:
@@ -329,7 +343,7 @@ def _run(*given: Any) -> tuple[Tensor, ...]:
 def _fake(x: Tensor, weight: Tensor, _: Tensor | None, *words: Any) -> tuple[Tensor, ...]:
     engine, task = _told(*words)
     channels = weight.shape[0] * len(task.plan.synthesis)
-    y = x.new_empty(x.shape[0], channels, task.geometry.height, task.geometry.width)
+    y = x.new_empty(x.shape[0], channels, *task.geometry.sizes)
     return _laid_out((y, engine.known_like(task, x, weight)), x, torch.empty_like)
 
 

@@ -273,7 +273,7 @@ class Grid(NamedTuple):
     def of(shape: tuple[int, ...], geometry: Geometry, size: int) -> Grid:
         reach = geometry.dilation * (size - 1) + 1
         lengths, shared = [], []
-        for have, wanted in zip(shape[2:], (geometry.height, geometry.width), strict=True):
+        for have, wanted in zip(shape[2:], geometry.sizes, strict=True):
             needed = (wanted - 1) * geometry.down + reach
             after = needed - geometry.before - ((have - 1) * geometry.up + 1)
             shared.append(max(0, min(geometry.before, after)))
@@ -290,7 +290,7 @@ def image_groups(
     A group's spectrum has the memory that is free, or the part of the output that later groups
     write. Groups are in whole rounds of the programs that run at a time, where they are so large.
     """
-    batch, pixels = x.shape[0], geometry.height * geometry.width
+    batch, pixels = x.shape[0], geometry.pixels
     each = _spectrum_bytes(x, tiling.layout, geometry)
     written = out_channels * pixels * x.dtype.itemsize
     free = _spare_bytes(x, tiling.layout, out_channels) + (0 if adjoint else x.bytes)
@@ -314,7 +314,7 @@ def weight_gradient_memory(
     half of it, where programs would not fill the GPU.
     """
     layout, chosen, cut = tiling.layout, tiling.chosen, tiling.cut
-    batch, pixels = x.shape[0], geometry.height * geometry.width
+    batch, pixels = x.shape[0], geometry.pixels
     in_padded = rounded_up(x.shape[1] // layout.plan.analysis.shape[1], FIELDS)
     programs = in_padded // tiling.fields * cut.programs
     sums = 4 * in_padded * tiling.features * cut.padded * 2 * len(tiling.layouts)

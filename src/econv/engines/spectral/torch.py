@@ -69,7 +69,7 @@ class Torch(Spectral):
         """
         if torch._C._is_tracing() or exporting():  # for any number of images
             return apply(x, weights, task.plan, task.geometry, other)
-        pixels = x.shape[1] * len(task.plan.stencils) * task.geometry.height * task.geometry.width
+        pixels = x.shape[1] * len(task.plan.stencils) * task.geometry.pixels
         most = 8 << 20 if x.device.type == "cpu" else 1 << 30
         step = max(1, most // max(1, pixels * x.element_size()))
         found, total, others = [], None, () if other is None else other.split(step)
@@ -106,7 +106,7 @@ def arrays(plan: SpectralPlan) -> dict[str, np.ndarray]:
         # Which spectral weight stands where in the matrices, [sum of inner × columns].
         "entries": np.concatenate([block.entries.ravel() for block in blocks]),
         "signs": np.concatenate([block.signs.ravel() for block in blocks]),
-        "pick": pick[features].T.copy(),  # [2, features], into slots × stencils
+        "pick": pick[features].T.copy(),  # [terms, features], into slots × stencils
         "factors": plan.feature_factors[features].T.copy(),
     }
 
@@ -135,16 +135,22 @@ def differentiate(x: Tensor, plan: SpectralPlan, geometry: Geometry) -> Iterator
     """The features of every block: ``[batch, rows, inner * fields, pixels]``."""
     table = tables(plan, x.device, x.dtype)
     stencils, fields = table["stencils"], x.unflatten(1, (-1, table["analysis"].shape[1]))
-    spectrum = torch.einsum("sn,bcnyx->bscyx", table["analysis"], fields)
+    spectrum = torch.einsum("sn,bcn...->bsc...", table["analysis"], fields)
     maps = _padded(spectrum.flatten(0, 2)[:, None], stencils.shape[-1], geometry)
-    found = functional.conv2d(maps, stencils, stride=geometry.down, dilation=geometry.dilation)
-    found = found[:, :, : geometry.height, : geometry.width].flatten(2)
-    found = found.unflatten(0, spectrum.shape[:3]).transpose(2, 3).flatten(1, 2)
+    convolve = functional.conv2d if x.ndim == 4 else functional.conv3d
+    found = convolve(maps, stencils, stride=geometry.down, dilation=geometry.dilation)
+    for axis, size in enumerate(geometry.sizes, 2):
+        found = found.narrow(axis, 0, size)
+    found = found.flatten(2).unflatten(0, spectrum.shape[:3]).transpose(2, 3).flatten(1, 2)
     sizes = [block.features.size for block in plan.blocks]
     picks, factors = (table[name].split(sizes, dim=1) for name in ("pick", "factors"))
     for block, pick, factor in zip(plan.blocks, picks, factors, strict=True):
-        one, two = (found.index_select(1, pick[i]) * factor[i, :, None, None] for i in (0, 1))
-        yield (one + two).unflatten(1, (block.rows, block.inner)).flatten(2, 3)
+        terms = [
+            found.index_select(1, places) * weights[:, None, None]
+            for places, weights in zip(pick, factor, strict=True)
+        ]
+        total = sum(terms[1:], start=terms[0])
+        yield total.unflatten(1, (block.rows, block.inner)).flatten(2, 3)
 
 
 def apply(
@@ -173,7 +179,7 @@ def apply(
             found = found.view(block.columns, out_fields, block.inner, in_fields)
             gradients.append(found.permute(1, 3, 2, 0).flatten(2, 3))
     out = torch.einsum("ns,bsop->bonp", synthesis, torch.cat(products, dim=1))
-    out = out.flatten(1, 2).unflatten(-1, (geometry.height, geometry.width))
+    out = out.flatten(1, 2).unflatten(-1, geometry.sizes)
     if other is None:
         return out, None
     gradient = torch.cat(gradients, dim=2) * table["signs"]
@@ -182,13 +188,15 @@ def apply(
 
 def _padded(maps: Tensor, size: int, geometry: Geometry) -> Tensor:
     """The input, spread and padded so that the stencils give the output without padding."""
-    for axis in (2, 3):
+    for axis in range(2, maps.ndim):
         # One pixel has none to be apart from: of a large step nothing is left but zeros.
         if (more := geometry.up - 1) and maps.shape[axis] != 1:
-            after = (0, more) if axis == 3 else (0, 0, 0, more)
-            maps = functional.pad(maps.unsqueeze(axis + 1), after).flatten(axis, axis + 1)
+            spread = functional.pad(
+                maps.unsqueeze(axis + 1), [0, 0] * (maps.ndim - 1 - axis) + [0, more]
+            )
+            maps = spread.flatten(axis, axis + 1)
     sides = []
-    for length, wanted in zip(maps.shape[:1:-1], (geometry.width, geometry.height), strict=True):
+    for length, wanted in zip(maps.shape[:1:-1], geometry.sizes[::-1], strict=True):
         needed = (wanted - 1) * geometry.down + geometry.dilation * (size - 1) + 1
         sides += [geometry.before, needed - geometry.before - length]
     return functional.pad(maps, sides) if any(sides) else maps

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from econv.engines.devices import DTYPES, on_device, unavailable
 from econv.engines.problem import Problem, memory_format
-from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task
+from econv.engines.spectral.operator import ONLY_IMAGES, Gradients, Saved, Spectral, Task
 from econv.engines.spectral.tiling import CHANGES, Like, Tiles, convolution_tiling, rounded_up
 from econv.engines.spectral.torch import tables
 from econv.engines.spectral.triton.scheme import scheme
@@ -44,16 +44,18 @@ class Triton(Spectral):
 
     def _not_covered(self, problem: Problem) -> str | None:
         conv = problem.convolution
+        if conv.dimension != 2:
+            return ONLY_IMAGES
         if (conv.parts[0].kind, conv.target) != ("regular", "regular"):
             return f"it maps group features to group features; this maps {conv}"
         if problem.dtype not in DTYPES:
             return f"it runs in bfloat16, float16 and float32; the output is {problem.dtype}"
         if problem.context in ("watched", "transformed"):
             return "a tracer or a transformation must see operations of torch"
-        if conv.geometry(0, 0).transposed(conv.basis.size, 0, 0).before < 0:  # of any size
+        if conv.geometry((0, 0)).transposed(conv.basis.size, (0, 0)).before < 0:  # of any size
             return f"its padding of {conv.padding} is wider than the stencils reach"
         rim = 2 * conv.padding + conv.dilation * conv.basis.size
-        if (problem.height + rim) * (problem.width + rim) >= 2**26:  # with 32 numbers each
+        if math.prod(n + rim for n in problem.sizes) >= 2**26:  # with 32 numbers each
             return "its kernels count what they keep of an image in 32 bits"
         return None
 

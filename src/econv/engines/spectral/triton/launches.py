@@ -108,7 +108,7 @@ class _Group:
         grid = Grid.of((images, *x.shape[1:]), geometry, layout.plan.basis.size)
         self.chunks = units(count, FIELDS) * (FIELDS // fields)
         self.numbers = self.chunks * layout.chunks * grid.size * fields * layout.width
-        pixels = (images * geometry.height * geometry.width, geometry.height, geometry.width)
+        pixels = (images * geometry.pixels, *geometry.sizes)
         steps = (grid.pitch, grid.pitch * grid.lines, grid.size)
         self.positions = (*pixels, geometry.down, geometry.dilation, *steps)
         """Where output pixels lie in the grid: what kernels that read a spectrum take first."""
@@ -150,7 +150,7 @@ class ConvolutionRun:
         self.internal = INTERNAL[x.dtype]
         layout = scheme(plan_named(plan), 16 // self.internal.itemsize)
         channels = layout.plan.synthesis.shape[0]
-        self.shape = (x.shape[0], out_fields * channels, geometry.height, geometry.width)
+        self.shape = (x.shape[0], out_fields * channels, *geometry.sizes)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.groups: list[_Group] = []
         total = math.prod(self.shape)
@@ -274,7 +274,7 @@ class WeightGradientRun:
         cut, in_padded = tiling.cut, rounded_up(in_fields, FIELDS)
         splits, most = weight_gradient_memory(x, geometry, tiling, g.shape[1])
         self.partial = (splits, in_padded, tiling.features, cut.padded, 2)
-        pixels = min(most, x.shape[0]) * geometry.height * geometry.width
+        pixels = min(most, x.shape[0]) * geometry.pixels
         self.packed = (units(pixels, tiling.pixels), tiling.packed * tiling.pixels)
         given = (cut.parts, tiling.fields, _f16x2(self.internal))
         made = [kernels.generated(weight_gradient_source, one, *given) for one in tiling.layouts]

@@ -1,0 +1,67 @@
+"""The list of faults: each still applies, to code of every room, and names a test that there is."""
+
+import ast
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import run
+
+sys.path.pop(0)
+needs_code = pytest.mark.skipif(
+    not (run.ROOT / "src" / "econv").is_dir(), reason="no code beside the tests"
+)
+
+
+@needs_code
+def test_every_fault_applies_and_its_test_is_there():
+    listed = run.faults()
+    assert len(listed) >= 150
+    assert len({(f.file, f.old, f.new) for f in listed}) == len(listed)
+    for fault in listed:
+        code = fault.applied((run.ROOT / "src" / "econv" / fault.file).read_text(encoding="utf-8"))
+        if fault.file.endswith(".py"):
+            ast.parse(code)
+        if fault.test:
+            file, _, name = fault.test.partition("::")
+            tests = (run.ROOT / file).read_text(encoding="utf-8")
+            assert f"def {name.partition('[')[0]}(" in tests, fault.test
+
+
+@needs_code
+def test_faults_are_in_all_rooms_and_few_survive():
+    listed = run.faults()
+    rooms = Counter(fault.file.partition("/")[0].removesuffix(".py") for fault in listed)
+    assert len(rooms) >= 20
+    assert len({fault.file for fault in listed}) >= 50
+    assert {"plots", "page", "fourier", "stencils", "plan", "files", "models", "lab"} <= set(rooms)
+    survivors = [fault for fault in listed if fault.reason]
+    assert len(survivors) <= (1 - run.LEAST) * len(listed)
+    assert all(len(fault.reason) > 20 for fault in survivors)
+
+
+def test_a_fault_that_does_not_apply_is_an_error():
+    fault = run.Fault("x.py", "a = 1", "a = 2", "t")
+    assert fault.applied("a = 1\nb = 1") == "a = 2\nb = 1"
+    for text in ("a = 2", "a = 1\na = 1"):
+        with pytest.raises(ValueError, match="expected this text once"):
+            fault.applied(text)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="no fork on this system")
+def test_the_run_tells_what_is_found_from_what_is_not(tmp_path, monkeypatch, capsys):
+    test = "tests/test_groups.py::test_steps_are_the_turns_of_the_plane_and_none_in_space"
+    good = run.Fault(
+        "groups.py", "if self.dimension == 2 else 0", "if self.dimension == 3 else 0", test
+    )
+    blind = run.Fault("files.py", "_ABANDONED = 60.0", "_ABANDONED = 61.0", test)
+    monkeypatch.setattr(run, "faults", lambda: [good])
+    assert run.main([]) == 0
+    monkeypatch.setattr(run, "faults", lambda: [good, blind])
+    assert run.main([]) == 1
+    assert "1 of 2 faults found" in capsys.readouterr().out
