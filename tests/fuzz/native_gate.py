@@ -99,17 +99,18 @@ def _product(rng, plan) -> None:
     before = rng.randint(0, dilation * (size - 1))
     reach = dilation * (size - 1) + 1
     out = [max(0, (n + 2 * before - reach) // down + 1) for n in (height, width)]
-    geometry = Geometry(1, down, dilation, before, *out)
+    geometry = Geometry(1, down, dilation, before, tuple(out))
     if rng.random() < 0.3:
-        geometry = geometry.transposed(size, *(n + rng.randint(0, 2) for n in (height, width)))
+        geometry = geometry.transposed(size, [n + rng.randint(0, 2) for n in (height, width)])
     if odd and rng.random() < 0.3:
         word = rng.choice(geometry._fields)
         value = rng.choice((-1, 0, 1, 2, 5, 17, 64, 65, 10**6, -(10**6), 2**62))
-        if word not in ("height", "width") or value < 100:
-            geometry = geometry._replace(**{word: value})
+        if word == "sizes":
+            value = rng.choice(((1,), (3, -1), (0, 4), (2, 2, 2), (17, 5)))
+        geometry = geometry._replace(**{word: value})
     ins, outs = small(3), small(3)
     shape = (batch, ins * plan.analysis.shape[1], height, width)
-    result = (batch, outs * len(plan.synthesis), *(max(0, n) for n in geometry[4:]))
+    result = (batch, outs * len(plan.synthesis), *(max(0, n) for n in geometry.sizes))
     x = _tensor(rng, shape, dtype, odd)
     weights = _tensor(rng, (outs, ins, plan.weights), dtype, odd and rng.random() < 0.3)
     other = _tensor(rng, result, dtype, odd and rng.random() < 0.3) if rng.random() < 0.6 else None

@@ -841,6 +841,8 @@ def read_spacing(given: object, dimension: int = 2) -> float | tuple[float, ...]
     right = len(lengths) == len(numbers) == dimension
     if not right or not all(0 < n < math.inf for n in numbers):
         raise ValueError(f"expected a positive spacing, or {_SEVERAL[dimension]}; got {given!r}")
+    if max(numbers) > 1000 * min(numbers):
+        raise ValueError(f"expected sides that differ by a factor of 1000 at most; got {given!r}")
     return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
 
