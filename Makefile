@@ -5,6 +5,7 @@ VENV ?= .venv
 ARGS ?=
 JOBS ?= 2
 PEERS ?=
+CASES ?=
 SECONDS ?= 3600
 PACKAGES := torchvision timm segmentation-models-pytorch monai einops
 TORCH ?=
@@ -22,12 +23,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-packages test-gpu mutants soak lint docs examples notebooks bench release-check clean
+.PHONY: help run test test-all fuzz fuzz-native test-packages test-gpu mutants soak lint docs examples notebooks bench release-check clean
 
 help:
 	@echo "make run       train a p8 network and its CNN twin on turned digits, compare them, in outputs/"
 	@echo "make test      the fast tests, in less than ten minutes"
 	@echo "make test-all  all tests"
+	@echo "make fuzz      20,000 calls that nobody thought of, other ones each time; CASES=… for more"
+	@echo "make fuzz-native  100,000 sets of arguments for compiled code, under AddressSanitizer"
 	@echo "make test-packages  those with other packages' networks: torchvision, timm, monai and more"
 	@echo "make test-gpu  those that need an NVIDIA GPU"
 	@echo "make mutants   put faults into the code, one by one, and see that a test finds each"
@@ -75,6 +78,12 @@ mutants: $(STAMP)
 # Random shapes through every engine for SECONDS: memory flat, caches bounded.
 soak: $(STAMP)
 	@$(RUN) benchmarks/soak.py --seconds $(SECONDS) $(ARGS)
+
+fuzz: $(STAMP)
+	@ECONV_FUZZ=$(or $(CASES),20000) OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) tests/fuzz $(ARGS)
+
+fuzz-native: $(STAMP)
+	@OMP_NUM_THREADS=1 $(RUN) tests/fuzz/native_gate.py --cases $(or $(CASES),100000) $(ARGS)
 
 lint: $(STAMP)
 	@echo "ruff check"; $(RUN) -m ruff check .

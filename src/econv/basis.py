@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -299,7 +300,7 @@ class FilterBasis:
 
 
 _OWN = (Central, Gaussian, Isotropic)
-_digested: dict[str, FilterBasis] = {}
+_digested: WeakValueDictionary[str, FilterBasis] = WeakValueDictionary()
 
 
 def basis_of(digest: str) -> FilterBasis | None:
@@ -350,7 +351,7 @@ def _aspect(given: Aspect) -> Aspect:
     return 1.0 if set(found) == {1.0} else found
 
 
-@lru_cache(maxsize=256, typed=True)
+@lru_cache(maxsize=64, typed=True)
 def _filter_basis(
     group: Group,
     operators: OperatorSet,

@@ -22,6 +22,7 @@ IntArray = npt.NDArray[np.int64]
 
 _NAME = re.compile(r"p([1-9][0-9]*)(m?)")
 _MIRROR = np.diag([1.0, -1.0])
+_MOST_ROTATIONS = 1024  # about an axis: tables of products have the square of the order
 
 
 class Group:
@@ -63,6 +64,11 @@ class Group:
             return name
         if isinstance(name, str) and name in Group._known:
             return Group._known[name]
+        if isinstance(name, str) and _too_large(name):
+            raise ValueError(
+                f"expected a group of at most {_MOST_ROTATIONS} rotations about an axis; "
+                f"got {name[:40]!r}"
+            )
         kinds: list[type[Group]] = [Group, *Group._kinds]
         for kind in kinds:
             properties = kind._read(name) if isinstance(name, str) else None
@@ -240,6 +246,11 @@ class Group:
 
 
 GroupLike = Group | str
+
+
+def _too_large(name: str) -> bool:
+    digits = re.fullmatch(r"[A-Za-z]([1-9][0-9]*)[a-z]?", name)
+    return digits is not None and (len(digits[1]) > 9 or int(digits[1]) > _MOST_ROTATIONS)
 
 
 @dataclass(frozen=True, eq=False)

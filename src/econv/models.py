@@ -174,8 +174,10 @@ class ResNet(_Classifier):
         oversample: int = 1,
     ) -> None:
         super().__init__()
-        if not isinstance(depth, int) or depth < 8 or (depth - 2) % 6:
-            raise ValueError(f"expected a depth of 6n + 2, such as 26 or 44; got {depth!r}")
+        if not isinstance(depth, int) or not 8 <= depth <= 1202 or (depth - 2) % 6:
+            raise ValueError(
+                f"expected a depth of 6n + 2 from 8 to 1202, such as 26 or 44; got {depth!r}"
+            )
         if not isinstance(fields, Sequence) or len(fields) != 3:
             raise ValueError(f"expected the fields of three stages; got {fields!r}")
         _expect_whole("fields", fields)
@@ -725,6 +727,8 @@ class ConvNet(_Classifier):
         if readout not in ("map", "mean"):
             raise ValueError(f"expected readout 'map' or 'mean'; got {readout!r}")
         _expect_whole("fields", fields)
+        if not fields:
+            raise ValueError("expected the fields of one layer or more; got none")
         _expect_whole("pooled_after", pooled_after)
         _expect_whole("in_channels", in_channels)
         _expect_whole("image_size", image_size)
@@ -987,6 +991,8 @@ class Features(nn.Module):
 
     def __init__(self, network: Network, out_indices: Sequence[int] | None = None) -> None:
         super().__init__()
+        if not isinstance(network, Network):
+            raise ValueError(f"expected a network of econv; got {type(network).__name__}")
         info = network.feature_info()
         each = network.num_features // info[-1]["fields"]
         for entry in info:

@@ -26,6 +26,8 @@ Scalar = float | complex
 
 _PAPER = ((0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (2, 1), (1, 2), (2, 2))
 _AXES = "xyz"
+_HIGHEST = 10
+"""The order of derivation beyond which rounding is all that is left of a stencil of any size."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ class Polynomial:
     def __pow__(self, exponent: int) -> Polynomial:
         if not isinstance(exponent, int) or exponent < 0:
             raise ValueError(f"expected a whole exponent, 0 or more; got {exponent!r}")
+        if exponent > 64:
+            raise ValueError(f"expected an exponent of at most 64; got {exponent!r}")
         return _Powers(self)[exponent]
 
     def __str__(self) -> str:
@@ -141,6 +145,8 @@ class OperatorSet:
 
     def __post_init__(self) -> None:
         found = self.monomials
+        if not isinstance(found, tuple) or not all(isinstance(e, tuple) for e in found):
+            raise ValueError(f"expected a tuple of exponent tuples; got {found!r}")
         if not found:
             raise ValueError("an operator set needs at least one monomial, such as (0, 0)")
         for exponents in found:
@@ -151,6 +157,7 @@ class OperatorSet:
                 )
         if len(set(found)) != len(found):
             raise ValueError(f"expected each monomial once; got {found!r}")
+        check_order(max(map(sum, found)))
         if not math.isfinite(self.angle) or (self.angle and self.dimension != 2):
             raise ValueError(
                 "expected angle as degrees in the plane, 0 (default) elsewhere; got "
@@ -245,6 +252,8 @@ def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> 
     >>> operator_set("paper@22.5").angle
     22.5
     """
+    if dimension not in (1, 2, 3):
+        raise ValueError(f"expected 1, 2 or 3 dimensions; got {dimension!r}")
     if operators is None:
         operators = "paper" if dimension == 2 else "order<=2"
     if isinstance(operators, OperatorSet):
@@ -259,7 +268,8 @@ def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> 
                 "number N, either with '@' and degrees after it, or a list of exponent tuples "
                 "such as [(0, 0), (1, 0), (0, 1)]"
             )
-        listed = _PAPER if match[1] is None else monomials(int(match[1]), dimension)
+        order = int(match[1]) if match[1] is not None and len(match[1]) < 10 else 10**9
+        listed = _PAPER if match[1] is None else monomials(check_order(order), dimension)
         angle = float(match[2] or 0)
         name = ("paper" if match[1] is None else f"order<={match[1]}") + f"@{angle:g}" * bool(angle)
         found = OperatorSet(listed, name, angle)
@@ -270,6 +280,13 @@ def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> 
             f"expected operators in {dimension} dimensions; {found.name!r} has {found.dimension}"
         )
     return found
+
+
+def check_order(order: int) -> int:
+    """The order of derivation, if stencils are made for it."""
+    if order > _HIGHEST:
+        raise ValueError(f"expected operators of an order of at most {_HIGHEST}; got {order}")
+    return order
 
 
 def monomials(order: int, dimension: int) -> tuple[Exponents, ...]:

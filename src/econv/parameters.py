@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from econv.layers.checks import check_module
 from econv.layers.normalisation import GroupLayerNorm
 
 __all__ = ["no_weight_decay", "parameter_groups"]
@@ -54,6 +55,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     >>> [group["weight_decay"] for group in optimizer.param_groups]
     [0.05, 0.0]
     """
+    check_module(model)
     number = isinstance(weight_decay, float | int) and not isinstance(weight_decay, bool)
     if not number or not 0 <= weight_decay < math.inf:
         raise ValueError(f"expected a weight_decay of 0 or more; got {weight_decay!r}")

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -241,7 +242,7 @@ class SpectralPlan:
         return f"SpectralPlan({self.basis!r}, {self.source!r}, {self.target!r})"
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def spectral_plan(basis: FilterBasis, source: str, target: str) -> SpectralPlan:
     """The plan of a layer from ``source`` to ``target`` fields, made once per process."""
     for kind in (source, target):
@@ -250,7 +251,7 @@ def spectral_plan(basis: FilterBasis, source: str, target: str) -> SpectralPlan:
     return SpectralPlan(basis, source, target)
 
 
-_named: dict[str, SpectralPlan] = {}
+_named: WeakValueDictionary[str, SpectralPlan] = WeakValueDictionary()
 
 
 def plan_named(name: str) -> SpectralPlan:

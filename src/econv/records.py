@@ -43,6 +43,10 @@ FORMAT = 3
 """In format 1 ``step`` had the name ``engine``, until format 2 the paper's ResNets no prefix."""
 
 
+_LARGEST = 1e15
+"""No error, rate or number of seconds is larger."""
+
+
 class RecordError(ValueError):
     """A file is no record; the message says which one and why."""
 
@@ -135,8 +139,12 @@ class Record:
                 raise RecordError(f"expected {name} of at least 1; got {getattr(self, name)}")
         for part in self.parts or []:
             check_part(part)
+        shown = [getattr(self, f.name) for f in fields(self)], *map(dict.values, self.parts or [])
+        for text in (one for some in shown for one in some if isinstance(one, str)):
+            if not _plain(text):
+                raise RecordError(f"expected printable text without markup; got {text!r}")
         for key, value in self.versions.items():
-            if not isinstance(value, str):
+            if not isinstance(value, str) or not _plain(key + value):
                 raise RecordError(f"expected versions as texts; got {key}: {value!r}")
         for entry in self.epochs:
             check_epoch(entry)
@@ -229,6 +237,8 @@ def parse(content: bytes, path: Path) -> Record:
     """The record in a file's bytes; the path is checked against it and named in errors."""
     try:
         told = json.loads(content)
+    except RecursionError:
+        raise RecordError(f"{path} is no record: it is nested too deeply") from None
     except ValueError as error:
         raise RecordError(f"{path} is no record: {error}") from None
     told = _current(told)
@@ -372,12 +382,17 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+def _plain(value: Any) -> bool:
+    """Whether a text can be shown anywhere: it steers no terminal and is no markup."""
+    return value == files.printable(value) and not set(value) & set("<>|`")
+
+
 def _is(value: Any, kind: str) -> bool:
     if kind.endswith(" | None"):
         return value is None or _is(value, kind.removesuffix(" | None"))
     if kind == "float":
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and math.isfinite(value)
+        return number and abs(value) < _LARGEST and math.isfinite(value)
     if kind == "int":
         return isinstance(value, int) and not isinstance(value, bool)
     kinds: dict[str, type] = {"str": str, "bool": bool}

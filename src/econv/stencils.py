@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from econv.groups import FloatArray, frozen
 from econv.harmonics import Field, designed, gaussian_derivatives, nearest, of_order
-from econv.operators import Exponents, Polynomial, monomials
+from econv.operators import Exponents, Polynomial, check_order, monomials
 
 __all__ = [
     "Aspect",
@@ -40,6 +40,9 @@ __all__ = [
     "harmonic",
     "stencil_set",
 ]
+
+_LARGEST = 21  # size: a design of isotropic stencils grows with its sixth power
+_MOST_ACCURACY = 16  # fractions of larger ones take long, and float64 does not tell them apart
 
 Aspect = float | tuple[float, ...]
 """Of a pixel: height over width; in space depth and height over width, or 1 for cubes."""
@@ -68,6 +71,8 @@ class Stencil:
     """Height of a pixel over its width; in space depth and height over width."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.operator, Polynomial):
+            raise ValueError(f"expected an operator as a Polynomial; got {self.operator!r}")
         weights = frozen(np.atleast_1d(self.weights).copy())
         object.__setattr__(self, "weights", weights)
         shape = (self.size,) * self.operator.dimension
@@ -227,6 +232,10 @@ class Central(StencilSet):
             raise ValueError(
                 f"expected an even accuracy, 2 or higher, for central stencils; "
                 f"got {self.accuracy!r}"
+            )
+        if self.accuracy > _MOST_ACCURACY:
+            raise ValueError(
+                f"expected an accuracy of at most {_MOST_ACCURACY}; got {self.accuracy!r}"
             )
 
     def smallest_size(self, operators: Sequence[Polynomial]) -> int:
@@ -407,7 +416,9 @@ def stencil_set(stencils: StencilsLike, accuracy: int = 2, rotations: int = 0) -
 
 def central(exponents: Exponents, accuracy: int = 2, size: int | None = None) -> Stencil:
     """The central-difference stencil of one monomial, such as ∂xxy for ``(2, 1)``."""
-    return Central(accuracy).stencil(Polynomial.monomial(tuple(exponents)), size)
+    order = tuple(exponents)
+    check_order(sum(order))
+    return Central(accuracy).stencil(Polynomial.monomial(order), size)
 
 
 def check_size(size: int, smallest: int, what: str, stencils: StencilSet) -> int:
@@ -417,6 +428,8 @@ def check_size(size: int, smallest: int, what: str, stencils: StencilSet) -> int
             f"expected an odd size of at least {smallest} for the {stencils.name} stencils of "
             f"{what}; got {size!r}"
         )
+    if size > _LARGEST:
+        raise ValueError(f"expected a size of at most {_LARGEST} for stencils; got {size!r}")
     return size
 
 

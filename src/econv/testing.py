@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from econv.groups import FloatArray, Group, GroupLike
+from econv.layers.checks import positive
 
 __all__ = [
     "KINDS",
@@ -86,6 +87,8 @@ def transform(
     >>> transform(torch.arange(8.0).view(1, 1, 2, 2, 2), "O", 12).flatten().tolist()
     [1.0, 3.0, 0.0, 2.0, 5.0, 7.0, 4.0, 6.0]
     """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"expected a torch.Tensor; got {type(x).__name__}")
     found = None if group is None else Group(group)
     matrix, index = _read_element(found, element)
     dimension = len(matrix)
@@ -192,11 +195,13 @@ def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
     """
     if not isinstance(degrees, int | float | np.floating | np.integer):
         return transform(x, None, degrees)
+    if not isinstance(x, Tensor):
+        raise ValueError(f"expected a torch.Tensor; got {type(x).__name__}")
     if x.ndim != 4:
         raise ValueError(f"expected [batch, channels, height, width]; got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"expected a floating-point image to interpolate; got {x.dtype}")
-    if not math.isfinite(degrees):
+    if not isinstance(degrees, float | int) or not math.isfinite(degrees):
         raise ValueError(f"expected a finite angle in degrees; got {degrees!r}")
     if degrees % 90 == 0:
         return torch.rot90(x, round(degrees / 90), (-2, -1))
@@ -397,6 +402,10 @@ def smooth_field(
     >>> smooth_field(8, dimension=3).shape
     torch.Size([1, 1, 8, 8, 8])
     """
+    for name, count in (("size", size), ("channels", channels), ("batch", batch)):
+        positive(name, count, 1 << 14)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"expected seed as a whole number; got {seed!r}")
     generator = torch.Generator().manual_seed(seed)
     sizes = (size,) * dimension
     noise = torch.randn(batch, channels, *sizes, generator=generator, dtype=torch.float64)
@@ -464,6 +473,8 @@ def _undisturbed(
         torch.manual_seed(0)
         result = module(x)
         restore()
+        if not isinstance(result, Tensor):
+            raise ValueError(f"expected a module that gives a tensor; got {type(result).__name__}")
         return result
 
     devices = [device] if device.type == "cuda" else []

@@ -9,6 +9,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+import econv
 from catalogue import CASES, LAYERS, MODES, NETWORKS, case, run
 from econv import layers
 
@@ -102,6 +103,65 @@ def test_checkpointed_activations_give_the_same_gradients(name, train):
     torch.manual_seed(1)
     total(checkpoint(module, x, use_reentrant=False)).backward()
     close(({n: p.grad for n, p in module.named_parameters()}, x.grad), wanted)
+
+
+def derivatives(name, function, x):
+    """One of torch's ways to derivatives, of a function of images."""
+    square = lambda x: function(x).pow(2).sum()  # noqa: E731
+    of_first, of_second = torch.autograd.functional.jacobian, torch.autograd.functional.hessian
+    seed = torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape)
+    if name == "hessian":
+        return torch.func.hessian(square)(x)
+    if name == "jacfwd(grad)":
+        return torch.func.jacfwd(grad(square))(x)
+    if name == "jvp(grad)":
+        return torch.func.jvp(grad(square), (x,), (torch.ones_like(x),))[1]
+    if name == "functionalize":
+        return torch.func.functionalize(function)(x)
+    if name == "functionalize(grad)":
+        return torch.func.functionalize(grad(square))(x)
+    if name == "is_grads_batched":
+        x = x.requires_grad_()
+        y = function(x)
+        return torch.autograd.grad(y, x, seed[:3, :, : y.shape[1]], is_grads_batched=True)[0]
+    if name == "jacobian":
+        return of_first(function, x, vectorize=True)
+    if name == "jacobian, forward":
+        return of_first(function, x, vectorize=True, strategy="forward-mode")
+    if name == "second order":
+        return of_second(square, x, vectorize=True)
+    assert name == "second order, forward"
+    return of_second(square, x, vectorize=True, outer_jacobian_strategy="forward-mode")
+
+
+WAYS = ["hessian", "jacfwd(grad)", "jvp(grad)", "functionalize", "functionalize(grad)"]
+WAYS += ["is_grads_batched", "jacobian", "jacobian, forward", "second order"]
+WAYS += ["second order, forward"]
+
+
+# torch warns of its own script where it takes the derivative of a derivative.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("engine", ["auto", "spectral"])
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_to_derivatives_of_a_convolution(name, engine):
+    module = econv.GroupConv2d(1, 1, "p4", dtype=DOUBLE)
+    x = torch.randn(1, 4, 5, 5, dtype=DOUBLE)
+    found = []
+    for one in (engine, "dense"):
+        with econv.engine(one):
+            found.append(derivatives(name, module, x.clone()))
+    close([found[0].detach()], [found[1].detach()])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_to_derivatives_of_a_smooth_activation(name):
+    smooth, x = econv.GroupActivation2d("silu", 1).double(), torch.randn(1, 1, 4, 5, dtype=DOUBLE)
+    found = derivatives(name, smooth, x.clone())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ECONV_NATIVE", "0")
+        wanted = derivatives(name, smooth, x.clone())
+    close([found.detach()], [wanted.detach()])
 
 
 class Scaled(nn.Module):

@@ -41,6 +41,7 @@ from econv.conversion.trace import (
 from econv.conversion.widths import Sizes, match_widths
 from econv.groups import Group, GroupLike
 from econv.layers import ConvOptions
+from econv.layers.checks import check_module
 from econv.layers.normalisation import calibrate
 from econv.layers.orientations import read_statistics
 from econv.pretrained import remade
@@ -139,6 +140,7 @@ def convert(
     >>> print(network.report.summary()[2])
     parameters          5,450 → 1,370 (0.251×)
     """
+    check_module(model)
     found = Group(group)
     given = _read_images(model, images, labels, pretrained)
     if match is None:
@@ -188,6 +190,7 @@ def rebuild(model: nn.Module, recipe: Mapping[str, Any]) -> ConvertedNetwork:
     >>> again.load_state_dict(network.state_dict())
     <All keys matched successfully>
     """
+    check_module(model)
     found = Recipe.read(recipe)
     network = _converted(model, found, found.inputs(), None, False, False)
     if found.num_classes is not None:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from econv.conversion.convert import convert
 from econv.conversion.trace import ConversionError
 from econv.groups import Group, GroupLike
+from econv.layers.checks import check_module
 
 __all__ = ["convert_detector"]
 
@@ -58,6 +59,7 @@ def convert_detector(
         ConversionError: for heads of masks or keypoints, and for anchors of which a quarter turn
             makes others.
     """
+    check_module(model)
     if not isinstance(getattr(model, "backbone", None), nn.Module):
         raise ConversionError("", "it has no backbone: expected a detector of torchvision's kind")
     detector: Any = copy.deepcopy(model)

@@ -50,6 +50,8 @@ class Recipe:
     @classmethod
     def read(cls, written: Mapping[str, Any]) -> Recipe:
         """The recipe that :meth:`written` wrote."""
+        if not isinstance(written, Mapping):
+            raise ValueError(f"expected a recipe as a mapping; got {type(written).__name__}")
         given, wanted = dict(from_json(dict(written))), {field.name for field in fields(cls)}
         if set(given) != wanted:
             raise ValueError(

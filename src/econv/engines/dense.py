@@ -26,6 +26,7 @@ from econv.engines.problem import (
     bordered,
     exporting,
     memory_format,
+    one_by_one,
     transformed,
 )
 from econv.fourier import representation
@@ -224,18 +225,23 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        return one_by_one(partial(_Turned.pulled, ctx), *gradients), *[None] * 5
+
+    @staticmethod
+    def pulled(ctx: Any, given: Tensor) -> Tensor:
+        """The gradient to the weight."""
         synthesis, back = ctx.saved_tensors
         if ctx.dtype is not None and not torch.is_grad_enabled():
             from econv.engines.filter_kernel import gradient
 
-            return gradient(gradients[0], synthesis, back, ctx.dtype), *[None] * 5
-        found = gradients[0].flatten(1, 2).index_select(1, back).to(synthesis.dtype)
+            return gradient(given, synthesis, back, ctx.dtype)
+        found = given.flatten(1, 2).index_select(1, back).to(synthesis.dtype)
         found = found.unflatten(1, (-1, synthesis.shape[1]))  # [out, (in, k), A, pixels]
         if ctx.fused:
             found = (found[:, :, None] * synthesis).sum((3, 4))
         else:
             found = found.flatten(2) @ synthesis.flatten(1).T
-        return found.unflatten(1, (-1, ctx.relative)), *[None] * 5
+        return found.unflatten(1, (-1, ctx.relative))
 
 
 def _expand(weight: Tensor, synthesis: Tensor) -> Tensor:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from itertools import repeat
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -146,7 +149,9 @@ class Convolution:
         )
 
 
-_NAMED: dict[str, Convolution] = {}
+# They last as long as layers do, the latest a little longer: copies are made of what is gone.
+_NAMED: WeakValueDictionary[str, Convolution] = WeakValueDictionary()
+_latest: deque[Convolution] = deque(maxlen=64)
 
 
 def convolution(*properties: Any, **others: Any) -> Convolution:
@@ -157,12 +162,17 @@ def convolution(*properties: Any, **others: Any) -> Convolution:
     p8, 4 regular → 6 regular, 5×5
     """
     made = Convolution(*properties, **others)
-    return _NAMED.setdefault(made.name, made)
+    found = _NAMED.setdefault(made.name, made)
+    _latest.append(found)
+    return found
 
 
 def convolution_named(name: str) -> Convolution:
     """The convolution whose `Convolution.name` this is."""
-    return _NAMED[name]
+    found = _NAMED.get(name)
+    if found is None:
+        raise ValueError(f"expected the name of a convolution of this process; got {name}")
+    return found
 
 
 class Problem(NamedTuple):
@@ -347,6 +357,7 @@ def tf32_allowed() -> bool:
 def watched(x: Tensor) -> bool:
     """Whether a tracer, or whatever else watches, must see operations of torch."""
     watching = torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    watching = watching or functionalised()
     return watching or type(x) not in (Tensor, torch.nn.Parameter)
 
 
@@ -359,6 +370,52 @@ def transformed() -> bool:
     """Whether functions are being transformed (vmap, jvp …) in ways that kernels do not know."""
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     return forward_mode or torch._C._are_functorch_transforms_active()
+
+
+def functionalised() -> bool:
+    """Whether `torch.func.functionalize` follows, which knows no functions of autograd."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    found = torch._C._functorch.get_interpreter_stack() or []
+    return any(one.key() == torch._C._functorch.TransformType.Functionalize for one in found)
+
+
+_Found = TypeVar("_Found", Tensor, tuple[Tensor | None, ...])
+
+
+def one_by_one(run: Callable[..., _Found], *given: Tensor | None) -> _Found:
+    """Apply a function; to each member where torch batches gradients by a way of its own.
+
+    It does for ``is_grads_batched`` and ``vectorize=True``, and knows few operations there.
+    """
+    batched = torch._C._functorch.is_legacy_batchedtensor
+    if not any(t is not None and batched(t) for t in given):
+        return run(*given)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    while not any(_at(t, level) for t in given):  # of blocks within one another the innermost
+        level -= 1
+    each = [
+        repeat(t) if t is None or not _at(t, level) else torch._remove_batch_dim(t, level, 1, 0)
+        for t in given
+    ]
+    found = [one_by_one(run, *one) for one in zip(*each, strict=False)]
+
+    def joined(parts: Any) -> Any:
+        return None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level)
+
+    if isinstance(found[0], tuple):
+        return tuple(joined(parts) for parts in zip(*found, strict=True))
+    return joined(found)
+
+
+def _at(x: Tensor | None, level: int) -> bool:
+    """Whether a tensor is batched at a level of torch's own batching."""
+    if x is None or not torch._C._functorch.is_legacy_batchedtensor(x):
+        return False
+    # Where it is not, the size that is asked for is made up.
+    one, two = (torch._remove_batch_dim(x, level, n, 0).shape[0] for n in (2, 3))
+    return one == two
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

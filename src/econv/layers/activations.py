@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from econv.engines import memory_format
 from econv.layers.blur import mean_of_pixels
-from econv.layers.checks import check_rank
+from econv.layers.checks import check_filled, check_rank
 from econv.layers.constants import WithConstants
 from econv.layers.slices import by_slices
 
@@ -96,6 +96,7 @@ class GroupActivation(WithConstants):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the function to ``[batch, channels, …]``."""
         check_rank(x, self.dimension)
+        check_filled(x)
         lines = dict(self.named_buffers(recurse=False))
         out = limited(x, self.function, self.oversample, self.width, lines, self.dimension)
         return out.contiguous(memory_format=memory_format(x))
@@ -161,6 +162,7 @@ def group_activation(
     """
     dimension = 3 if getattr(x, "ndim", 4) == 5 else 2
     check_rank(x, dimension)
+    check_filled(x)
     function = activation_module(activation)
     oversample = _read_oversample(oversample, dimension)
     width = _read_width(width, oversample)

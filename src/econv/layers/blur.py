@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from econv.engines.devices import DEVICES, DTYPES, ran, works
-from econv.engines.problem import memory_format, transformed, watched
+from econv.engines.problem import memory_format, one_by_one, transformed, watched
 from econv.layers import blur_native as native
 
 __all__ = ["mean_of_pixels"]
@@ -113,8 +113,8 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        size = None if ctx.adjoint else ctx.size
-        return _Mean.apply(gradient, *ctx.saved_tensors, ctx.taps, ctx.before, size), *[None] * 5
+        more = (*ctx.saved_tensors, ctx.taps, ctx.before, None if ctx.adjoint else ctx.size)
+        return one_by_one(lambda given: _Mean.apply(given, *more), gradient), *[None] * 5
 
 
 class _MeanOf(torch.autograd.Function):
@@ -139,6 +139,11 @@ class _MeanOf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        return one_by_one(partial(_MeanOf.pulled, ctx), gradient), *[None] * 5
+
+    @staticmethod
+    def pulled(ctx: Any, gradient: Tensor) -> Tensor:
+        """The gradient to what the function was applied to."""
         x, rows, columns = ctx.saved_tensors
         size, form = x.shape[2:], memory_format(x)
         if torch.is_grad_enabled():  # for derivatives of the second order and beyond
@@ -147,10 +152,10 @@ class _MeanOf(torch.autograd.Function):
             found = torch.autograd.grad(made, x, to_made, create_graph=True)[0]
         else:
             gradient, found = _dense(gradient, form, size)
-            inner, last = x.contiguous(memory_format=form), form is torch.channels_last
+            inner, last = _dense(x, form, size)[0], form is torch.channels_last
             given = (gradient, found, rows, columns, ctx.before, last)
             native.fill(*given, True, ctx.function, inner)
-        return found, *[None] * 5
+        return found
 
 
 def _windows(x: Tensor, taps: tuple[int, int], before: tuple[int, int]) -> tuple[int, ...]:
@@ -163,7 +168,7 @@ def _dense(x: Tensor, form: torch.memory_format, size: tuple[int, ...]) -> tuple
     """``x`` in a layout, and an image of another size in the same."""
     shape: Any = (*x.shape[:2], *size)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=form)
-    return x.contiguous(memory_format=form), y
+    return x.resolve_neg().contiguous(memory_format=form), y
 
 
 def _fill(*given: Any) -> None:

@@ -75,11 +75,18 @@ def fill(
         lines = [line[::-1] for line in lines]
         before = (len(rows) - 1 - before[0], len(columns) - 1 - before[1])
     weights = [_tensor(line, y.dtype) for line in lines]
-    images = [0 if t is None else t.data_ptr() for t in (*weights, *scales, x, inner, y)]
     sizes = (*x.shape[2:], height, width, step, len(rows), len(columns), *before)
     planes = batch if last else batch * channels
-    threads = torch.get_num_threads()
-    native.means(y.dtype, [threads, planes, *sizes, function, int(adjoint), *images])
+    numbers = [torch.get_num_threads(), planes, *sizes, function, int(adjoint)]
+    images = [None if t is None else _lines(t, planes, step, last) for t in (x, inner, y)]
+    native.means(y.dtype, numbers, [*weights, *scales, *images])
+
+
+def _lines(image: Tensor, planes: int, step: int, last: bool) -> Tensor:
+    """An image as planes of rows, ``[planes, rows, columns, step]``; no other layout has them."""
+    height, width = image.shape[2:]
+    there = image.permute(0, 2, 3, 1) if last else image
+    return there.view(planes, height, width, step)
 
 
 @lru_cache(maxsize=256)

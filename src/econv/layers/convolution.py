@@ -14,7 +14,16 @@ from econv.basis import COORDINATES, Gains, filter_basis
 from econv.engines import Part, Prologue, Weight, dense
 from econv.engines.problem import times
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_groups, check_maps, positive, read_group
+from econv.layers.checks import (
+    LARGEST_IMAGE,
+    check_dtype,
+    check_groups,
+    check_maps,
+    check_rank,
+    positive,
+    read_group,
+    truth,
+)
 from econv.layers.constants import WithConstants
 from econv.layers.sampling import Enlarge2d, Upsample2d, picked, recentre, window_count
 from econv.operators import OperatorsLike
@@ -42,6 +51,8 @@ __all__ = [
 ]
 
 _PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+_MOST_NUMBERS = 1 << 31  # of a weight
+_MOST_PADDING = 1024  # pixels, but for "same"
 _WINDOWS = ("stride", "padding", "padding_mode", "dilation")
 
 
@@ -123,8 +134,8 @@ class PDOConv(WithConstants):
         self.basis = filter_basis(self.group, operators, stencils, size, accuracy, aspect)
         self.in_channels = in_channels
         self.out_channels = out_channels
-        self.stride = positive("stride", stride)
-        self.dilation = positive("dilation", dilation)
+        self.stride = positive("stride", stride, LARGEST_IMAGE)
+        self.dilation = positive("dilation", dilation, LARGEST_IMAGE)
         self.groups = groups
         self.padding = self._read_padding(padding)
         self.padding_mode = read_padding_mode(padding_mode, self.dimension)
@@ -134,12 +145,17 @@ class PDOConv(WithConstants):
         self.init = init
         self._order = self.group.order
         self._convolution = self._describe()
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"expected a floating-point dtype; got {dtype}")
+        check_dtype(dtype)
+        numbers = math.prod(weight_shape) * len(self.basis.operators)
+        if numbers > _MOST_NUMBERS:
+            raise ValueError(
+                f"expected fields whose weight has at most {_MOST_NUMBERS} numbers; these have "
+                f"{numbers}"
+            )
         self.weight = nn.Parameter(
             torch.empty(*weight_shape, len(self.basis.operators), device=device, dtype=dtype)
         )
-        if bias:
+        if truth("bias", bias):
             shape = (weight_shape[0],)
             self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         else:
@@ -158,6 +174,8 @@ class PDOConv(WithConstants):
                 "expected padding as 'same', 'valid' or one whole number for every side "
                 f"(unequal sides break the symmetry); got {padding!r}"
             )
+        if padding > _MOST_PADDING:
+            raise ValueError(f"expected padding of at most {_MOST_PADDING}; got {padding!r}")
         return padding
 
     def _constants(self) -> dict[str, np.ndarray]:
@@ -394,7 +412,8 @@ class PDOConv(WithConstants):
         most = {"zeros": math.inf, "replicate": math.inf, "circular": 0, "reflect": -1}
         mode = self.padding_mode
         modes = (mode,) * self.dimension if isinstance(mode, str) else mode
-        if any(self.padding > n + most[m] for n, m in zip(sizes, modes, strict=True)):
+        read = [self.points(n) if self.centred else n for n in sizes]
+        if any(self.padding > n + most[m] for n, m in zip(read, modes, strict=True)):
             raise ValueError(
                 f"expected {whole} larger than the padding of {self.padding} for "
                 f"padding_mode={self.padding_mode!r}; got {times(sizes)}"
@@ -701,8 +720,10 @@ class GroupLinear(GroupConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, in_fields * order]``."""
-        if not torch.compiler.is_compiling() and getattr(x, "ndim", 2) != 2:
-            raise ValueError(f"expected [batch, channels]; got {tuple(x.shape)}")
+        if not torch.compiler.is_compiling():
+            check_rank(x, flat=True)
+            if x.ndim != 2:
+                raise ValueError(f"expected [batch, channels]; got {tuple(x.shape)}")
         return super().forward(x.view(*x.shape, *[1] * self.dimension)).flatten(1)
 
 
@@ -820,6 +841,8 @@ def read_spacing(given: object, dimension: int = 2) -> float | tuple[float, ...]
     right = len(lengths) == len(numbers) == dimension
     if not right or not all(0 < n < math.inf for n in numbers):
         raise ValueError(f"expected a positive spacing, or {_SEVERAL[dimension]}; got {given!r}")
+    if max(numbers) > 1000 * min(numbers):
+        raise ValueError(f"expected sides that differ by a factor of 1000 at most; got {given!r}")
     return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
 
@@ -848,7 +871,7 @@ def _read_centred(centred: object) -> bool | tuple[int, int]:
     if isinstance(centred, tuple | list) and len(centred) == 2:
         extent, padding = centred
         whole = all(isinstance(n, int) and not isinstance(n, bool) for n in centred)
-        if whole and extent >= 1 and padding >= 0:
+        if whole and 1 <= extent <= LARGEST_IMAGE and 0 <= padding <= LARGEST_IMAGE:
             return extent, padding
     raise ValueError(
         "expected centred as True, False or a pair (extent, padding) of whole numbers; "

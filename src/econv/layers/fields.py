@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from econv.engines import Part, memory_format
 from econv.groups import GroupLike
-from econv.layers.checks import check_rank, read_group
+from econv.layers.checks import check_filled, check_rank, read_group
 from econv.layers.convolution import (
     ConvOptions,
     GroupConv,
@@ -232,6 +232,7 @@ class Curl2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Differentiate ``[batch, n, height, width]``."""
         check_rank(x)
+        check_filled(x)
         flow = curl(x, self.spacing, self.padding_mode)
         return flow.contiguous(memory_format=memory_format(x))
 

@@ -15,7 +15,15 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from econv.engines import memory_format
 from econv.groups import GroupLike
 from econv.layers import pooled
-from econv.layers.checks import check_fields, check_groups, positive, read_group
+from econv.layers.checks import (
+    check_dtype,
+    check_fields,
+    check_groups,
+    check_statistics,
+    positive,
+    read_group,
+    truth,
+)
 
 __all__ = [
     "GroupBatchNorm",
@@ -52,9 +60,10 @@ class GroupBatchNorm(_BatchNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            positive("fields", fields), eps, momentum, affine, track_running_stats, device, dtype
-        )
+        check_statistics(eps, momentum)
+        check_dtype(dtype)
+        options = truth("affine", affine), truth("track_running_stats", track_running_stats)
+        super().__init__(positive("fields", fields), eps, momentum, *options, device, dtype)
         self.fields = fields
         self.group = read_group(group, self.dimension, type(self).__name__)
         self._order = self.group.order
@@ -208,9 +217,10 @@ class GroupInstanceNorm(_InstanceNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            positive("fields", fields), eps, momentum, affine, track_running_stats, device, dtype
-        )
+        check_statistics(eps, momentum)
+        check_dtype(dtype)
+        options = truth("affine", affine), truth("track_running_stats", track_running_stats)
+        super().__init__(positive("fields", fields), eps, momentum, *options, device, dtype)
         self.fields = fields
         self.group = read_group(group, self.dimension, type(self).__name__)
 
@@ -224,7 +234,8 @@ class GroupInstanceNorm(_InstanceNorm):
         """Normalise ``[batch, fields * order, …]``."""
         own = self.running_mean if self.weight is None else self.weight
         check_fields(x, self.fields, self.group, own)
-        normed = super().forward(x.reshape(x.shape[0], self.fields, -1)).view(x.shape)
+        numbers = x.shape[1] // self.fields * x.shape[2] * x.shape[3]
+        normed = super().forward(x.reshape(x.shape[0], self.fields, numbers)).view(x.shape)
         return normed.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
@@ -275,10 +286,12 @@ class _FieldAffine(nn.Module):
     ) -> None:
         super().__init__()
         self.fields = positive("fields", fields)
+        check_statistics(eps)
+        check_dtype(dtype)
         self.group = read_group(group, self.dimension, type(self).__name__)
         self.eps = eps
         self._order = self.group.order
-        if affine:
+        if truth("affine", affine):
             self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
             self.bias = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
         else:

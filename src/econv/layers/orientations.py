@@ -12,7 +12,14 @@ from torch.nn import functional
 
 from econv.engines import memory_format
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_fields, check_multiple, check_rank, positive, read_group
+from econv.layers.checks import (
+    check_dtype,
+    check_fields,
+    check_multiple,
+    check_rank,
+    positive,
+    read_group,
+)
 from econv.layers.constants import WithConstants
 
 __all__ = [
@@ -275,6 +282,7 @@ class FieldParameter(nn.Module):
         self.initial = float(initial)
         self.pixels = pixels
         self._order = self.group.order
+        check_dtype(dtype)
         self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -311,6 +319,7 @@ class GroupPReLU(nn.Module):
         self.group = read_group(group, self.dimension, type(self).__name__)
         self.init = float(init)
         self._order = self.group.order
+        check_dtype(dtype)
         self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -322,7 +331,7 @@ class GroupPReLU(nn.Module):
         """Bend ``[batch, fields * order, …]``."""
         check_fields(x, self.fields, self.group, self.weight)
         slopes = self.weight[:, None].expand(-1, self._order).flatten()
-        return functional.prelu(x, slopes)
+        return functional.prelu(x, slopes.to(x.dtype))
 
     def extra_repr(self) -> str:
         return f"{self.fields}, {self.group.name}, init={self.init}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from econv.engines import memory_format
-from econv.engines.problem import replicate, transformed, watched
-from econv.layers.checks import check_rank, positive
+from econv.engines.problem import one_by_one, replicate, transformed, watched
+from econv.layers.checks import (
+    LARGEST_IMAGE,
+    check_filled,
+    check_rank,
+    check_sizes,
+    positive,
+    truth,
+)
 from econv.layers.constants import WithConstants
 from econv.layers.shift import mean_of_four
 from econv.layers.slices import by_slices
@@ -71,6 +79,7 @@ class Downsample(WithConstants):
     def forward(self, x: Tensor) -> Tensor:
         """Halve ``[batch, channels, …]``."""
         check_rank(x, self.dimension)
+        check_filled(x)
         compiling = torch.compiler.is_compiling()
         if not compiling and torch._C._is_tracing() and torch.onnx.is_in_onnx_export():
             raise ValueError(
@@ -155,6 +164,7 @@ class Upsample(WithConstants):
     def forward(self, x: Tensor, size: int | tuple[int, ...] | None = None) -> Tensor:
         """Double ``[batch, channels, …]``."""
         check_rank(x, self.dimension)
+        check_filled(x)
         doubled = self._doubled(x, size)
         if self.antialias == 4:
             return doubled
@@ -321,7 +331,7 @@ class Enlarge(nn.Module):
 
     def __init__(self, factor: int, excess: int = 0) -> None:
         super().__init__()
-        self.factor = positive("factor", factor)
+        self.factor = positive("factor", factor, LARGEST_IMAGE)
         if isinstance(excess, bool) or not isinstance(excess, int):
             raise ValueError(f"expected excess as a whole number of pixels; got {excess!r}")
         self.excess = excess
@@ -329,12 +339,14 @@ class Enlarge(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Enlarge ``[batch, channels, …]``."""
         check_rank(x, self.dimension)
+        check_filled(x)
         return self.enlarge(x, recentre)
 
     def enlarge(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
         """Interpolate, and take the points that ``recentre`` finds."""
         axes = range(2, 2 + self.dimension)
         sizes = [x.shape[axis] * self.factor + self.excess for axis in axes]
+        check_sizes(*sizes)
         mode = LINEAR[self.dimension]
         enlarged = functional.interpolate(x, scale_factor=float(self.factor), mode=mode)
         return recentre(enlarged, *sizes)
@@ -404,13 +416,18 @@ class _Picked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        return one_by_one(partial(_Picked.spread, ctx), gradient), None
+
+    @staticmethod
+    def spread(ctx: Any, gradient: Tensor) -> Tensor:
+        """Every number in its place, and zeros between them."""
         (shape, layout), step = ctx.like, ctx.step
         found = torch.empty(
             shape, dtype=gradient.dtype, device=gradient.device, memory_format=layout
         ).zero_()
         into, given = _in_words(found, gradient)
         _each(into, step, 1, found.ndim - 2).copy_(given)
-        return found, None
+        return found
 
 
 def _in_words(*images: Tensor) -> tuple[Tensor, ...]:
@@ -489,6 +506,7 @@ class Recentre(nn.Module):
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         """The points about the centre of ``[batch, channels, …]``, so many along each axis."""
         check_rank(x, self.dimension)
+        check_filled(x)
         return recentre(x, *sizes, fill=self.fill)
 
     def extra_repr(self) -> str:
@@ -528,8 +546,10 @@ class NearestResize(nn.Module):
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         """Resize ``[batch, channels, …]``: so many pixels along each axis."""
         check_rank(x, self.dimension)
+        check_filled(x)
         if len(sizes) != self.dimension:
             raise ValueError(f"expected {self.dimension} sizes; got {sizes}")
+        check_sizes(*sizes)
         resized = nearest_pixels(x, *sizes)
         return resized.contiguous(memory_format=memory_format(x))
 
@@ -589,8 +609,10 @@ class CentredPool(nn.Module):
         self, kernel_size: int, stride: int | None = None, padding: int = 0, ceil_mode: bool = False
     ) -> None:
         super().__init__()
-        self.kernel_size = positive("kernel_size", kernel_size)
-        self.stride = self.kernel_size if stride is None else positive("stride", stride)
+        self.kernel_size = positive("kernel_size", kernel_size, LARGEST_IMAGE)
+        self.stride = (
+            self.kernel_size if stride is None else positive("stride", stride, LARGEST_IMAGE)
+        )
         if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
             raise ValueError(f"expected padding as one whole number, 0 or more; got {padding!r}")
         if 2 * padding > self.kernel_size:
@@ -598,7 +620,7 @@ class CentredPool(nn.Module):
                 f"expected padding of at most half of kernel_size={kernel_size}; got {padding}"
             )
         self.padding = padding
-        self.ceil_mode = bool(ceil_mode)
+        self.ceil_mode = truth("ceil_mode", ceil_mode)
 
     def points(self, size: int) -> int:
         """How many points of an axis the windows fill, without the padding."""
@@ -619,6 +641,7 @@ class CentredPool(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Pool ``[batch, channels, …]``."""
         check_rank(x, self.dimension)
+        check_filled(x)
         return self.pool(x, recentre)
 
     def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
@@ -680,7 +703,7 @@ class CentredAvgPool(CentredPool):
         count_include_pad: bool = True,
     ) -> None:
         super().__init__(kernel_size, stride, padding, ceil_mode)
-        self.count_include_pad = bool(count_include_pad)
+        self.count_include_pad = truth("count_include_pad", count_include_pad)
 
     def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
         """Pool the points that ``recentre`` finds."""

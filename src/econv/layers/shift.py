@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from econv.engines.devices import DTYPES, on_device, ran, works
-from econv.engines.problem import memory_format, transformed, watched
+from econv.engines.problem import memory_format, one_by_one, transformed, watched
 
 __all__ = ["mean_of_four"]
 
@@ -66,4 +66,5 @@ class _MeanOfFour(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _MeanOfFour.apply(gradient, ctx.step, None if ctx.adjoint else ctx.size), None, None
+        more = (ctx.step, None if ctx.adjoint else ctx.size)
+        return one_by_one(lambda given: _MeanOfFour.apply(given, *more), gradient), None, None

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from econv.layers.checks import check_module
 from econv.layers.normalisation import (
     GroupBatchNorm,
     GroupBatchNorm2d,
@@ -43,6 +44,7 @@ def convert_sync_batchnorm(model: nn.Module, process_group: Any = None) -> nn.Mo
     >>> [type(norm).__name__ for norm in model]
     ['SyncGroupBatchNorm2d', 'SyncBatchNorm']
     """
+    check_module(model)
     kinds = {
         GroupBatchNorm2d: SyncGroupBatchNorm2d,
         GroupBatchNorm3d: SyncGroupBatchNorm3d,

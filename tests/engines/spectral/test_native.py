@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 
@@ -24,6 +25,26 @@ def fresh(monkeypatch, tmp_path):
     native._library.cache_clear()
     yield tmp_path / "kernels"
     native._library.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with a kernel in it."""
+    folder = tmp_path_factory.mktemp("built")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ECONV_CACHE", str(folder))
+        native._library.cache_clear()
+        assert what_runs() == ["spectral/native"]
+    return folder
+
+
+@pytest.fixture
+def full(built, fresh):
+    """The folder of the user's with a kernel in it, and nothing loaded."""
+    shutil.copytree(built, fresh, dirs_exist_ok=True)
+    fresh.chmod(0o700)
+    native._library.cache_clear()
+    return fresh
 
 
 def what_runs():
@@ -62,17 +83,98 @@ def test_other_dtypes_have_no_kernel():
 
 
 @needs_compiler
-def test_the_kernel_is_built_once_and_kept(fresh, monkeypatch):
-    assert what_runs() == ["spectral/native"]
-    (built,) = fresh.glob("*.so")
-    assert built.stat().st_mode & 0o022 == 0
-    native._library.cache_clear()
+def test_the_kernel_is_built_once_and_kept(full, monkeypatch):
+    (kept,) = full.glob("*.so")
+    assert kept.stat().st_mode & 0o022 == 0
 
     def refuse(*arguments):
         raise AssertionError("built again")
 
     monkeypatch.setattr(native, "_compile", refuse)
     assert what_runs() == ["spectral/native"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cut", "text", "digest", "no digest", "writable", "link"])
+def test_a_kept_kernel_that_is_not_as_it_was_written_is_built_again(full, monkeypatch, damage):
+    (kept,) = full.glob("*.so")
+    whole, digest = kept.read_bytes(), kept.with_suffix(".sha256")
+    kept.unlink()  # a loaded one must not be changed
+    if damage == "link":
+        (full.parent / "elsewhere.so").write_bytes(whole)
+        kept.symlink_to(full.parent / "elsewhere.so")
+    else:
+        kept.write_bytes({"cut": whole[:5000], "text": b"no library"}.get(damage, whole))
+        kept.chmod(0o666 if damage == "writable" else 0o600)
+    if damage == "digest":
+        digest.write_text("0" * 64)
+    elif damage == "no digest":
+        digest.unlink()
+    asked = []
+
+    def build(compiler, real, openmp, target):
+        asked.append(target)
+        target.write_bytes(whole)
+
+    monkeypatch.setattr(native, "_compile", build)
+    assert what_runs() == ["spectral/native"]
+    assert len(asked) == 1
+    assert not kept.is_symlink()
+    assert sorted(path.suffix for path in full.iterdir()) == [".lock", ".sha256", ".so"]
+
+
+SILENT = """extern "C" int econv_{}(const void*, long) { return 0; }\n"""
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("", "is no kernel of econv"),
+        (SILENT.replace("{}", "means"), "is no kernel of econv"),
+        (SILENT.replace("{}", "means") + SILENT.replace("{}", "spectral"), "differs from operat"),
+    ],
+    ids=["nothing", "half", "silent"],
+)
+def test_a_kernel_that_was_built_wrongly_is_not_believed(
+    fresh, monkeypatch, tmp_path, caplog, source, says
+):
+    other = tmp_path / "other.cpp"
+    other.write_text(source)
+    monkeypatch.setattr(native, "_SOURCE", other)
+    with caplog.at_level("WARNING", "econv.engines"):
+        assert says in native.reason()
+    assert "no compiled kernel for CPUs" in caplog.text
+    assert what_runs() == ["spectral/torch"]
+
+
+def test_a_compiler_that_hangs_is_spoken_of_and_ended(fresh, monkeypatch, tmp_path, caplog):
+    script = tmp_path / "hanging"
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho $$ > {tmp_path}/process\nsleep 99\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(native, "_PATIENCE", 0.2)
+    monkeypatch.setattr(native, "_SECONDS", 1.0)
+    with caplog.at_level("WARNING", "econv.engines"):
+        assert native.reason() == f"{script} did not end within 1 s"
+    assert "is building the kernel for CPUs; ECONV_NATIVE=0 forbids it" in caplog.text
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "process").read_text()), 0)
+
+
+@needs_compiler
+def test_what_killed_builds_left_is_removed(fresh, monkeypatch):
+    fresh.mkdir(mode=0o700)
+    left = [fresh / ".999999999.spectral-float-0.so.o", fresh / ".999999999.spectral-float-0.so"]
+    for path in left:
+        path.write_bytes(b"half")
+        os.utime(path, (0, 0))
+    monkeypatch.setattr(native, "_compile", lambda *given: pytest.fail("built"))
+    with pytest.raises(pytest.fail.Exception):
+        native.reason()
+    assert not any(path.exists() for path in left)
 
 
 @needs_compiler
@@ -98,11 +200,24 @@ def test_another_source_or_processor_gets_another_kernel(fresh, monkeypatch, tmp
 
 
 @needs_compiler
-def test_a_folder_that_others_can_write_to_is_not_trusted(fresh):
-    fresh.mkdir(mode=0o777)
-    fresh.chmod(0o777)
-    assert what_runs() == ["spectral/native"]
-    assert list(fresh.iterdir()) == []
+@pytest.mark.parametrize("above", [False, True])
+def test_a_folder_that_others_can_write_to_is_not_trusted(full, monkeypatch, above):
+    """Nor one that others could put another one in the place of."""
+    open_to_all, asked = full.parent if above else full, []
+    whole = next(full.glob("*.so")).read_bytes()
+
+    def build(compiler, real, openmp, target):
+        asked.append(target)
+        target.write_bytes(whole)
+
+    monkeypatch.setattr(native, "_compile", build)
+    mode = open_to_all.stat().st_mode
+    open_to_all.chmod(0o777)
+    try:
+        assert what_runs() == ["spectral/native"]
+    finally:
+        open_to_all.chmod(mode)
+    assert [full in path.parents for path in asked] == [False]
 
 
 @needs_compiler

@@ -15,15 +15,19 @@ import contextlib
 import ctypes
 import hashlib
 import itertools
+import logging
 import math
 import os
 import re
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,24 +35,31 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
-from econv.engines.problem import Problem, times
+from econv.basis import filter_basis
+from econv.engines.problem import Geometry, Problem, times, without_autocast
+from econv.engines.spectral.gate import address, check, check_plain
 from econv.engines.spectral.operator import Task
-from econv.engines.spectral.torch import Torch, arrays
-from econv.files import atomic, cache_folder
+from econv.engines.spectral.torch import Torch, apply, arrays
+from econv.files import atomic, cache_folder, remove_leftovers, write_atomically
 from econv.files import processor as _processor
 from econv.fourier import butterflies
-from econv.plan import SpectralPlan
+from econv.plan import SpectralPlan, spectral_plan
 
 __all__ = ["Native", "available", "compiler", "means", "reason"]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _INCLUDED = Path(__file__).with_name("means.inc")  # at its end
+_WIDEST = 64  # stride and dilation: what is kept of a map grows with them
 _LARGEST = {2: 9, 3: 5}  # size of the stencils that the kernel is instantiated for
 _REALS = {torch.float32: "float", torch.float64: "double"}
 _TUNED: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])  # the first that works
 _WRONG = {1: "another layout of its arguments", 2: "more taps than it knows", 3: "no memory"}
-_SECONDS = 300  # to compile in; it takes about three
+_SECONDS = 300.0  # to compile in; it takes about three
+_PATIENCE = 20.0  # seconds after which a compiler is spoken of
+_log = logging.getLogger("econv.engines")
 
 
 def available(dtype: torch.dtype = torch.float32) -> bool:
@@ -90,56 +101,123 @@ class Native(Torch):
         if size > (most := _LARGEST[dimension]):
             known, these = (times([n] * dimension) for n in (most, size))
             return f"it knows stencils of up to {known}; these are {these}"
+        widest = max(problem.convolution.stride, problem.convolution.dilation)
+        if widest > _WIDEST:
+            return f"it knows strides and dilations of up to {_WIDEST}; this one is {widest}"
         return super().why_not(problem) or reason(torch.promote_types(problem.dtype, torch.float32))
 
     def product(
         self, x: Tensor, weights: Tensor, task: Task, other: Tensor | None = None, out: bool = True
     ) -> tuple[Tensor | None, Tensor | None]:
         """The layer, and with ``other`` the gradient to the weights of their inner product."""
-        library, plan, geometry = _library(_REALS[x.dtype]), task.plan, task.geometry
-        if isinstance(library, str):
-            raise RuntimeError(f"the native kernel is not available: {library}")
-        x, weights = _dense_images(x), weights.contiguous()
-        other = None if other is None else _dense_images(other)
-        out_fields, in_fields, _ = weights.shape
-        shape = (x.shape[0], out_fields * len(plan.synthesis), *geometry.sizes)
-        nothing = not x.numel() or not geometry.pixels
-        result = (x.new_zeros if nothing else x.new_empty)(shape) if out else None
-        found = None if other is None else torch.zeros_like(weights)
-        if nothing:
-            return result, found
-        program, _kept = _program(plan, x.dtype)
-        flat = [1] * (x.ndim == 4)  # the depth of an image
-        into = [*geometry.numbers[:4], *flat, *geometry.sizes]
-        numbers = (
-            *(torch.get_num_threads(), x.shape[0], *flat, *x.shape[2:], in_fields, out_fields),
-        )
-        strides = x.stride(0), 0 if other is None else other.stride(0)
-        images = [0 if t is None else t.data_ptr() for t in (x, weights, other, result, found)]
-        job = array("q", [*program, *into, *numbers, *strides, *images])
-        code = library.econv_spectral(job.buffer_info()[0], len(job))
-        if code:
-            raise RuntimeError(f"the native kernel failed: {_WRONG.get(code, code)}")
+        return _product(_loaded(x.dtype), x, weights, task, other, out)
+
+
+def _product(
+    library: Any, x: Tensor, weights: Tensor, task: Task, other: Tensor | None, out: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    plan, geometry = task.plan, task.geometry
+    x, weights = _dense_images("x", x, x.dtype), _packed("the weights", weights, x.dtype)
+    other = None if other is None else _dense_images("the gradient", other, x.dtype)
+    check(weights.ndim == 3, "weights [out fields, in fields, weights]")
+    out_fields, in_fields, _ = weights.shape
+    shape = (x.shape[0], out_fields * len(plan.synthesis), *geometry.sizes)
+    check(max(geometry[:3]) <= _WIDEST and min(geometry[:3]) > 0, f"steps of 1 to {_WIDEST}")
+    check(len(geometry.sizes) == x.ndim - 2 == plan.basis.group.dimension, "one size for each axis")
+    check(min(geometry.sizes) >= 0 and abs(geometry.before) < 1 << 31, "no sizes below zero")
+    reads = (x.shape[0], in_fields * plan.analysis.shape[1], *x.shape[2:])
+    sums = (out_fields, in_fields, plan.weights)
+    given = (
+        address("x", x, x.dtype, reads, apart=True),
+        address("the weights", weights, x.dtype, sums),
+        address("the gradient", other, x.dtype, shape, apart=True),
+    )
+    nothing = not x.numel() or not math.prod(shape)
+    result = (x.new_zeros if nothing else x.new_empty)(shape) if out else None
+    found = None if other is None else torch.zeros_like(weights)
+    if nothing:
         return result, found
+    program, _kept = _program(plan, x.dtype)
+    flat = [1] * (x.ndim == 4)  # the depth of an image
+    into = [*geometry.numbers[:4], *flat, *geometry.sizes]
+    numbers = (torch.get_num_threads(), x.shape[0], *flat, *x.shape[2:], in_fields, out_fields)
+    strides = x.stride(0), 0 if other is None else other.stride(0)
+    made = address("y", result, x.dtype, shape), address("the sums", found, x.dtype, sums)
+    job = array("q", [*program, *into, *numbers, *strides, *given, *made])
+    code = library.econv_spectral(job.buffer_info()[0], len(job))
+    if code:
+        raise RuntimeError(f"the native kernel failed: {_WRONG.get(code, code)}")
+    return result, found
 
 
-def means(dtype: torch.dtype, job: Sequence[int]) -> None:
-    """Run `struct MeansJob` of means.inc."""
-    library = _library(_REALS[dtype])
-    if isinstance(library, str):
-        raise RuntimeError(f"the native kernel is not available: {library}")
-    numbers = array("q", job)
-    if code := library.econv_means(numbers.buffer_info()[0], len(numbers)):
+def means(dtype: torch.dtype, numbers: Sequence[int], images: Sequence[Tensor | None]) -> None:
+    """Run `struct MeansJob` of means.inc: its numbers, and the tensors after them."""
+    _means(_loaded(dtype), dtype, numbers, images)
+
+
+def _means(library: Any, dtype: torch.dtype, numbers: Sequence[int], images: Sequence[Any]) -> None:
+    job = array("q", [*numbers, *_means_addresses(dtype, numbers, images)])
+    if code := library.econv_means(job.buffer_info()[0], len(job)):
         raise RuntimeError(f"the native kernel failed: {_WRONG.get(code, code)}")
 
 
-def _dense_images(x: Tensor) -> Tensor:
+def _means_addresses(
+    dtype: torch.dtype, numbers: Sequence[int], images: Sequence[Tensor | None]
+) -> list[int]:
+    """Where the tensors of a job for means lie, after all has been checked."""
+    check(len(numbers) == 13 and len(images) == 7, "13 numbers and 7 tensors")
+    check(all(type(n) is int and 0 <= n < 1 << 31 for n in numbers), "numbers below 2³¹")
+    _, planes, *sizes, function, adjoint = numbers
+    height, width, out_height, out_width, step, down, across, above, left = sizes
+    check(min(planes, *sizes[:7]) > 0, "sizes above zero")
+    check(max(down, across) <= 32 and function <= 2 and adjoint <= 1, "32 taps at most")
+    # Of each line of the image all pixels have their place between the zeros around it.
+    check(above < down and left < across, "windows that begin before the image or in its corner")
+    check(above + height < out_height + down, "as many rows as windows reach")
+    check(left + width < out_width + across, "as many columns as windows reach")
+    rows, columns, row_scale, column_scale, x, inner, y = images
+    check((inner is not None) == bool(adjoint and function), "what the function was applied to")
+    check(None not in (rows, columns, row_scale, column_scale, x, y), "all tensors but that")
+    inside, outside = (planes, height, width, step), (planes, out_height, out_width, step)
+    scaled = inside if adjoint else outside
+    return [
+        address("rows", rows, dtype, (down,)),
+        address("columns", columns, dtype, (across,)),
+        address("scales of rows", row_scale, dtype, scaled[1:2]),
+        address("scales of columns", column_scale, dtype, (scaled[2] * step,)),
+        address("x", x, dtype, inside),
+        address("what the function was applied to", inner, dtype, outside),
+        address("y", y, dtype, outside),
+    ]
+
+
+def _loaded(dtype: torch.dtype) -> Any:
+    """The library, or an error that says why there is none."""
+    check(dtype in _REALS, "float32 or float64")
+    found = _library(_REALS[dtype])
+    if isinstance(found, str):
+        raise RuntimeError(f"the native kernel is not available: {found}")
+    return found
+
+
+def _dense_images(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Images whose channels, rows and columns are contiguous, at any distance."""
+    check(x.layout is torch.strided and x.ndim in (4, 5), "images [batch, channels, …]")
     steps = tuple(math.prod(x.shape[n:]) for n in range(2, x.ndim + 1))
-    return x if x.stride()[1:] == steps else x.contiguous()
+    if x.stride()[1:] == steps and not x.is_neg() and x.stride(0) >= 0:
+        return x
+    return _packed(name, x, dtype)
 
 
-@lru_cache(maxsize=512)
+def _packed(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor without gaps: a copy where need be, from memory that is there."""
+    if x.is_contiguous() and not x.is_neg():
+        return x
+    check_plain(name, x, dtype)
+    return x.resolve_neg().contiguous()
+
+
+@lru_cache(maxsize=128)
 def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np.ndarray]]:
     """What `struct Job` of native.cpp says of a plan, and the arrays that it points into."""
     tables = arrays(plan)
@@ -258,44 +336,119 @@ def _library(real: str) -> Any:
     """The loaded library, or the reason why there is none."""
     if sys.platform == "win32":
         return "not supported on Windows"
-    import fcntl
-
-    builder = compiler()
+    builder, openmp = compiler(), _loaded_openmp()
     if builder is None:
         return "no C++ compiler found (CXX, c++, g++, clang++)"
-    openmp, asked = _loaded_openmp(), [builder, "--version"]
     try:
-        version = subprocess.run(asked, capture_output=True, timeout=60, check=True).stdout
+        version = _output([builder, "--version"], time.monotonic() + _SECONDS)
         # What was tuned for this processor must not run on another that shares the folder.
-        parts = [
-            _SOURCE.read_bytes(),
-            _INCLUDED.read_bytes(),
-            version,
-            builder,
-            real,
-            openmp or "",
-            _processor(),
-        ]
+        sources = _SOURCE.read_bytes(), _INCLUDED.read_bytes()
+        parts = [*sources, version, builder, real, openmp or "", _processor()]
         key = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
         with _folder() as folder:
             path = Path(folder) / f"spectral-{real}-{key}.so"
-            with open(path.with_suffix(".lock"), "w", encoding="utf-8") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time, however it ends
-                if not path.exists():
+            with _alone(path.with_suffix(".lock")):
+                remove_leftovers(Path(folder))
+                library = _kept(path)
+                if library is None:
                     with atomic(path) as temporary:
                         _compile(builder, real, openmp, temporary)
-            library = ctypes.CDLL(str(path))
+                        digest = hashlib.sha256(temporary.read_bytes()).hexdigest()
+                    write_atomically(path.with_suffix(".sha256"), digest.encode())
+                    library = _opened(path)
+        _compare(library, real)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        _log.warning("no compiled kernel for CPUs, operations of torch run instead: %s", error)
         return str(error)
-    for function in (library.econv_spectral, library.econv_means):
-        function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     return library
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time, however it ends."""
+    import fcntl
+
+    with open(path, "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("waiting for another process that builds the kernel for CPUs")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _kept(path: Path) -> Any:
+    """The library that was built before: a file of the user's, as it was written; or nothing.
+
+    One that was cut short would end the process where it is loaded, or later.
+    """
+    with contextlib.suppress(OSError):
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or not _private(status):
+            return None
+        digest = path.with_suffix(".sha256").read_bytes()
+        if digest == hashlib.sha256(path.read_bytes()).hexdigest().encode():
+            return _opened(path)
+    return None
+
+
+def _opened(path: Path) -> Any:
+    library = ctypes.CDLL(str(path))
+    try:
+        for function in (library.econv_spectral, library.econv_means):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    except AttributeError as error:
+        raise OSError(f"{path} is no kernel of econv: {error}") from None
+    return library
+
+
+def _compare(library: Any, real: str) -> None:
+    """Raise `RuntimeError` unless the kernels of a library agree with operations of torch, once.
+
+    A library may have been built wrongly, and would then give other numbers, or none.
+    """
+    dtype = next(dtype for dtype, name in _REALS.items() if name == real)
+    cpu, most = torch.device("cpu"), 1e-4 if real == "float" else 1e-9
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.arange(math.prod(shape), dtype=dtype, device=cpu).mul(0.7).sin().view(shape)
+
+    plan = spectral_plan(filter_basis("p4", "order<=1"), "regular", "regular")
+    # Nothing that is going on around the first call may reach these tensors.
+    with contextlib.ExitStack() as undisturbed:
+        for one in (torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad()):
+            undisturbed.enter_context(one)
+        with _disable_current_modes(), without_autocast(cpu):
+            task = Task(plan, Geometry(1, 1, 1, 1, (6, 7)))
+            x, other, weights = (
+                numbers(2, 8, 6, 7),
+                numbers(2, 4, 6, 7),
+                numbers(1, 2, plan.weights),
+            )
+            found = [*_product(library, x, weights, task, other, True)]
+            wanted = [*apply(x, weights, plan, task.geometry, other)]
+            image, (rows, columns), mean = numbers(1, 1, 6, 9), numbers(2, 4), numbers(1, 3, 6, 1)
+            sizes, ones = (6, 9, 3, 6, 1, 4, 4, 0, 0), torch.ones(6, dtype=dtype, device=cpu)
+            given = (rows, columns, ones[:3], ones, image.view(1, 6, 9, 1), None, mean)
+            _means(library, dtype, [1, 1, *sizes, 2, 0], given)
+            found.append(mean.view(1, 1, 3, 6))
+            taps = (rows[:, None] * columns)[None, None]
+            wanted.append(functional.conv2d(functional.silu(image), taps))
+            for ours, exact in zip(found, wanted, strict=True):
+                assert ours is not None
+                assert exact is not None
+                error = float((ours - exact).abs().max() / exact.abs().max())
+                if not error < most:  # so that a NaN fails
+                    raise RuntimeError(
+                        f"the kernel that was built differs from operations of torch by {error:.1e}"
+                    )
 
 
 def _compile(builder: str, real: str, openmp: str | None, target: Path) -> None:
     """Build with the best flags that work: tuned and with torch's own threads, if possible."""
     common = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", f"-DREAL={real}"]
     built, problem = target.with_name(f"{target.name}.o"), ""
+    until = time.monotonic() + _SECONDS
     # Linked by name with the library that torch has loaded: one pool of threads, not two.
     threads = ([("-fopenmp", openmp)] if openmp else []) + [("-pthread", "-pthread")]
     for tuned, (flag, linked) in itertools.product(_TUNED, threads):
@@ -303,14 +456,44 @@ def _compile(builder: str, real: str, openmp: str | None, target: Path) -> None:
         link = [builder, "-shared", str(built), linked, "-o", str(target)]
         try:
             for step in (make, link):
-                subprocess.run(step, capture_output=True, text=True, timeout=_SECONDS, check=True)
-            ctypes.CDLL(str(target))
+                _output(step, until)
+            _opened(target)
             return
         except (subprocess.CalledProcessError, OSError) as error:
             problem = problem or f"{error} {getattr(error, 'stderr', '').strip()[-500:]}"
         finally:
             built.unlink(missing_ok=True)
     raise RuntimeError(f"{builder} could not build the kernel: {problem}")
+
+
+def _output(command: list[str], until: float) -> str:
+    """What a compiler says; it is told of one that takes long, and one that hangs is ended."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        for left in (min(_PATIENCE, until - time.monotonic()), until - time.monotonic()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, errors = process.communicate(timeout=max(0.0, left))
+                break
+            _log.warning(
+                "%s is building the kernel for CPUs; ECONV_NATIVE=0 forbids it", command[0]
+            )
+        else:
+            raise RuntimeError(f"{command[0]} did not end within {_SECONDS:g} s")
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it and what it started
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, output, errors)
+    return output
 
 
 def _loaded_openmp() -> str | None:
@@ -327,9 +510,15 @@ def _folder() -> contextlib.AbstractContextManager[str]:
     folder = cache_folder()
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        # Code is loaded from it: nobody else may be able to put any there.
-        private = status.st_uid == os.getuid() and not status.st_mode & 0o022
-        if private and os.access(folder, os.W_OK | os.X_OK):
+        # Code is loaded from it: nobody else may be able to put any there, or another in its place.
+        own = _private(folder.stat()) and not any(
+            one.stat().st_mode & 0o002 and not one.stat().st_mode & stat.S_ISVTX
+            for one in folder.resolve().parents
+        )
+        if own and os.access(folder, os.W_OK | os.X_OK):
             return contextlib.nullcontext(str(folder))
     return tempfile.TemporaryDirectory(prefix="econv-")
+
+
+def _private(status: os.stat_result) -> bool:
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022

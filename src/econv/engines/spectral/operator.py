@@ -13,6 +13,7 @@ them (on GPUs the weight in Fourier space).
 from __future__ import annotations
 
 import logging
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -27,10 +28,13 @@ from econv.engines.problem import (
     Weight,
     bordered,
     exporting,
+    functionalised,
     memory_format,
+    one_by_one,
     transformed,
     without_autocast,
 )
+from econv.engines.spectral.gate import UnreadableError
 from econv.plan import ParityError, SpectralPlan, plan_named
 
 __all__ = [
@@ -48,6 +52,10 @@ __all__ = [
 
 ONLY_IMAGES = "it serves images only"
 """Why an engine does not run volumes."""
+
+
+_MOST_ELEMENTS = 128
+"""Of a group: its Fourier transform is found in a time that grows with their cube."""
 
 
 class EngineError(RuntimeError):
@@ -93,6 +101,9 @@ class Spectral(Engine):
 
     def why_not(self, problem: Problem) -> str | None:
         """Why the engine cannot run a problem, as a sentence; nothing where it can."""
+        order = problem.convolution.basis.group.order
+        if order > _MOST_ELEMENTS:
+            return f"it knows groups of up to {_MOST_ELEMENTS} elements; this one has {order}"
         try:
             for part in problem.convolution.parts:
                 problem.convolution.plan(part).stencils  # noqa: B018  # checks its parity
@@ -179,11 +190,6 @@ class _Form(torch.autograd.Function):
                     found = torch.ops.econv.spectral_backward(g, *saved, *words, *wanted)
         elif g is None:
             found = _attempt(engine, "forward", True, task, *saved[:3])
-        elif torch._C._functorch.is_legacy_batchedtensor(g):
-            raise RuntimeError(
-                f"{engine.name} has no gradients that are batched (is_grads_batched, "
-                "vectorize=True): use torch.func.vmap, or econv.engine('dense')"
-            )
         else:
             found = _attempt(engine, "backward", task.named, task, g, saved, wanted)
         if g is None:
@@ -203,22 +209,27 @@ class _Form(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
+        found = one_by_one(partial(_Form.pulled, ctx), *cotangents)
+        return *found, *[None] * 4
+
+    @staticmethod
+    def pulled(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
+        """The gradients to g, x, w and affine."""
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[:4]
         _, x, weight, affine, _ = saved
         if affine is not None and torch.is_grad_enabled():  # for derivatives of second order
             out = _layer(Prologue(affine).apply(x), weight, None, ctx.engine, ctx.task)
             inputs = [t for t, need in zip((x, weight, affine), wanted[1:], strict=True) if need]
             each = iter(torch.autograd.grad(out, inputs, cotangents[0], create_graph=True))
-            found = [next(each) if need else None for need in wanted]
-        else:
-            found = _moved(ctx, saved, cotangents, wanted)
-        return *found, *[None] * 4
+            return tuple(next(each) if need else None for need in wanted)
+        return tuple(_moved(ctx, saved, cotangents, wanted))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         saved = ctx.saved_tensors
         assert saved[3] is None  # engines that fuse know no forward mode
-        return *_moved(ctx, saved, tangents, (saved[0] is None, *ctx.wanted, False)), None
+        wanted = (saved[0] is None, *ctx.wanted, False)
+        return *one_by_one(lambda *moves: tuple(_moved(ctx, saved, moves, wanted)), *tangents), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
@@ -231,7 +242,8 @@ class _Form(torch.autograd.Function):
 
 def _form(*given: Any) -> Any:
     """What `_Form` says; autograd and `torch.func` hear of it only where they have to."""
-    apart = torch._C._is_tracing() or exporting()  # they know no functions of autograd
+    # They know no functions of autograd.
+    apart = torch._C._is_tracing() or exporting() or functionalised()
     followed = not apart and (torch.is_grad_enabled() or transformed())
     return (_Form.apply if followed else _Form.forward)(*given)
 
@@ -268,6 +280,8 @@ def _moved(
 FAILED: dict[tuple[str, str], str] = {}
 """Why an engine failed on a plan or a convolution that nobody had asked it by name to run."""
 
+_NOT_ITS_FAULT = (torch.OutOfMemoryError, UnreadableError)
+
 _log = logging.getLogger("econv.engines")
 
 
@@ -285,7 +299,7 @@ def _attempt(engine: Spectral, way: str, named: bool, task: Task, *given: Any) -
             try:
                 return getattr(engine, way)(task, *given)
             except Exception as error:
-                if not engine.compiled or isinstance(error, torch.OutOfMemoryError):
+                if not engine.compiled or isinstance(error, _NOT_ITS_FAULT):
                     raise
                 if named:
                     raise EngineError(f"{engine.name} failed: {error}") from error

@@ -90,7 +90,7 @@ def spectral_weights(
     return table, weight.to(working) @ table["weight_map"]
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def arrays(plan: SpectralPlan) -> dict[str, np.ndarray]:
     """The arrays of a plan, features and slots in the order in which the blocks use them."""
     blocks = plan.blocks
@@ -111,6 +111,7 @@ def arrays(plan: SpectralPlan) -> dict[str, np.ndarray]:
     }
 
 
+_MOST_MADE = 128
 _MADE: dict[tuple[SpectralPlan, torch.device, torch.dtype], dict[str, Tensor]] = {}
 
 
@@ -123,6 +124,8 @@ def tables(plan: SpectralPlan, device: torch.device, dtype: torch.dtype) -> dict
                 name: torch.tensor(array, device=device, dtype=dtypes.get(array.dtype.kind))
                 for name, array in arrays(plan).items()
             }
+        if len(_MADE) >= _MOST_MADE:
+            _MADE.pop(next(iter(_MADE)))
         if type(found["stencils"]) is Tensor:  # not one of a mode that was on by chance
             _MADE[plan, device, dtype] = found
     return found
@@ -185,8 +188,9 @@ def apply(
 
 def _padded(maps: Tensor, size: int, geometry: Geometry) -> Tensor:
     """The input, spread and padded so that the stencils give the output without padding."""
-    if more := geometry.up - 1:
-        for axis in range(2, maps.ndim):
+    for axis in range(2, maps.ndim):
+        # One pixel has none to be apart from: of a large step nothing is left but zeros.
+        if (more := geometry.up - 1) and maps.shape[axis] != 1:
             spread = functional.pad(
                 maps.unsqueeze(axis + 1), [0, 0] * (maps.ndim - 1 - axis) + [0, more]
             )
