@@ -507,6 +507,7 @@ class Recentre(nn.Module):
         """The points about the centre of ``[batch, channels, …]``, so many along each axis."""
         check_rank(x, self.dimension)
         check_filled(x)
+        check_sizes(*sizes)
         return recentre(x, *sizes, fill=self.fill)
 
     def extra_repr(self) -> str:
