@@ -294,7 +294,8 @@ def test_the_page_is_well_formed_needs_nothing_else_and_draws_every_seed() -> No
     assert page.seen.count("polyline") == page.seen.count("circle") == 3 * panels
 
 
-def test_the_page_escapes_what_records_say() -> None:
+def test_the_page_escapes_what_records_say(monkeypatch) -> None:
+    monkeypatch.setattr(records, "_plain", lambda text: True)  # records refuse markup themselves
     name = "mnist_rot_p8+note=<script>"
     found = [made(name, device="<script>", dataset="<script>")]
     page = report.as_html(report.rows(found), report.variants(found))

@@ -26,7 +26,7 @@ Scalar = float | complex
 
 _PAPER = ((0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (2, 1), (1, 2), (2, 2))
 _AXES = "xyz"
-_HIGHEST = 10
+_HIGHEST = 12
 """The order of derivation beyond which rounding is all that is left of a stencil of any size."""
 
 
@@ -274,7 +274,7 @@ def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> 
         name = ("paper" if match[1] is None else f"order<={match[1]}") + f"@{angle:g}" * bool(angle)
         found = OperatorSet(listed, name, angle)
     else:
-        found = OperatorSet(_exponent_tuples(operators))
+        found = OperatorSet(exponent_tuples(operators))
     if found.dimension != dimension:
         raise ValueError(
             f"expected operators in {dimension} dimensions; {found.name!r} has {found.dimension}"
@@ -382,7 +382,8 @@ def _orthogonal(matrix: npt.ArrayLike, dimension: int) -> FloatArray:
     return found
 
 
-def _exponent_tuples(operators: Iterable[Sequence[int]]) -> tuple[Exponents, ...]:
+def exponent_tuples(operators: Iterable[Sequence[int]]) -> tuple[Exponents, ...]:
+    """The orders of derivation along each axis, as tuples of whole numbers."""
     try:
         listed = [tuple(exponents) for exponents in operators]
         found = tuple(tuple(int(e) for e in exponents) for exponents in listed)

@@ -26,7 +26,14 @@ import numpy.typing as npt
 
 from econv.groups import FloatArray, frozen
 from econv.harmonics import Field, designed, gaussian_derivatives, nearest, of_order
-from econv.operators import Exponents, Polynomial, check_order, monomials
+from econv.operators import (
+    Exponents,
+    OperatorSet,
+    Polynomial,
+    check_order,
+    exponent_tuples,
+    monomials,
+)
 
 __all__ = [
     "Aspect",
@@ -416,7 +423,7 @@ def stencil_set(stencils: StencilsLike, accuracy: int = 2, rotations: int = 0) -
 
 def central(exponents: Exponents, accuracy: int = 2, size: int | None = None) -> Stencil:
     """The central-difference stencil of one monomial, such as ∂xxy for ``(2, 1)``."""
-    order = tuple(exponents)
+    (order,) = OperatorSet(exponent_tuples([exponents]))
     check_order(sum(order))
     return Central(accuracy).stencil(Polynomial.monomial(order), size)
 

@@ -36,7 +36,7 @@ def test_what_modules_hold_is_counted(monkeypatch):
 
     before = soak.containers()
     assert "econv.basis._filter_basis" not in before  # has a largest size
-    monkeypatch.setitem(econv.basis._digested, "x", None)
+    monkeypatch.setitem(econv.basis._digested, "x", lambda: None)
     assert soak.containers()["econv.basis._digested"] == before["econv.basis._digested"] + 1
 
 

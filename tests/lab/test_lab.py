@@ -275,7 +275,7 @@ def test_images_that_are_not_square_are_refused_for_quarter_turns_only():
 def test_what_cannot_be_checked_is_said(model, options, message):
     x = smooth_field(16, channels=3 if message == "got 'mixed'" else 1)
     if message is None:
-        x, message, model = x, "returns one tensor", _Tuple()
+        x, message, model = x, "gives a tensor", _Tuple()
     with pytest.raises(ValueError, match=message):
         lab.layer_errors(model.double(), x, **options)
 

@@ -71,10 +71,13 @@ def check_statistics(eps: Any, momentum: Any = None) -> None:
         raise ValueError(f"expected momentum between 0 and 1, or None; got {momentum!r}")
 
 
+_WHOLE = (int, torch.SymInt, torch.fx.Proxy, Tensor)
+
+
 def check_sizes(*sizes: Any) -> None:
     """Height and width that an image is to have; those of a traced graph may be symbols."""
     for size in sizes:
-        whole = isinstance(size, int | torch.SymInt | Tensor) and not isinstance(size, bool)
+        whole = isinstance(size, _WHOLE) and not isinstance(size, bool)
         if not whole or (isinstance(size, int) and not 1 <= size <= LARGEST_IMAGE):
             raise ValueError(
                 f"expected sizes as whole numbers from 1 to {LARGEST_IMAGE}; got {size!r}"

@@ -234,7 +234,7 @@ class GroupInstanceNorm(_InstanceNorm):
         """Normalise ``[batch, fields * order, …]``."""
         own = self.running_mean if self.weight is None else self.weight
         check_fields(x, self.fields, self.group, own)
-        numbers = x.shape[1] // self.fields * x.shape[2] * x.shape[3]
+        numbers = x.shape[1] // self.fields * math.prod(x.shape[2:])
         normed = super().forward(x.reshape(x.shape[0], self.fields, numbers)).view(x.shape)
         return normed.contiguous(memory_format=memory_format(x))
 
