@@ -89,7 +89,7 @@ def export(model: nn.Module, example_input: Any = None) -> nn.Module:
         example_input: a tensor, or a tuple of arguments. If given, both networks are run, and a
             relative difference above 1e-5 (in half precisions, 16 units of rounding) is an error.
 
-    >>> from econv import LiftConv2d
+    >>> from econv import GroupBatchNorm2d, LiftConv2d
     >>> network = nn.Sequential(LiftConv2d(1, 2, "p4"), GroupBatchNorm2d(2, "p4"), nn.ReLU())
     >>> plain = export(network, torch.randn(1, 1, 8, 8))
     >>> [type(layer).__name__ for layer in plain.children()]
