@@ -736,7 +736,7 @@ def volume_errors(found: dict[str, Any]) -> str:
     rows = found["rows"]
     cases = dict.fromkeys((row["layers"], row["size"], row["library"]) for row in rows)
     smoothness = list(dict.fromkeys(row["sigma"] for row in rows))
-    head = ["layers", "voxels", "filters, by smoothness in voxels", *(f"{sigma:g}" for sigma in smoothness)]
+    head = ["layers", "size", "filters", *(f"σ = {sigma:g}" for sigma in smoothness)]
     cells = []
     for layers, size, name in sorted(cases, key=lambda case: case[:2]):  # the rest as measured
         own = {
