@@ -734,19 +734,20 @@ def migrating_table(found: dict[str, Any]) -> str:
 def volume_errors(found: dict[str, Any]) -> str:
     """Errors in volumes at each smoothness, of one layer and of several, beside escnn's."""
     rows = found["rows"]
-    cases = list(dict.fromkeys((row["layers"], row["size"]) for row in rows))
-    names = list(dict.fromkeys(row["library"] for row in rows))
+    cases = dict.fromkeys((row["layers"], row["size"], row["library"]) for row in rows)
     smoothness = list(dict.fromkeys(row["sigma"] for row in rows))
-    head = ["", *(f"{'one layer' if n == 1 else f'{n} layers'}, {k}³" for n, k in cases)]
+    head = ["layers", "size", "filters", *(f"σ = {sigma:g}" for sigma in smoothness)]
     cells = []
-    for name in names:
-        cells.append([name])
-        for case in cases:
-            own = [r for r in rows if (r["library"], r["layers"], r["size"]) == (name, *case)]
-            cells[-1].append(" / ".join(f"{row['error']:.2g}" for row in own) or "–")
+    for layers, size, name in sorted(cases, key=lambda case: case[:2]):  # the rest as measured
+        own = {
+            row["sigma"]: row["error"]
+            for row in rows
+            if (row["layers"], row["size"], row["library"]) == (layers, size, name)
+        }
+        errors = (f"{own[sigma]:.2g}" if sigma in own else "–" for sigma in smoothness)
+        cells.append([str(layers), f"{size}³", name, *errors])
     note = (
-        f"(Group {found['group']}, one field, volumes of {found['voxels']}³ of σ = "
-        f"{' / '.join(f'{sigma:g}' for sigma in smoothness)} voxels, "
+        f"(Group {found['group']}, one field, volumes of {found['voxels']}³, "
         f"{found['elements'] * found['seeds']} rotations that the grid has not; {code(found)}; "
         "`benchmarks/volumes.py`.)"
     )

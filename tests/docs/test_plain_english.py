@@ -18,13 +18,14 @@ pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="no docs beside the te
 PAGES = [
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     *(
         f"docs/{name}.md"
         for name in (
             *("architecture", "checking", "choosing", "classify", "compatibility", "converting"),
             *("decisions", "deploying", "engine-kernels", "engines", "equations", "fields"),
             *("glossary", "gpus", "images", "index", "install", "migrating", "results"),
-            *("rollouts", "segment", "tour", "training", "zoo"),
+            *("paper", "rollouts", "segment", "tour", "training", "volumes", "zoo"),
             *("examples/galaxies", "examples/tissue", "examples/waves"),
         )
     ),
