@@ -345,9 +345,13 @@ def filter_basis(
 
 
 def _aspect(given: Aspect) -> Aspect:
-    if not isinstance(given, tuple | list):
-        return float(given)
-    found = tuple(float(length) for length in given)
+    lengths = given if isinstance(given, tuple | list) else (given,)
+    try:
+        found = tuple(float(length) for length in lengths)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"expected aspect as a number, or several; got {given!r}") from error
+    if lengths is not given:
+        return found[0]
     return 1.0 if set(found) == {1.0} else found
 
 

@@ -9,7 +9,7 @@ This room knows architectures and nothing of how they are trained. Every network
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -1046,6 +1046,8 @@ class _Kit:
         self.name, self.oversample, self.antialias = activation, oversample, function.width
         self.halves = halves or self.antialias > 0
         self.reduce = pool
+        if options is not None and not isinstance(options, Mapping):
+            raise ValueError(f"expected options as a mapping; got {options!r}")
         self.options: ConvOptions = {**(options or {})}
         if group is not None and activation in INITIALISATIONS:
             self.options.setdefault("init", activation)

@@ -148,7 +148,7 @@ class OperatorSet:
         if not isinstance(found, tuple) or not all(isinstance(e, tuple) for e in found):
             raise ValueError(f"expected a tuple of exponent tuples; got {found!r}")
         if not found:
-            raise ValueError("an operator set needs at least one monomial, such as (0, 0)")
+            raise ValueError("expected at least one monomial, such as (0, 0); got none")
         for exponents in found:
             if len(exponents) != len(found[0]) or any(e < 0 for e in exponents):
                 raise ValueError(

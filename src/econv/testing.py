@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from econv.groups import FloatArray, Group, GroupLike
-from econv.layers.checks import positive
+from econv.layers.checks import number, positive
 
 __all__ = [
     "KINDS",
@@ -201,11 +201,12 @@ def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
         raise ValueError(f"expected [batch, channels, height, width]; got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"expected a floating-point image to interpolate; got {x.dtype}")
-    if not isinstance(degrees, float | int) or not math.isfinite(degrees):
+    if not math.isfinite(degrees):
         raise ValueError(f"expected a finite angle in degrees; got {degrees!r}")
+    degrees = float(degrees % 360)
     if degrees % 90 == 0:
         return torch.rot90(x, round(degrees / 90), (-2, -1))
-    angle = math.radians(degrees % 360)
+    angle = math.radians(degrees)
     cosine, sine = math.cos(angle), math.sin(angle)
     return _resample(x, np.array([[cosine, -sine], [sine, cosine]]))
 
@@ -219,6 +220,7 @@ def random_rotations(count: int, dimension: int = 3, seed: int = 0) -> FloatArra
     """
     if dimension not in (2, 3):
         raise ValueError(f"expected a dimension of 2 or 3; got {dimension!r}")
+    count, seed = positive("count", count), positive("seed", seed, 1 << 63, least=0)
     normal = np.random.default_rng(seed).standard_normal((count, dimension, dimension))
     # The orthogonal factor is uniform where the triangular one has a positive diagonal.
     matrices, triangles = np.linalg.qr(normal)
@@ -316,6 +318,8 @@ def assert_equivariant(
     lengths = _spacing_of(module) if spacing is None else spacing
     sides = _lengths(lengths, found.dimension)
     exact = tuple(e for e in found.grid_symmetries if _on_grid(found.matrices[e], sides))
+    if elements is not None and not isinstance(elements, Iterable):
+        raise ValueError(f"expected elements as a sequence; got {elements!r}")
     chosen: tuple[Element, ...] = exact if elements is None else tuple(elements)
     if not chosen:
         raise ValueError("expected at least one element to check; got none")
@@ -369,12 +373,18 @@ def convergence_order(
     >>> round(convergence_order(lambda h: 3 * h**2, [0.1, 0.05, 0.025]), 6)
     2.0
     """
-    h = np.asarray(spacings, dtype=np.float64)
+    try:
+        h = np.asarray(spacings, dtype=np.float64)
+    except (TypeError, ValueError):  # no numbers
+        h = np.empty(0)
     different = h.ndim == 1 and len(h) >= 2 and len(set(h.tolist())) == len(h)
     if not (different and np.isfinite(h).all() and h.min() > 0):
         raise ValueError(f"expected at least two different positive spacings; got {spacings!r}")
     errors = [error(float(s)) for s in h] if callable(error) else error
-    found = np.asarray(errors, dtype=np.float64)
+    try:
+        found = np.asarray(errors, dtype=np.float64)
+    except (TypeError, ValueError):
+        found = np.empty(0)
     if found.shape != h.shape:
         raise ValueError(f"expected one error for each of {len(h)} spacings; got {found.shape}")
     if not (np.isfinite(found).all() and (found > 0).all()):
@@ -406,6 +416,9 @@ def smooth_field(
         positive(name, count, 1 << 14)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"expected seed as a whole number; got {seed!r}")
+    if not isinstance(dimension, int) or dimension not in (1, 2, 3):
+        raise ValueError(f"expected 1, 2 or 3 as dimension; got {dimension!r}")
+    smoothness = number("smoothness", smoothness)
     generator = torch.Generator().manual_seed(seed)
     sizes = (size,) * dimension
     noise = torch.randn(batch, channels, *sizes, generator=generator, dtype=torch.float64)

@@ -41,7 +41,7 @@ from econv.conversion.trace import (
 from econv.conversion.widths import Sizes, match_widths
 from econv.groups import Group, GroupLike
 from econv.layers import ConvOptions
-from econv.layers.checks import check_module
+from econv.layers.checks import check_module, truth
 from econv.layers.normalisation import calibrate
 from econv.layers.orientations import read_statistics
 from econv.pretrained import remade
@@ -141,6 +141,10 @@ def convert(
     parameters          5,450 → 1,370 (0.251×)
     """
     check_module(model)
+    for name, value in (("strict", strict), ("pretrained", pretrained), ("smooth", smooth)):
+        truth(name, value)
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(f"expected options as a mapping; got {options!r}")
     found = Group(group)
     given = _read_images(model, images, labels, pretrained)
     if match is None:
@@ -205,8 +209,10 @@ def _rebuild(model: nn.Module, **recipe: Any) -> ConvertedNetwork:
 
 def _methods(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     """The names of methods, if the network has them."""
-    given = (names,) if isinstance(names, str) else tuple(names)
+    given = (names,) if isinstance(names, str) or not isinstance(names, Sequence) else tuple(names)
     for name in given:
+        if not isinstance(name, str):
+            raise ValueError(f"expected names of methods; got {names!r}")
         ours = hasattr(nn.Module, name) or name.startswith("_")
         if ours or not inspect.ismethod(getattr(model, name, None)):
             raise ValueError(

@@ -36,15 +36,24 @@ LARGEST_IMAGE = 1 << 16
 """Pixels along a side, or a stride, dilation or padding: more are a slip."""
 
 
-def positive(name: str, value: Any, most: int = 1 << 24) -> int:
-    whole = (
-        0 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
-    )
-    if whole < 1:
-        raise ValueError(f"expected {name} as a whole number of at least 1; got {value!r}")
+def positive(name: str, value: Any, most: int = 1 << 24, least: int = 1) -> int:
+    """A whole number within limits."""
+    try:
+        whole = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # a tensor of several numbers has an index too, until it is asked for it
+        whole = least - 1
+    if whole < least:
+        raise ValueError(f"expected {name} as a whole number of at least {least}; got {value!r}")
     if whole > most:
         raise ValueError(f"expected {name} of at most {most}; got {value!r}")
     return whole
+
+
+def number(name: str, value: Any) -> float:
+    """A finite number."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"expected {name} as a finite number; got {value!r}")
+    return float(value)
 
 
 def truth(name: str, value: Any) -> bool:

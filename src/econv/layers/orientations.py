@@ -17,6 +17,7 @@ from econv.layers.checks import (
     check_fields,
     check_multiple,
     check_rank,
+    number,
     positive,
     read_group,
 )
@@ -279,7 +280,7 @@ class FieldParameter(nn.Module):
         super().__init__()
         self.fields = positive("fields", fields)
         self.group = Group(group)
-        self.initial = float(initial)
+        self.initial = number("initial", initial)
         self.pixels = pixels
         self._order = self.group.order
         check_dtype(dtype)
@@ -317,7 +318,7 @@ class GroupPReLU(nn.Module):
         super().__init__()
         self.fields = positive("fields", fields)
         self.group = read_group(group, self.dimension, type(self).__name__)
-        self.init = float(init)
+        self.init = number("init", init)
         self._order = self.group.order
         check_dtype(dtype)
         self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
@@ -418,5 +419,7 @@ def restrict(x: Tensor, group: GroupLike, subgroup: GroupLike) -> Tensor:
     [0.0, 2.0, 4.0, 6.0, 1.0, 3.0, 5.0, 7.0]
     """
     kind = {2: Restrict2d, 3: Restrict3d}[Group(group).dimension]
+    if not isinstance(x, Tensor):
+        raise ValueError(f"expected a tensor of group features; got {type(x).__name__}")
     result: Tensor = kind(group, subgroup).to(x.device)(x)
     return result

@@ -19,6 +19,7 @@ from econv.layers.checks import (
     check_filled,
     check_rank,
     check_sizes,
+    number,
     positive,
     truth,
 )
@@ -501,7 +502,7 @@ class Recentre(nn.Module):
 
     def __init__(self, fill: float = 0.0) -> None:
         super().__init__()
-        self.fill = float(fill)
+        self.fill = number("fill", fill)
 
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         """The points about the centre of ``[batch, channels, …]``, so many along each axis."""
