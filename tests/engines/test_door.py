@@ -493,6 +493,7 @@ def test_kernels_that_fail_only_now_are_replaced_and_reported_once(
     monkeypatch, caplog, way, compiled
 ):
     layer, x = GroupConv2d(2, 2, "p4", dtype=DOUBLE), torch.randn(2, 8, 9, 9, dtype=DOUBLE)
+    torch.compiler.reset()  # of sizes that other tests have made dynamic
     monkeypatch.setattr(operator, "FAILED", {})
     monkeypatch.setattr(choice, "_memory", {})
     monkeypatch.setattr(engines.ENGINES["spectral/native"], way, broken, raising=False)

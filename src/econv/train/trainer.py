@@ -39,7 +39,7 @@ def network_of(recipe: Recipe, classes: int) -> ResNet | ConvNet:
     options = dict(recipe.model_options)
     try:
         model = create_model(recipe.model, **options)
-    except (TypeError, RuntimeError, AttributeError, KeyError) as error:
+    except (TypeError, RuntimeError, AttributeError, KeyError, ValueError) as error:
         raise ValueError(
             f"expected model_options that {recipe.model} can be built with; got {options}: {error}"
         ) from None
