@@ -754,6 +754,23 @@ def volume_errors(found: dict[str, Any]) -> str:
     return "\n".join([*table(head, cells), "", note])
 
 
+def volume_speed(found: dict[str, Any]) -> str:
+    """Steps of single layers for volumes, dense and spectral."""
+    cells = []
+    for row in found["rows"]:
+        group, fields, batch, size = row["case"]
+        times = row["seconds"]["median"]
+        each = [f"{1e3 * times[name]:.0f}" for name in ("dense", "spectral")]
+        ratio = f"{times['dense'] / times['spectral']:.1f}"
+        cells.append([group, str(fields), f"{batch} × {size}³", *each, ratio])
+    head = ["group", "fields", "volumes", "dense, ms", "spectral, ms", "times as fast"]
+    note = (
+        f"(Forward and backward, medians, float32, {found['origin']['threads']} threads of "
+        f"{found['origin']['device']}; {code(found)}; `benchmarks/volume_engines.py`.)"
+    )
+    return "\n".join([*table(head, cells), "", note])
+
+
 def tetris(found: dict[str, Any]) -> str:
     """Accuracy under all rotations, by the size of the stencils."""
     cells = []
@@ -824,6 +841,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
     "docs/zoo.md": {"zoo": ("zoo.json", zoo)},
     "docs/volumes.md": {
         "equivariance of volumes": ("volumes.json", volume_errors),
+        "speed of volumes": ("volume_engines_cpu.json", volume_speed),
         "tetris": ("tetris.json", tetris),
     },
 }
