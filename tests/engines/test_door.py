@@ -487,6 +487,8 @@ def test_a_prologue_is_applied_with_groups_too(monkeypatch):
     assert not native.run(problem, x, layer._weight(), None, nothing).any()
 
 
+# What other tests have compiled changes what the compiler does here.
+@pytest.mark.first
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_kernels_that_fail_only_now_are_replaced_and_reported_once(
