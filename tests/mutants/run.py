@@ -56,9 +56,9 @@ class Fault:
         return text.replace(self.old, self.new)
 
 
-def faults() -> list[Fault]:
+def faults(path: Path = LIST) -> list[Fault]:
     """The committed list; each is found by a test or says why it is not."""
-    found = [Fault(**entry) for entry in json.loads(LIST.read_text(encoding="utf-8"))]
+    found = [Fault(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
     for fault in found:
         if bool(fault.test) == bool(fault.reason):
             raise ValueError(f"expected a test, or a reason why there is none; got {fault}")
@@ -137,13 +137,14 @@ def outcome(fault: Fault, copy: Path) -> tuple[bool, str]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="files with this in their name")
+    parser.add_argument("--list", type=Path, default=LIST, metavar="FILE", help="other faults")
     parser.add_argument("--survivors", action="store_true", help="list those that are not found")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    listed = [f for f in faults() if not args.only or any(n in f.file for n in args.only)]
+    listed = [f for f in faults(args.list) if not args.only or any(n in f.file for n in args.only)]
     survivors = [
         f"{f.file}: {f.old.strip()!r} → {f.new.strip()!r}: {f.reason}" for f in listed if f.reason
     ]

@@ -1,7 +1,9 @@
 """The list of faults: each still applies, to code of every room, and names a test that there is."""
 
 import ast
+import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -54,14 +56,19 @@ def test_a_fault_that_does_not_apply_is_an_error():
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="no fork on this system")
-def test_the_run_tells_what_is_found_from_what_is_not(tmp_path, monkeypatch, capsys):
+def test_the_run_tells_what_is_found_from_what_is_not(tmp_path):
     test = "tests/test_groups.py::test_steps_are_the_turns_of_the_plane_and_none_in_space"
     good = run.Fault(
         "groups.py", "if self.dimension == 2 else 0", "if self.dimension == 3 else 0", test
     )
     blind = run.Fault("files.py", "_ABANDONED = 60.0", "_ABANDONED = 61.0", test)
-    monkeypatch.setattr(run, "faults", lambda: [good])
-    assert run.main([]) == 0
-    monkeypatch.setattr(run, "faults", lambda: [good, blind])
-    assert run.main([]) == 1
-    assert "1 of 2 faults found" in capsys.readouterr().out
+    path = tmp_path / "faults.json"
+    for listed, status, line in (
+        ([good], 0, "1 of 1 faults found"),
+        ([good, blind], 1, "1 of 2 faults found"),
+    ):
+        path.write_text(json.dumps([vars(fault) for fault in listed]), encoding="utf-8")
+        # In a process of its own, which has not imported the code without faults.
+        command = [sys.executable, run.__file__, "--list", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, line in done.stdout) == (status, True), done.stdout + done.stderr
