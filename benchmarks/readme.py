@@ -338,7 +338,8 @@ def conversion_table(found: dict[str, Any]) -> str:
         f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
         f"{found['arguments']['epochs']} epochs, no augmentation, {seeds} "
         f"seed{'s' * (seeds > 1)}; "
-        f"{code(found)}; `benchmarks/convert_and_rotate.py`.)"
+        f"{code(found)}; `benchmarks/convert_and_rotate.py`. The learning rate was chosen on these "
+        "test digits, by the first seed.)"
     )
     head = ["trained on upright digits", "parameters", *angles, f"mean of {count} angles"]
     return "\n".join([*table(head, rows), "", note])
@@ -790,7 +791,7 @@ def tetris(found: dict[str, Any]) -> str:
     note = (
         f"(Group {found['group']}, {found['stencils']} stencils, {found['steps']} steps on the "
         f"eight upright pieces; the test has {found['copies']} of each, turned by cubic splines; "
-        f"{code(found)}; `benchmarks/tetris.py`.)"
+        f"{code(found)}; `benchmarks/tetris.py`. Settings were chosen on turned pieces.)"
     )
     return "\n".join([*table(head, cells), "", note])
 
