@@ -817,6 +817,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         "gpu layers": ("engines_cuda.json", gpu_layers),
         "training on a gpu": ("training_cuda.json", training_speed),
         "networks on a gpu": ("networks_cuda.json", networks),
+        "networks of equal work": ("networks_cuda_flops.json", networks),
         "time of networks": (
             "networks_cuda.json",
             lambda found: time_of_networks(found, read("networks_cuda_before.json")),
@@ -852,6 +853,7 @@ NOT_EVERYWHERE = (
     "networks_cpu.json",
     "networks_cuda.json",
     "networks_cuda_before.json",
+    "networks_cuda_flops.json",
 )
 
 
