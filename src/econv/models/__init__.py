@@ -14,7 +14,7 @@ from econv.models.convnet import ConvNet
 from econv.models.dense import UNet
 from econv.models.features import FeatureInfo, Features
 from econv.models.imagenet import ImageNetResNet
-from econv.models.names import MODELS, create_model
+from econv.models.names import MODELS, create_model, list_models
 from econv.models.resnet import ResNet
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "ResNet",
     "UNet",
     "create_model",
+    "list_models",
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from econv.groups import Group
@@ -13,6 +15,8 @@ from econv.models.dense import UNet
 from econv.models.features import Features
 from econv.models.imagenet import IMAGENET, ImageNetResNet
 from econv.models.resnet import ResNet
+from econv.weights import Weights
+from econv.weights import named as trained_weights
 
 Network = ResNet | ConvNet | ImageNetResNet | UNet
 
@@ -64,6 +68,7 @@ MODELS |= {
 def create_model(
     name: str,
     *,
+    weights: str | Path | Weights | None = None,
     features_only: bool = False,
     out_indices: Sequence[int] | None = None,
     **options: Any,
@@ -89,6 +94,10 @@ def create_model(
 
     Args:
         name: of the network; :data:`MODELS` lists those with rows.
+        weights: trained ones of that network, by their name or in a folder; :func:`list_models`
+            has the names, and :class:`econv.Weights` all there is to know about them. The network
+            is made as it was trained, but for ``options``. With another ``num_classes`` the
+            features are kept, and a warning says so.
         features_only: as timm has it: make a :class:`Features` of the network, which returns the
             last map of every stage.
         out_indices: which of these maps, all by default.
@@ -104,12 +113,52 @@ def create_model(
     >>> create_model("resnet10_3d_O", fields=(1, 1, 2, 2), num_classes=10).dimension
     3
     """
-    network = _named(name, options)
+    network = _named(name, options) if weights is None else _trained(name, weights, options)
     if not features_only:
         if out_indices is not None:
             raise ValueError("expected out_indices together with features_only=True")
         return network
     return Features(network, out_indices)
+
+
+def list_models(pattern: str = "*", *, weights: bool = False) -> list[str]:
+    """The names of networks for :func:`create_model` that fit a pattern; or those of weights.
+
+    Any depth and any group has a name: those listed are the paper's and the usual ones. With
+    ``weights=True`` the names are those of the trained weights that were found here.
+
+    >>> list_models("cifar_*44*")
+    ['cifar_resnet44_p8']
+    >>> "digits_p8" in list_models("*p8*", weights=True)
+    True
+    """
+    if weights:
+        return trained_weights(pattern)
+    return sorted(name for name in MODELS if fnmatchcase(name, pattern))
+
+
+def _trained(name: str, weights: str | Path | Weights, options: dict[str, Any]) -> Any:
+    """The network of these weights, which must be one of that name."""
+    found = Weights.find(weights)
+    if found.model != name:
+        there = [each for each in trained_weights() if Weights.find(each).model == name]
+        raise ValueError(
+            f"expected weights of {name}, of which there are {', '.join(there) or 'none'}; "
+            f"{found.name} are of {found.model}"
+        )
+    others = {key: value for key, value in options.items() if key != "num_classes"}
+    network = found.load(options.get("num_classes"))
+    if not others:
+        return network
+    made = type(network)(**{**network.config, **others})
+    try:
+        made.load_state_dict(network.state_dict())
+    except RuntimeError as error:
+        raise ValueError(
+            f"expected options that leave the weights of {found.name} as they are; got {others}: "
+            f"{str(error).splitlines()[-1].strip()}"
+        ) from None
+    return made.eval()
 
 
 def _named(name: str, options: dict[str, Any]) -> Network:
