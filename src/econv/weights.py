@@ -151,7 +151,9 @@ class Weights:
             )
         try:
             _check(entry)
-            values = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}
+            values: dict[str, Any] = {
+                key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()
+            }
             found = cls(folder=folder, **values)
             found.transforms()
         except (ValueError, TypeError) as error:

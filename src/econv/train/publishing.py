@@ -193,13 +193,9 @@ def _content(record: Record, path: Path) -> bytes:
 def _rounded(network: nn.Module, dtype: str) -> nn.Module:
     """A copy whose matrices went through another format."""
     made, kept = copy.deepcopy(network), getattr(torch, dtype)
-    state = {
-        name: value.to(kept).to(value.dtype)
-        if value.is_floating_point() and value.ndim > 1
-        else value
-        for name, value in network.state_dict().items()
-    }
-    made.load_state_dict(state)
+    for value in made.state_dict().values():
+        if value.is_floating_point() and value.ndim > 1:
+            value.copy_(value.to(kept))
     return made
 
 
@@ -207,6 +203,7 @@ def _card(record: Record, told: Mapping[str, Any]) -> str:
     """The model card, in the form that the Hugging Face Hub reads."""
     images = record.dataset + " (re-created, not the official images)" * record.recreated
     angles = f", mean over {told['test_angles']} angles" * bool(told["test_angles"])
+    place = f"records/{record.recipe}/{record.seed}.json"
     rows = {
         "network": f"`{told['model']}`, {record.parameters:,} parameters",
         "data": images,
@@ -214,7 +211,7 @@ def _card(record: Record, told: Mapping[str, Any]) -> str:
         "test error": f"{record.test_error:.2f} %{angles}",
         "validation error": f"{record.validation_error:.2f} %",
         "stored as": told["dtype"],
-        "record": f"`records/{record.recipe}/{record.seed}.json`, SHA-256 `{told['record_sha256']}`",
+        "record": f"`{place}`, SHA-256 `{told['record_sha256']}`",
         "predictions": f"SHA-256 `{record.predictions_sha256}`",
         "licence": LICENCE,
     }
