@@ -7,19 +7,22 @@ This room knows architectures and nothing of how they are trained. Every network
 
 The rooms, from the bottom up: `kit`, the parts of a group or ordinary ones; `classifier`, what all
 networks share; `convnet`, `resnet` and `imagenet`, classifiers by family; `features`, their maps;
-`dense`, an answer for every pixel; `names`, all of them by name.
+`classifiers`, these by name; `dense`, an answer for every pixel; `names`, all of them by name.
 """
 
+from econv.models.classifiers import MODELS
 from econv.models.convnet import ConvNet
-from econv.models.dense import UNet
+from econv.models.dense import FPN, EncoderUNet, UNet
 from econv.models.features import FeatureInfo, Features
 from econv.models.imagenet import ImageNetResNet
-from econv.models.names import MODELS, create_model, list_models
+from econv.models.names import create_model, list_models
 from econv.models.resnet import ResNet
 
 __all__ = [
+    "FPN",
     "MODELS",
     "ConvNet",
+    "EncoderUNet",
     "FeatureInfo",
     "Features",
     "ImageNetResNet",

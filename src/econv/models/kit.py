@@ -143,6 +143,12 @@ class Kit:
         made: GroupConv = self._named("GroupConv")(in_fields, out_fields, self.group, **options)
         return made
 
+    def vectors(self, in_fields: int, out_vectors: int) -> nn.Module:
+        made: nn.Module = self._named("VectorConv")(
+            in_fields, out_vectors, self.group, **self.options
+        )
+        return made
+
     def norm(self, fields: int) -> nn.Module:
         if self.group is None:
             return TORCH[self.dimension]["norm"](fields)
