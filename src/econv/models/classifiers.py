@@ -66,12 +66,16 @@ def by_name(name: str, options: dict[str, Any]) -> Classifier:
     volumes = re.fullmatch(r"resnet([0-9]+)_3d(?:_(\w+))?", str(name))
     if volumes is not None:
         return _for_volumes(int(volumes[1]), volumes[2], options)
+    wide = re.fullmatch(r"wrn([0-9]+)_([0-9]+)((?:_p[1-9][0-9]*m?)*)", str(name))
+    if wide is not None:
+        return _wide(int(wide[1]), int(wide[2]), wide[3].split("_")[1:], options)
     pattern = r"(?:(paper|cifar)_)?(resnet([0-9]+)|convnet[67])(?:_(p[1-9][0-9]*m?))?"
     match = re.fullmatch(pattern, str(name))
     if match is None or (match[1] and not match[3]):
         raise ValueError(
             f"unknown model {name!r}: expected one of {sorted(MODELS)}, or a name such as "
-            "'resnet34_p4m', 'cifar_resnet20_p12', 'convnet7_p6m', 'resnet10_3d_O' or 'unet_3d_O'"
+            "'resnet34_p4m', 'cifar_resnet20_p12', 'convnet7_p6m', 'wrn16_8_p8m', "
+            "'resnet10_3d_O' or 'unet_3d_O'"
         )
     group = Group(match[4]) if match[4] else None
     share = 1.0 if group is None else group.order**-0.5
@@ -91,6 +95,28 @@ def by_name(name: str, options: dict[str, Any]) -> Classifier:
         return ResNet(**{**MODELS[row][1], **invariant, **options})
     fields = tuple(max(1, round(channels * share)) for channels in (16, 32, 64))
     return ResNet(**{"group": group, "depth": depth, "fields": fields, **invariant, **options})
+
+
+def _wide(depth: int, widening: int, groups: list[str], options: dict[str, Any]) -> ResNet:
+    """Zagoruyko & Komodakis (2016) count the shortcuts: their depth is 6n + 4."""
+    if (depth - 4) % 6 or depth < 10 or not 1 <= widening <= 100 or len(groups) not in (0, 1, 3):
+        raise ValueError(
+            "expected a Wide ResNet of 6n + 4 layers, with no group, one, or those of three "
+            "stages, such as 'wrn16_8_p8m' or 'wrn28_10_p8m_p4m_p1m'; got "
+            f"{'_'.join([f'wrn{depth}_{widening}', *groups])!r}"
+        )
+    orders = [Group(group).order for group in groups] or [1]
+    shares = [order**-0.5 for order in (orders * 3)[:3]]
+    channels = zip((16, 32, 64), shares, strict=True)
+    given: dict[str, Any] = {
+        "group": groups[0] if groups else None,
+        "depth": depth - 2,
+        "fields": tuple(max(1, round(widening * count * share)) for count, share in channels),
+        "stem": max(1, round(16 * shares[0])),
+        "restrict": groups[1:] or None,
+        **(INVARIANT if groups else {}),
+    }
+    return ResNet(**{**given, **options})
 
 
 def _for_volumes(depth: int, group: str | None, options: dict[str, Any]) -> ImageNetResNet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,6 +64,17 @@ class Kit:
                 "expected neither pool nor options without a group: an ordinary network has no "
                 f"orientations; got pool={pool!r}, options={options!r}"
             )
+
+    def of(self, group: GroupLike) -> Kit:
+        """The same parts of another group."""
+        found = copy.copy(self)
+        found.group = read_group(group, self.dimension, "a network of this kind")
+        return found
+
+    @property
+    def order(self) -> int:
+        """Channels of each field."""
+        return 1 if self.group is None else self.group.order
 
     @property
     def named_dimension(self) -> dict[str, int]:

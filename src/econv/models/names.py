@@ -33,6 +33,8 @@ def create_model(
     - ``paper_resnet26_p8``, ``paper_resnet44_p4m``, …: the same as in the paper's tables, with
       strides and a classifier that reads all orientations.
     - ``convnet6_p8``, ``convnet7_p8``, …: the paper's for MNIST-rot (:class:`ConvNet`).
+    - ``wrn16_8_p8m``, ``wrn28_10_p8m_p4m_p1m``, …: Wide ResNets of 6n + 4 layers, with one group or
+      with that of each stage, as Weiler & Cesa (2019) restrict them along depth (:class:`ResNet`).
     - ``resnet10_3d_O``, ``resnet18_3d_I``, ``resnet50_3d_D4h``, …: ResNets for volumes, also of 10
       layers (:class:`ImageNetResNet`).
     - ``unet_p8``, ``unet_3d_O``, …: U-Nets for images and volumes (:class:`UNet`).

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 
-from econv.groups import GroupLike
-from econv.layers import ConvOptions, norm_relu, norm_relu_conv
+from econv.groups import Group, GroupLike
+from econv.layers import ConvOptions, Restrict2d, norm_relu, norm_relu_conv
 from econv.models.classifier import _Classifier, explain_classifier, linear_classifier, mean_scores
 from econv.models.kit import Kit, expect_truth, expect_whole, share_below_one
 
@@ -41,6 +42,9 @@ class ResNet(_Classifier):
             halved by :class:`~econv.Downsample2d` with 8 taps. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.
+        restrict: the groups of the second and the third stage, each a subgroup of the one before,
+            where features are read as those of the subgroup (Weiler & Cesa 2019); by default all
+            have the same. The network turns with its input under the last one.
 
     >>> import torch
     >>> network = ResNet("p8", depth=8, fields=(4, 8, 16), pool="max")
@@ -63,6 +67,7 @@ class ResNet(_Classifier):
         activation: str = "relu",
         antialias: float = 0.0,
         oversample: int = 1,
+        restrict: Sequence[GroupLike] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(depth, int) or not 8 <= depth <= 1202 or (depth - 2) % 6:
@@ -76,7 +81,8 @@ class ResNet(_Classifier):
         expect_whole("stem", 1 if stem is None else stem)
         expect_truth(exact=exact)
         kit = Kit(group, pool, options, activation, antialias, oversample, 2, halves=exact)
-        self.group = kit.group
+        kits = self._restricted(kit, restrict)
+        self.group = kits[-1].group
         self.config = {
             "group": kit.group,
             "depth": depth,
@@ -91,16 +97,21 @@ class ResNet(_Classifier):
             "activation": activation,
             "antialias": kit.antialias,
             "oversample": oversample,
+            "restrict": None if restrict is None else [str(Group(g).name) for g in restrict],
         }
         width = fields[0] if stem is None else stem
         self.dimension = kit.dimension
         self.lift = kit.lift(in_channels, width)
         blocks: list[nn.Module] = []
         for stage, stage_fields in enumerate(fields):
+            before, kit = kit, kits[stage]
             for block in range((depth - 2) // 6):
                 halve = stage > 0 and block == 0
-                blocks.append(_Block(width, stage_fields, kit, halve))
-                width = stage_fields
+                made = _Block(width * before.order // kit.order, stage_fields, kit, halve)
+                if before.group != kit.group:
+                    made.restrict = Restrict2d(before.group, kit.group)  # type: ignore[arg-type]
+                blocks.append(made)
+                width, before = stage_fields, kit
         self.blocks = nn.Sequential(*blocks)
         self.norm = kit.norm(width)
         self.activation = kit.activation()
@@ -109,6 +120,21 @@ class ResNet(_Classifier):
         self.head_drop = nn.Dropout(drop_rate)
         self.reset_classifier(num_classes)
         self.register_load_state_dict_pre_hook(explain_classifier)
+
+    @staticmethod
+    def _restricted(kit: Kit, restrict: Sequence[GroupLike] | None) -> list[Kit]:
+        """The parts of each stage."""
+        if restrict is None:
+            return [kit] * 3
+        if not isinstance(restrict, Sequence) or isinstance(restrict, str) or len(restrict) != 2:
+            raise ValueError(f"expected restrict as the groups of two stages; got {restrict!r}")
+        if kit.group is None:
+            raise ValueError(f"expected a group to restrict; got group=None, restrict={restrict!r}")
+        found = [kit, kit.of(restrict[0]), kit.of(restrict[1])]
+        for larger, smaller in pairwise(found):
+            assert larger.group is not None
+            larger.group.embed(smaller.group)  # type: ignore[arg-type]  # or it says what is not
+        return found
 
     @property
     def image_size(self) -> int:
@@ -133,6 +159,11 @@ class ResNet(_Classifier):
 
     def feature_info(self) -> list[dict[str, Any]]:
         """Of each of these maps its fields, its reduction and the module that it comes from."""
+        if self.config["restrict"]:
+            raise ValueError(
+                "expected a network of one group for its maps; this one restricts it to "
+                f"{', '.join(self.config['restrict'])}"
+            )
         count = len(self.blocks) // 3
         modules = [f"blocks.{count - 1}", f"blocks.{2 * count - 1}", "norm"]
         found = zip(self.config["fields"], (1, 2, 4), modules, strict=True)
@@ -151,6 +182,7 @@ class _Block(nn.Module):
 
     def __init__(self, in_fields: int, out_fields: int, kit: Kit, halve: bool) -> None:
         super().__init__()
+        self.restrict: nn.Module | None = None
         stride = 2 if halve and not kit.halves else 1
         self.halve = kit.halving() if halve and kit.halves else nn.Identity()
         self.activation = kit.activation()
@@ -162,6 +194,8 @@ class _Block(nn.Module):
         self.shortcut = kit.pointwise(in_fields, out_fields, stride) if changes else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.restrict is not None:
+            x = self.restrict(x)
         if self.shortcut is None:
             out, shortcut = norm_relu_conv(self.norm1, self.conv1, x, self.activation, True)
             out = self.halve(out)
