@@ -1,5 +1,7 @@
 """Networks with an answer for every pixel, over any of our ResNets."""
 
+import json
+
 import pytest
 import torch
 
@@ -124,3 +126,20 @@ def test_the_plain_u_net_has_fields_and_vectors_too(output: str) -> None:
         image = torch.randn(1, 1, size, size, dtype=torch.float64)
         elements = econv.Group("p4m").grid_symmetries
         assert_equivariant(made, image, elements=elements, output_kind=output)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"encoder": "cifar_resnet8_p20000"}, {"encoder_options": {"restrict": ["p20000", "p2"]}}],
+)
+def test_files_may_not_ask_for_groups_without_bounds(arguments, tmp_path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    network("unet_cifar_resnet8_p4").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    state = safetensors.load_file(tmp_path / "model.safetensors")
+    safetensors.save_file(state, tmp_path / "model.safetensors")  # as others write it
+    assert from_pretrained(tmp_path).group.name == "p4"
+    config["arguments"].update(arguments)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"expected group of order 360 at most; got 'p20000'"):
+        from_pretrained(tmp_path)

@@ -455,6 +455,7 @@ def _check_arguments(path: Path, arguments: Mapping[str, Any], largest: int | No
             left += [(key, item, depth + 1) for item in value]
         if largest is None:
             continue  # what the user's own classes take is theirs to know
+        key, value = _group_in(key, value)
         asked, most = _asked(key, value), _LARGEST.get(key, largest)
         if isinstance(value, int) and abs(value) > most:
             raise ValueError(f"{path}: expected {key} of at most {most}; got {_shown(value)}")
@@ -476,6 +477,13 @@ def _check_arguments(path: Path, arguments: Mapping[str, Any], largest: int | No
             f"{path}: expected at most {_MOST_WORK} times the work of a layer of p8 with the "
             f"paper's operators; {work} are {product:.0f} times that"
         )
+
+
+def _group_in(key: str, value: Any) -> tuple[str, Any]:
+    """The group that an argument of another name asks for, as that of a ``group``."""
+    if key == "encoder" and isinstance(value, str):  # its name may end with one
+        return "group", value.rpartition("_")[2] if re.search(r"_[A-Z]?p?\d+\w*$", value) else "p1"
+    return ("group", value) if key == "restrict" and isinstance(value, str) else (key, value)
 
 
 def _asked(key: str, value: Any) -> int | None:
