@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from econv import records, report
+from econv.weights import Weights
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+WEIGHTS = "weights"  # what was published
 RECORDS = "records"  # in the place of a file of results: what was trained
 
 # Rows of the table, as the benchmark calls them and as a reader should.
@@ -673,6 +675,19 @@ def lag_of_norms(found: dict[str, Any]) -> str:
     )
 
 
+def weights(found: list[Weights]) -> str:
+    """What is published, and how large it is."""
+    rows = []
+    for each in found:
+        size = sum(path.stat().st_size for path in each.folder.iterdir()) / 1e6
+        images = each.dataset + ", re-created" * each.recreated
+        error = f"{each.metrics['test_error']:.2f}"
+        row = [f"`{each.name}`", f"`{each.model}`", f"{each.parameters:,}", images, error]
+        rows.append([*row, each.dtype, f"{size:.2f}"])
+    head = ["weights", "network", "parameters", "data", "test error, %", "stored as", "MB"]
+    return "\n".join(table(head, rows))
+
+
 def heads(found: dict[str, Any]) -> str:
     """The best rate and loss of one narrow network, by what its head pools to."""
     rows = [r for r in found["rows"] if r["network"] == "p8, 3 fields" and r["pool"]]
@@ -833,6 +848,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         "learning rates": ("learning_rates.json", learning_rates),
         "lag of norms": ("learning_rates.json", lag_of_norms),
         "heads": ("learning_rates.json", heads),
+        "weights": (WEIGHTS, weights),
     },
     "docs/choosing.md": {
         "depth": ("depth.json", depth_by_activation),
@@ -861,6 +877,10 @@ def read(results: str) -> Any:
     """What a benchmark found, or nothing where it may be missing and is; rows of the records."""
     if results == RECORDS:
         return report.rows(records.load_all(ROOT / "records"))
+    if results == WEIGHTS:
+        return [
+            Weights.find(path.parent) for path in sorted((ROOT / WEIGHTS).glob("*/config.json"))
+        ]
     path = RESULTS / results
     if results in NOT_EVERYWHERE and not path.exists():
         return None

@@ -22,6 +22,8 @@ OPTIMIZERS = ("adam", "adamw", "sgd")
 SCHEDULES = ("steps", "cosine", "exponential")
 
 PAPER_NOTE = "the paper's recipe"
+CONTROL = "control"
+"""The note of rows for comparison, of which one seed is enough."""
 _LONGEST_NAME = 120  # bytes; file systems allow 255, some tools less
 Items = tuple[tuple[str, Any], ...]
 
@@ -273,6 +275,8 @@ _PAPER_LAYERS: dict[str, Any] = {"stencils": "central", "init": "paper"}
 # Operators of second order on 3×3 pixels have six coefficients, not nine, and cost 9 products, not
 # 25: the same parameters pay for wider layers, which learn more in a third of the time.
 _SECOND_ORDER = ("options", {"operators": "order<=2", "size": 3})
+# Nine central differences are a basis of all filters of 3×3, and quarter turns of them are exact.
+_G_CNN = ("options", {"stencils": "central", "size": 3})
 # Networks of millions of parameters also learn what should not be learned: a part of each image is
 # hidden from them.
 _LARGE_CIFAR: dict[str, Any] = {
@@ -288,6 +292,7 @@ _OUR_NETWORKS: dict[str, dict[str, Any]] = {
     "resnet26_p6m": {"model_options": (("fields", (6, 12, 22)), _SECOND_ORDER)},
     "resnet44_p8": {**_LARGE_CIFAR, "model_options": (("fields", (16, 32, 48)), _SECOND_ORDER)},
     "resnet26_p8": {**_LARGE_CIFAR, "model_options": (_SECOND_ORDER,)},
+    "resnet44_p4m": {"model_options": (_G_CNN,)},
 }
 
 
@@ -367,9 +372,15 @@ def _cifar_rows() -> list[Recipe]:
         ("resnet44_p8", "PDO-eConv, p8, ResNet-44", 3.68, 20.01, "2.62M"),
         ("resnet26_p8", "PDO-eConv, p8, ResNet-26", 3.50, 18.40, "4.6M"),
     ]
+    # Others of the paper's table, as large as its last two rows or larger, trained as ours are.
+    controls = [
+        ("resnet44", "ResNet-44", 5.61, 24.08, "2.64M"),
+        ("resnet44_p4m", "G-CNN, p4m, ResNet-44", 4.94, 23.19, "2.62M"),
+        ("wide_resnet26", "Wide ResNet-26", 4.00, 19.25, "36.5M"),
+    ]
     found = []
     for dataset, classes, column in (("cifar10", 10, 2), ("cifar100", 100, 3)):
-        for values in rows:
+        for values in rows + controls[: 3 if classes == 10 else 2]:
             model, row = values[0], values[1]
             common: dict[str, Any] = {
                 "table": 3,
@@ -381,12 +392,15 @@ def _cifar_rows() -> list[Recipe]:
             }
             plain: Items = (("num_classes", classes),)
             changed = _OUR_NETWORKS.get(model, {})
+            if values in controls:
+                common["minimum_seeds"] = 1
+                changed = {**_LARGE_CIFAR, "note": CONTROL, **changed}
             ours: dict[str, Any] = {**_OUR_CIFAR, **changed}
             ours["model_options"] = plain + changed.get("model_options", ())
             found.append(Recipe(f"{dataset}_{model}", **common, **ours))
             paper: dict[str, Any] = dict(plain)
             if "_p" in model:
-                paper["options"] = _PAPER_LAYERS
+                paper["options"] = {**_PAPER_LAYERS, **({"size": 3} if "p4m" in model else {})}
             found.append(
                 Recipe(
                     f"{dataset}_{model}_paper",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -121,6 +122,15 @@ class Dataset:
         )
         mean, std = statistics(train.x)
         return replace(self, train=train, mean=mean, std=std)
+
+
+def fingerprint(data: Dataset) -> str:
+    """SHA-256 of the name and of the images and classes of all splits."""
+    found = hashlib.sha256(data.name.encode())
+    for split in (data.train, data.validation, data.test):
+        for tensor in (split.x, split.y):
+            found.update(tensor.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def normalise(x: Tensor, dataset: Dataset) -> Tensor:

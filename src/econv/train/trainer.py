@@ -24,6 +24,7 @@ from econv.train.execution import Execution
 from econv.train.optimise import Optimizer, Vector
 from econv.train.parts import KeyedDropout, replace, shared
 from econv.train.processes import Processes
+from econv.weights import inscribed_disc
 
 _DROPOUT = 0x44524F50  # first word of this room's keys
 
@@ -60,17 +61,6 @@ def augmentation_of(recipe: Recipe) -> Augmentation:
             f"expected augmentation with keywords of {', '.join(names)}; got {', '.join(unknown)}"
         )
     return Augmentation(**options)
-
-
-def inscribed_disc(height: int, width: int) -> Tensor:
-    """1 inside the largest disc of an image, 0 outside, with an edge two pixels wide.
-
-    >>> inscribed_disc(9, 9)[4].tolist()
-    [0.25, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.25]
-    """
-    rows, columns = (torch.arange(n) - (n - 1) / 2 for n in (height, width))
-    distance = (rows[:, None] ** 2 + columns**2).sqrt()
-    return ((min(height, width) / 2 - distance) / 2).clamp(0, 1)
 
 
 class Trainer:
