@@ -673,5 +673,3 @@ extern "C" int econv_spectral(const Job* job, int64_t count) {
   });
   return 0;
 }
-
-#include "means.inc"

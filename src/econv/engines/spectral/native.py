@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from econv.basis import filter_basis
@@ -48,10 +47,9 @@ from econv.files import processor as _processor
 from econv.fourier import butterflies
 from econv.plan import SpectralPlan, spectral_plan
 
-__all__ = ["Native", "available", "compiler", "means", "reason"]
+__all__ = ["Native", "available", "compiler", "reason"]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_INCLUDED = Path(__file__).with_name("means.inc")  # at its end
 _WIDEST = 64  # stride and dilation: what is kept of a map grows with them
 _LARGEST = {2: 9, 3: 5}  # size of the stencils that the kernel is instantiated for
 _REALS = {torch.float32: "float", torch.float64: "double"}
@@ -148,47 +146,6 @@ def _product(
     if code:
         raise RuntimeError(f"the native kernel failed: {_WRONG.get(code, code)}")
     return result, found
-
-
-def means(dtype: torch.dtype, numbers: Sequence[int], images: Sequence[Tensor | None]) -> None:
-    """Run `struct MeansJob` of means.inc: its numbers, and the tensors after them."""
-    _means(_loaded(dtype), dtype, numbers, images)
-
-
-def _means(library: Any, dtype: torch.dtype, numbers: Sequence[int], images: Sequence[Any]) -> None:
-    job = array("q", [*numbers, *_means_addresses(dtype, numbers, images)])
-    if code := library.econv_means(job.buffer_info()[0], len(job)):
-        raise RuntimeError(f"the native kernel failed: {_WRONG.get(code, code)}")
-
-
-def _means_addresses(
-    dtype: torch.dtype, numbers: Sequence[int], images: Sequence[Tensor | None]
-) -> list[int]:
-    """Where the tensors of a job for means lie, after all has been checked."""
-    check(len(numbers) == 13 and len(images) == 7, "13 numbers and 7 tensors")
-    check(all(type(n) is int and 0 <= n < 1 << 31 for n in numbers), "numbers below 2³¹")
-    _, planes, *sizes, function, adjoint = numbers
-    height, width, out_height, out_width, step, down, across, above, left = sizes
-    check(min(planes, *sizes[:7]) > 0, "sizes above zero")
-    check(max(down, across) <= 32 and function <= 2 and adjoint <= 1, "32 taps at most")
-    # Of each line of the image all pixels have their place between the zeros around it.
-    check(above < down and left < across, "windows that begin before the image or in its corner")
-    check(above + height < out_height + down, "as many rows as windows reach")
-    check(left + width < out_width + across, "as many columns as windows reach")
-    rows, columns, row_scale, column_scale, x, inner, y = images
-    check((inner is not None) == bool(adjoint and function), "what the function was applied to")
-    check(None not in (rows, columns, row_scale, column_scale, x, y), "all tensors but that")
-    inside, outside = (planes, height, width, step), (planes, out_height, out_width, step)
-    scaled = inside if adjoint else outside
-    return [
-        address("rows", rows, dtype, (down,)),
-        address("columns", columns, dtype, (across,)),
-        address("scales of rows", row_scale, dtype, scaled[1:2]),
-        address("scales of columns", column_scale, dtype, (scaled[2] * step,)),
-        address("x", x, dtype, inside),
-        address("what the function was applied to", inner, dtype, outside),
-        address("y", y, dtype, outside),
-    ]
 
 
 def _loaded(dtype: torch.dtype) -> Any:
@@ -342,8 +299,7 @@ def _library(real: str) -> Any:
     try:
         version = _output([builder, "--version"], time.monotonic() + _SECONDS)
         # What was tuned for this processor must not run on another that shares the folder.
-        sources = _SOURCE.read_bytes(), _INCLUDED.read_bytes()
-        parts = [*sources, version, builder, real, openmp or "", _processor()]
+        parts = [_SOURCE.read_bytes(), version, builder, real, openmp or "", _processor()]
         key = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
         with _folder() as folder:
             path = Path(folder) / f"spectral-{real}-{key}.so"
@@ -395,8 +351,7 @@ def _kept(path: Path) -> Any:
 def _opened(path: Path) -> Any:
     library = ctypes.CDLL(str(path))
     try:
-        for function in (library.econv_spectral, library.econv_means):
-            function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        library.econv_spectral.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     except AttributeError as error:
         raise OSError(f"{path} is no kernel of econv: {error}") from None
     return library
@@ -427,13 +382,6 @@ def _compare(library: Any, real: str) -> None:
             )
             found = [*_product(library, x, weights, task, other, True)]
             wanted = [*apply(x, weights, plan, task.geometry, other)]
-            image, (rows, columns), mean = numbers(1, 1, 6, 9), numbers(2, 4), numbers(1, 3, 6, 1)
-            sizes, ones = (6, 9, 3, 6, 1, 4, 4, 0, 0), torch.ones(6, dtype=dtype, device=cpu)
-            given = (rows, columns, ones[:3], ones, image.view(1, 6, 9, 1), None, mean)
-            _means(library, dtype, [1, 1, *sizes, 2, 0], given)
-            found.append(mean.view(1, 1, 3, 6))
-            taps = (rows[:, None] * columns)[None, None]
-            wanted.append(functional.conv2d(functional.silu(image), taps))
             for ours, exact in zip(found, wanted, strict=True):
                 assert ours is not None
                 assert exact is not None
