@@ -15,8 +15,8 @@ from econv import (
     reference,
 )
 from econv.engines import dense
-from econv.engines.problem import replicate
 from econv.layers import GroupConv, LiftConv, VectorConv
+from econv.tensors import replicate
 
 GROUPS = ["p1", "p2", "p3", "p4", "p6", "p8", "p12", "p1m", "p2m", "p4m", "p6m", "p8m"]
 OPTIONS = {

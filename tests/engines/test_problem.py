@@ -11,9 +11,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from econv import GroupConv2d, LiftConv2d, VectorConv2d, engines, filter_basis
-from econv.engines import ENGINES, Part, Problem, devices, registry
+from econv.engines import ENGINES, Part, Problem, registry
 from econv.engines.problem import Geometry, convolution_named
 from econv.engines.spectral.triton import engine as kernels
+from econv.gpu import devices
 from econv.stencils import Gaussian
 from test_engines import distance
 

@@ -30,18 +30,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from econv.engines import dense
-from econv.engines.problem import (
-    Engine,
-    Problem,
-    Prologue,
-    Weight,
-    tf32_allowed,
-    times,
-    without_autocast,
-)
+from econv.engines.problem import Engine, Problem, Prologue, Weight, tf32_allowed, times
 from econv.engines.registry import ENGINES, check_name, first_able
 from econv.engines.spectral import operator
 from econv.files import cache_folder, processor_name, write_atomically
+from econv.tensors import without_autocast
 
 __all__ = ["Times", "choose", "engine", "keep", "kept", "measured", "noted", "resolve"]
 

@@ -16,20 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines.devices import DTYPES, works
-from econv.engines.problem import (
-    Convolution,
-    Engine,
-    Problem,
-    Prologue,
-    Weight,
-    bordered,
-    exporting,
-    memory_format,
-    one_by_one,
-    transformed,
-)
+from econv.engines.problem import Convolution, Engine, Problem, Prologue, Weight, bordered
 from econv.fourier import representation
+from econv.gpu.devices import DTYPES, works
+from econv.tensors import exporting, memory_format, one_by_one, transformed
 
 __all__ = ["TABLES", "Dense", "convolve", "filter_offsets", "filters", "tables"]
 

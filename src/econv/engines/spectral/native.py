@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from econv.basis import filter_basis
-from econv.engines.problem import Geometry, Problem, times, without_autocast
+from econv.engines.problem import Geometry, Problem, times
 from econv.engines.spectral.gate import address, check, check_plain
 from econv.engines.spectral.operator import Task
 from econv.engines.spectral.torch import Torch, apply, arrays
@@ -46,6 +46,7 @@ from econv.files import atomic, cache_folder, remove_leftovers, write_atomically
 from econv.files import processor as _processor
 from econv.fourier import butterflies
 from econv.plan import SpectralPlan, spectral_plan
+from econv.tensors import without_autocast
 
 __all__ = ["Native", "available", "compiler", "reason"]
 

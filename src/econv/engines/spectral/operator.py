@@ -20,13 +20,10 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from econv.engines.problem import (
-    Engine,
-    Geometry,
-    Problem,
-    Prologue,
-    Weight,
-    bordered,
+from econv.engines.problem import Engine, Geometry, Problem, Prologue, Weight, bordered
+from econv.engines.spectral.gate import UnreadableError
+from econv.plan import ParityError, SpectralPlan, plan_named
+from econv.tensors import (
     exporting,
     functionalised,
     memory_format,
@@ -34,8 +31,6 @@ from econv.engines.problem import (
     transformed,
     without_autocast,
 )
-from econv.engines.spectral.gate import UnreadableError
-from econv.plan import ParityError, SpectralPlan, plan_named
 
 __all__ = [
     "FAILED",

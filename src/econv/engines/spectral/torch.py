@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines.problem import Geometry, Prologue, exporting
+from econv.engines.problem import Geometry, Prologue
 from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task, through
 from econv.plan import SpectralPlan
+from econv.tensors import exporting
 
 __all__ = ["Torch", "apply", "arrays", "tables"]
 

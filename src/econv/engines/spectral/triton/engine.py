@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from econv.engines.devices import DTYPES, on_device, unavailable
-from econv.engines.problem import Problem, memory_format
-from econv.engines.spectral.operator import ONLY_IMAGES, Gradients, Saved, Spectral, Task
-from econv.engines.spectral.tiling import CHANGES, Like, Tiles, convolution_tiling, rounded_up
+from econv.engines.problem import Problem
+from econv.engines.spectral.operator import ONLY_IMAGES, Gradients, Saved, Spectral, Task, through
+from econv.engines.spectral.tiling import CHANGES, Tiles, convolution_tiling
 from econv.engines.spectral.torch import tables
 from econv.engines.spectral.triton.scheme import scheme
+from econv.gpu.devices import DTYPES, on_device, unavailable
+from econv.gpu.sizes import Like, rounded_up
 from econv.plan import SpectralPlan
+from econv.tensors import memory_format
 
 __all__ = ["Hopper", "Triton"]
 
@@ -108,7 +110,8 @@ class Triton(Spectral):
                 back = Task(task.plan, task.back(x))
                 to_x = self._launch(back, gradient, found, weights, w_largest, None, x)
                 if affine is not None:
-                    to_x, to_affine = launches.activation_backward(to_x, x, affine)
+                    found = _passes().activation_gradient(to_x, x, affine)
+                    to_x, to_affine = found or through(affine, x, to_x.to(x.dtype))
                 to_x = to_x.contiguous(memory_format=memory_format(x))
         return to_x, to_weight, to_affine
 
@@ -185,6 +188,12 @@ def _launches() -> Any:
     from econv.engines.spectral.triton import launches
 
     return launches
+
+
+def _passes() -> Any:
+    from econv.gpu import passes
+
+    return passes
 
 
 def _weight_map(task: Task, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from econv.gpu.sizes import power_of_two
 from econv.plan import SpectralPlan
 
 _MANY = 16  # targets: those of which a layer is made by halves
@@ -26,10 +27,6 @@ HEADROOM = 7
 """The largest number of an image is scaled to at least 2^7 and less than 2^8. Derivatives may be
 2^7.9 times as large and stay below float16's largest number, 2^16. All but the smallest 2^-21 of
 the image keep every digit."""
-
-
-def power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 class Target(NamedTuple):

@@ -14,6 +14,14 @@ import torch
 import triton
 from torch import Tensor
 
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+if VERSION < (3, 6):
+    raise ImportError(f"expected Triton 3.6 or later; got {triton.__version__}")
+
+FIRST = VERSION < (3, 7)
+"""Along which axes a load distributes threads, then warps: the first ones, or those next to the
+contiguous axis. Tensors with another order would be exchanged between threads."""
+
 
 class Launch:
     """A kernel with all arguments but tensors, which come first: then numbers, then constants."""
