@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "autocasts",
@@ -19,6 +20,7 @@ __all__ = [
     "one_by_one",
     "replicate",
     "transformed",
+    "undisturbed",
     "watched",
     "without_autocast",
 ]
@@ -117,6 +119,21 @@ def _at(x: Tensor | None, level: int) -> bool:
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast is off inside: engines round where they say so."""
     return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """What runs inside is no part of what runs around: no modes, no hooks, no autocast of it."""
+    with ExitStack() as those:
+        if device.type == "cuda":
+            those.enter_context(torch.cuda.device(device))
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            those.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+        those.enter_context(torch._C._DisableFuncTorch())
+        those.enter_context(_disable_current_modes())
+        those.enter_context(torch.inference_mode(False))
+        those.enter_context(without_autocast(device))
+        yield
 
 
 def autocasts(device: torch.device) -> bool:

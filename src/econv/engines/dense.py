@@ -82,13 +82,8 @@ def _has_kernel(problem: Problem, weight: Weight) -> bool:
     ours = ours and problem.convolution.dimension == 2
     if not ours or weight.learned.dtype not in DTYPES or problem.dtype not in DTYPES:
         return False
-    return works("the kernel that expands filters", problem.device, partial(_attempt, problem))
-
-
-def _attempt(problem: Problem) -> None:
-    from econv.engines import filter_kernel
-
-    filter_kernel.attempt(problem.device)
+    kernel = "econv.engines.filter_kernel"
+    return works("the kernel that expands filters", problem.device, kernel)
 
 
 def filters(

@@ -322,11 +322,6 @@ def times(sizes: Iterable[int]) -> str:
     return "×".join(map(str, sizes))
 
 
-def tf32_allowed() -> bool:
-    """Whether GPUs may round what convolutions multiply in float32."""
-    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-
-
 def _hint(size: Any) -> int:
     if isinstance(size, torch.SymInt):
         size = 1 if size.node.hint is None else size.node.hint

@@ -7,7 +7,6 @@ several processes, and brought together.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -96,13 +95,7 @@ def activates(x: Tensor) -> bool:
     """Whether a kernel writes what `activated` gives."""
     if x.dtype not in DTYPES:
         return False
-    return works("norm and ReLU in one kernel", x.device, partial(_attempt, x.device))
-
-
-def _attempt(device: torch.device) -> None:
-    from econv.layers import norm_kernels
-
-    norm_kernels.attempt(device)
+    return works("norm and ReLU in one kernel", x.device, "econv.layers.norm_kernels")
 
 
 def activated(

@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,18 +34,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from econv.basis import filter_basis
 from econv.engines.problem import Geometry, Problem, times
 from econv.engines.spectral.gate import address, check, check_plain
 from econv.engines.spectral.operator import Task
 from econv.engines.spectral.torch import Torch, apply, arrays
-from econv.files import atomic, cache_folder, remove_leftovers, write_atomically
+from econv.files import atomic, cache_folder, locked, remove_leftovers, write_atomically
 from econv.files import processor as _processor
 from econv.fourier import butterflies
 from econv.plan import SpectralPlan, spectral_plan
-from econv.tensors import without_autocast
+from econv.tensors import undisturbed
 
 __all__ = ["Native", "available", "compiler", "reason"]
 
@@ -205,30 +203,17 @@ def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np
         return [*sparse(first), len(pairs), address(np.array(pairs, dtype=np.int64)), *sparse(last)]
 
     blocks = [[block.rows, block.inner, block.columns] for block in plan.blocks]
-    slots = tables["synthesis"].T
-    if plan.stencils.ndim == 3:
-        start, pick, factors = 0, tables["pick"].T, tables["factors"].T
-        classes = symmetry_classes(plan.stencils)
-    else:  # as many terms as each feature has
-        there = tables["factors"].T != 0
-        start = address(np.append(0, there.sum(axis=1).cumsum()))
-        pick, factors = tables["pick"].T[there], tables["factors"].T[there]
-        classes = cube_classes(plan.stencils)
-    numbers = [
-        *(
-            plan.stencils.ndim - 1,
-            plan.basis.size,
-            len(plan.stencils),
-            len(slots),
-            plan.weights,
-            len(blocks),
-        ),
-        *(len(plan.analysis), len(plan.synthesis)),
-        *(*fast(plan.analysis), *fast(slots, turned=True), *fast(slots)),
-        *map(address, classes),
-        start,
-        *map(address, (pick, factors, blocks, tables["entries"], tables["signs"])),
-    ]
+    slots, factors = tables["synthesis"].T, tables["factors"].T
+    terms = factors != 0
+    terms[:, 0] = True  # one at least
+    start = np.append(0, terms.sum(axis=1).cumsum())
+    sizes = (plan.stencils.ndim - 1, plan.basis.size, len(plan.stencils), len(slots))
+    channels = (len(plan.analysis), len(plan.synthesis))
+    features = (start, tables["pick"].T[terms], factors[terms])
+    last = (*symmetry_classes(plan.stencils), *features, blocks, tables["entries"], tables["signs"])
+    numbers = [*sizes, plan.weights, len(blocks), *channels]
+    numbers += [*fast(plan.analysis), *fast(slots, turned=True), *fast(slots)]
+    numbers += map(address, last)
     return numbers, kept
 
 
@@ -237,14 +222,15 @@ def symmetry_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
 
     The parts are those that `derivatives` in native.cpp forms: along each axis the middle, the sums
     and the differences of opposite taps; among the even-even and the odd-odd ones, sums and
-    differences across the diagonal. A stencil with the symmetry of its operator reads parts of one
-    class, six at most on 5×5 where it has up to 25 taps. For each class: which stencils read it,
-    whether an earlier class has given a part of them, and a factor for each part.
+    differences across the diagonal. Those of space come in eight classes, even or odd along y, x
+    and z. A stencil with the symmetry of its operator reads parts of one class, six at most on 5×5
+    where it has up to 25 taps. For each class: which stencils read it, whether an earlier class has
+    given a part of them, and a factor for each part.
     """
-    count, size, _ = stencils.shape
+    count, size = stencils.shape[:2]
     taps, radius = np.eye(size), size // 2
     ahead, behind = taps[radius + 1 :], taps[:radius][::-1]
-    even, odd = np.concatenate([taps[radius : radius + 1], ahead + behind]), ahead - behind
+    even, odd = lines = np.concatenate([taps[radius : radius + 1], ahead + behind]), ahead - behind
 
     def across(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         a, b = np.triu_indices(len(lines))
@@ -252,31 +238,18 @@ def symmetry_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
         turned = part.transpose(0, 2, 1)
         return part + turned * (a != b)[:, None, None], (part - turned)[a != b]
 
-    mixed = (odd[:, None, :, None] * even[:, None]).reshape(-1, size, size)
-    classes = [*across(even), mixed, mixed.transpose(0, 2, 1), *across(odd)]
-    parts = np.concatenate(classes).reshape(size**2, size**2)
+    if stencils.ndim == 3:
+        mixed = (odd[:, None, :, None] * even[:, None]).reshape(-1, size, size)
+        classes = [*across(even), mixed, mixed.transpose(0, 2, 1), *across(odd)]
+    else:
+        classes = [
+            np.einsum("az,by,cx->abczyx", lines[z], lines[y], lines[x]).reshape(-1, *[size] * 3)
+            for y, x, z in itertools.product((0, 1), repeat=3)
+        ]
+    parts = np.concatenate(classes).reshape(stencils[0].size, -1)
     factors = stencils.reshape(count, -1) @ np.linalg.inv(parts)
-    return _by_class(factors, [len(found) for found in classes])
-
-
-def cube_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
-    """As `symmetry_classes`, of stencils in space: eight classes, even or odd along y, x and z."""
-    count, size = stencils.shape[:2]
-    taps, radius = np.eye(size), size // 2
-    ahead, behind = taps[radius + 1 :], taps[:radius][::-1]
-    lines = np.concatenate([taps[radius : radius + 1], ahead + behind]), ahead - behind
-    classes = [
-        np.einsum("az,by,cx->abczyx", lines[z], lines[y], lines[x]).reshape(-1, size**3)
-        for y, x, z in itertools.product((0, 1), repeat=3)
-    ]
-    factors = stencils.reshape(count, -1) @ np.linalg.inv(np.concatenate(classes))
-    return _by_class(factors, [len(found) for found in classes])
-
-
-def _by_class(factors: np.ndarray, lengths: list[int]) -> tuple[np.ndarray, ...]:
-    """The factors of each stencil, class after class of its parts, without those that read none."""
     factors[np.abs(factors) <= 1e-14 * np.abs(factors).max(axis=1, keepdims=True)] = 0.0
-    each = np.split(factors, np.cumsum(lengths)[:-1], axis=1)
+    each = np.split(factors, np.cumsum([len(found) for found in classes])[:-1], axis=1)
     reads = np.array([here.any(axis=1) for here in each])  # [class, stencil]
     given = np.concatenate([here[own].ravel() for here, own in zip(each, reads, strict=True)])
     start = np.append(0, reads.sum(axis=1).cumsum())
@@ -304,7 +277,7 @@ def _library(real: str) -> Any:
         key = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
         with _folder() as folder:
             path = Path(folder) / f"spectral-{real}-{key}.so"
-            with _alone(path.with_suffix(".lock")):
+            with locked(path.with_suffix(".lock"), wait=True):
                 remove_leftovers(Path(folder))
                 library = _kept(path)
                 if library is None:
@@ -318,20 +291,6 @@ def _library(real: str) -> Any:
         _log.warning("no compiled kernel for CPUs, operations of torch run instead: %s", error)
         return str(error)
     return library
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process at a time, however it ends."""
-    import fcntl
-
-    with open(path, "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _log.info("waiting for another process that builds the kernel for CPUs")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _kept(path: Path) -> Any:
@@ -370,27 +329,20 @@ def _compare(library: Any, real: str) -> None:
         return torch.arange(math.prod(shape), dtype=dtype, device=cpu).mul(0.7).sin().view(shape)
 
     plan = spectral_plan(filter_basis("p4", "order<=1"), "regular", "regular")
-    # Nothing that is going on around the first call may reach these tensors.
-    with contextlib.ExitStack() as undisturbed:
-        for one in (torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad()):
-            undisturbed.enter_context(one)
-        with _disable_current_modes(), without_autocast(cpu):
-            task = Task(plan, Geometry(1, 1, 1, 1, (6, 7)))
-            x, other, weights = (
-                numbers(2, 8, 6, 7),
-                numbers(2, 4, 6, 7),
-                numbers(1, 2, plan.weights),
-            )
-            found = [*_product(library, x, weights, task, other, True)]
-            wanted = [*apply(x, weights, plan, task.geometry, other)]
-            for ours, exact in zip(found, wanted, strict=True):
-                assert ours is not None
-                assert exact is not None
-                error = float((ours - exact).abs().max() / exact.abs().max())
-                if not error < most:  # so that a NaN fails
-                    raise RuntimeError(
-                        f"the kernel that was built differs from operations of torch by {error:.1e}"
-                    )
+    with undisturbed(cpu), torch.no_grad():
+        task = Task(plan, Geometry(1, 1, 1, 1, (6, 7)))
+        x, other = numbers(2, 8, 6, 7), numbers(2, 4, 6, 7)
+        weights = numbers(1, 2, plan.weights)
+        found = [*_product(library, x, weights, task, other, True)]
+        wanted = [*apply(x, weights, plan, task.geometry, other)]
+        for ours, exact in zip(found, wanted, strict=True):
+            assert ours is not None
+            assert exact is not None
+            error = float((ours - exact).abs().max() / exact.abs().max())
+            if not error < most:  # so that a NaN fails
+                raise RuntimeError(
+                    f"the kernel that was built differs from operations of torch by {error:.1e}"
+                )
 
 
 def _compile(builder: str, real: str, openmp: str | None, target: Path) -> None:

@@ -35,7 +35,7 @@ class Torch(Spectral):
         self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The layer; half precisions are rounded once, at the end."""
-        made = x if affine is None else Prologue(affine).apply(x)
+        made = Prologue(affine).apply(x)
         _, weights = spectral_weights(task.plan, weight, x.dtype)
         found, _ = self.product(made.to(weights.dtype), weights, task)
         assert found is not None
@@ -46,7 +46,7 @@ class Torch(Spectral):
     ) -> Gradients:
         """Both gradients, from one set of derivatives."""
         x, weight, affine, _ = saved
-        made = x if affine is None else Prologue(affine).apply(x)
+        made = Prologue(affine).apply(x)
         table, weights = spectral_weights(task.plan, weight, x.dtype)
         turned = (weights @ table["adjoint_map"]).transpose(0, 1)
         other = made.to(weights.dtype) if wanted[1] else None

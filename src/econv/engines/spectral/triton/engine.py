@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from econv.engines.problem import Problem
-from econv.engines.spectral.operator import ONLY_IMAGES, Gradients, Saved, Spectral, Task, through
+from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task, through
 from econv.engines.spectral.tiling import CHANGES, Tiles, convolution_tiling
 from econv.engines.spectral.torch import tables
 from econv.engines.spectral.triton.scheme import scheme
@@ -47,7 +47,7 @@ class Triton(Spectral):
     def _not_covered(self, problem: Problem) -> str | None:
         conv = problem.convolution
         if conv.dimension != 2:
-            return ONLY_IMAGES
+            return "it serves images only"
         if (conv.parts[0].kind, conv.target) != ("regular", "regular"):
             return f"it maps group features to group features; this maps {conv}"
         if problem.dtype not in DTYPES:
@@ -110,7 +110,7 @@ class Triton(Spectral):
                 back = Task(task.plan, task.back(x))
                 to_x = self._launch(back, gradient, found, weights, w_largest, None, x)
                 if affine is not None:
-                    found = _passes().activation_gradient(to_x, x, affine)
+                    found = launches.passes.activation_gradient(to_x, x, affine)
                     to_x, to_affine = found or through(affine, x, to_x.to(x.dtype))
                 to_x = to_x.contiguous(memory_format=memory_format(x))
         return to_x, to_weight, to_affine
@@ -188,12 +188,6 @@ def _launches() -> Any:
     from econv.engines.spectral.triton import launches
 
     return launches
-
-
-def _passes() -> Any:
-    from econv.gpu import passes
-
-    return passes
 
 
 def _weight_map(task: Task, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import hashlib
 import linecache
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -22,22 +22,10 @@ from econv.engines.spectral.triton.scheme import Scheme
 from econv.gpu.passes import begun, numbers_of, rectified, tile_of
 
 
-class Kernels(NamedTuple):
-    """Generated kernels."""
-
-    analyse: tuple[Any, Any]
-    """Of an input as it is, and of one that is activated."""
-    pack: Any = None
-    forward: Any = None
-    weight_gradient: Any = None
-
-
 @lru_cache(maxsize=512)
-def generated(write: Callable[..., str], layout: Scheme, *options: Any) -> Kernels:
-    """What `convolution_source` or `weight_gradient_source` writes, compiled."""
-    space = _read(write(layout, *options), layout)
-    others = {name: space[name] for name in Kernels._fields[1:] if name in space}
-    return Kernels((space["analyse"], space["analyse_activated"]), **others)
+def generated(write: Callable[..., str], layout: Scheme, *options: Any) -> dict[str, Any]:
+    """What `convolution_source` or `weight_gradient_source` writes, compiled: kernels by name."""
+    return _read(write(layout, *options), layout)
 
 
 def read_source(source: str, layout: Scheme, names: dict[str, Any]) -> dict[str, Any]:
@@ -46,14 +34,13 @@ def read_source(source: str, layout: Scheme, names: dict[str, Any]) -> dict[str,
     name = f"<econv {layout.plan.basis.group.name} {digest}>"
     # Triton reads the source of a function: this is where Python looks for it.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    space = {"__name__": __name__, **names}
+    space = {**names, "__name__": __name__}
     exec(compile(source, name, "exec"), space)
     return space
 
 
 def _read(source: str, layout: Scheme) -> dict[str, Any]:
-    names = {"exponent": exponent, "two_to": two_to, "rectified": rectified}
-    return read_source(source, layout, {"triton": triton, "tl": tl, **names})
+    return read_source(source, layout, globals())
 
 
 @triton.jit

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Geometry, Prologue, tf32_allowed
+from econv.engines.problem import Geometry
 from econv.engines.spectral.hopper import kernels as hopper
 from econv.engines.spectral.hopper.schedule import ROWS, gains
 from econv.engines.spectral.tiling import (
@@ -41,6 +41,7 @@ from econv.engines.spectral.triton import kernels
 from econv.engines.spectral.triton.kernels import OVERALL
 from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, scheme
 from econv.engines.spectral.triton.source import convolution_source, weight_gradient_source
+from econv.gpu.devices import tf32_allowed
 from econv.gpu.launch import Job, Launch, launch_all
 from econv.gpu.passes import by_rows, empty
 from econv.gpu.sizes import Like, power_of_two, rounded_up, units
@@ -81,7 +82,7 @@ class _Group:
 
     def __init__(
         self,
-        analyse: tuple[Any, Any],
+        made: dict[str, Any],
         x: Like,
         first: int,
         images: int,
@@ -105,7 +106,8 @@ class _Group:
         shape, padding = (images, count, *x.shape[2:]), (geometry.up, geometry.before)
         numbers = (*shape, *padding, *grid, each, *x.strides)
         programs = (units(grid.size, block), self.chunks)
-        self.analyse = Launch(analyse[activated], programs, numbers, BP=block, num_warps=4)
+        analyse = made["analyse_activated" if activated else "analyse"]
+        self.analyse = Launch(analyse, programs, numbers, BP=block, num_warps=4)
         self.launches: list[list[Launch]] = []
         """What reads their spectrum, for each layout; of a weight gradient, after what packs."""
         self.offset = 0
@@ -164,11 +166,11 @@ class ConvolutionRun:
         else:
             options: dict[str, Any] = {"BP": tiling.pixels, "PRECISION": precision}
             options |= {"num_warps": chosen.warps, "num_stages": 1}
-            forward = [partial(Launch, made.forward, **options)]
+            forward = [partial(Launch, made["forward"], **options)]
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
         self.own = first = 0  # numbers of the memory that is no part of the output
         for images in image_groups(x, geometry, tiling, self.shape[1], adjoint):
-            group = _Group(made.analyse, x, first, images, layout, geometry, 1, activated)
+            group = _Group(made, x, first, images, layout, geometry, 1, activated)
             numbers: tuple[int, ...] = (*group.positions, group.chunks)
             tiles = units(numbers[0], tiling.pixels)
             grid = (tiles, cut.programs)
@@ -286,17 +288,17 @@ class WeightGradientRun:
         else:
             self.more = found[0][2:]
             options |= {"PRECISION": precision, "COUNT": tiling.features, "num_warps": tiling.warps}
-            gradients = [[partial(Launch, made[0].weight_gradient, **options)]]
+            gradients = [[partial(Launch, made[0]["weight_gradient"], **options)]]
         grid = (in_padded // tiling.fields, cut.programs, splits)
         for again, first in enumerate(range(0, x.shape[0], most)):
             images = min(most, x.shape[0] - first)
             shape = (x, first, images, layout, geometry, 0, activated, tiling.fields)
-            group = _Group(made[0].analyse, *shape)
+            group = _Group(made[0], *shape)
             pixels, height, width, *_ = group.positions
             tiles = units(pixels, tiling.pixels)
             rows = (tiles * (tiling.pixels // ROWS), cut.padded // FIELDS)
             numbers = (pixels, out_fields, height, width, cut.programs, *g.strides)
-            packs = [Launch(one.pack, rows, numbers, BP=ROWS, num_warps=4) for one in made]
+            packs = [Launch(one["pack"], rows, numbers, BP=ROWS, num_warps=4) for one in made]
             last = (tiles, cut.programs, in_padded, cut.padded, again)
             numbers = (*group.positions, *last)
             group.launches = [
@@ -366,11 +368,7 @@ def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
     fields = 0 if affine is None else affine.shape[1]
     constants = {"OVERALL": OVERALL, "ACTIVATED": fields > 0}
     launch = by_rows(kernels.largest, Like.of(x), fields, whole=False, **constants)
-    if launch is not None:
+    if launch is None:  # in neither of torch's layouts
+        largest(x.contiguous(), found, affine)
+    else:
         launch(x, x if affine is None else affine.contiguous(), found.view(torch.int32))
-        return
-    x = x if affine is None else Prologue(affine).apply(x.float())
-    rest = tuple(range(1, x.dim()))
-    each = torch.linalg.vector_norm(x, math.inf, dim=rest, dtype=torch.float32)
-    found[OVERALL : OVERALL + len(x)] = each
-    found[:OVERALL] = each.amax()
