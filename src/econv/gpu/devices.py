@@ -44,6 +44,10 @@ def _not_installed(device: torch.device) -> str | None:
         return "Triton is not installed"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
         return "the GPU is older than Ampere"
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        return f"it needs Triton 3.6 or later; this is {triton.__version__}"
     return None
 
 

@@ -14,11 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-if VERSION < (3, 6):
-    raise ImportError(f"expected Triton 3.6 or later; got {triton.__version__}")
-
-FIRST = VERSION < (3, 7)
+FIRST = triton.__version__.startswith("3.6.")
 """Along which axes a load distributes threads, then warps: the first ones, or those next to the
 contiguous axis. Tensors with another order would be exchanged between threads."""
 

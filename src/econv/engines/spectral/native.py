@@ -25,6 +25,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from array import array
 from functools import lru_cache
@@ -369,26 +370,18 @@ def _compile(builder: str, real: str, openmp: str | None, target: Path) -> None:
 
 def _output(command: list[str], until: float) -> str:
     """What a compiler says; it is told of one that takes long, and one that hangs is ended."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    words: Any = {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace"}
+    process = subprocess.Popen(command, **pipes, **words, start_new_session=True)
+    says = "%s is building the kernel for CPUs; ECONV_NATIVE=0 forbids it"
+    patience = threading.Timer(_PATIENCE, _log.warning, (says, command[0]))
+    patience.start()
     try:
-        for left in (min(_PATIENCE, until - time.monotonic()), until - time.monotonic()):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                output, errors = process.communicate(timeout=max(0.0, left))
-                break
-            _log.warning(
-                "%s is building the kernel for CPUs; ECONV_NATIVE=0 forbids it", command[0]
-            )
-        else:
-            raise RuntimeError(f"{command[0]} did not end within {_SECONDS:g} s")
+        output, errors = process.communicate(timeout=max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{command[0]} did not end within {_SECONDS:g} s") from None
     finally:
+        patience.cancel()
         with contextlib.suppress(ProcessLookupError):  # it and what it started
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

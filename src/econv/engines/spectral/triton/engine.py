@@ -41,8 +41,8 @@ class Triton(Spectral):
 
     def why_not(self, problem: Problem) -> str | None:
         """It runs layers between group features, on recent GPUs."""
-        missing = unavailable(problem.device) or _too_old()
-        return missing or self._not_covered(problem) or super().why_not(problem)
+        missing = unavailable(problem.device) or self._not_covered(problem)
+        return missing or super().why_not(problem)
 
     def _not_covered(self, problem: Problem) -> str | None:
         conv = problem.convolution
@@ -159,16 +159,6 @@ class Hopper(Triton):
         if not _specialised(conv.plan(conv.parts[0]), conv.out_fields // conv.groups):
             return f"{conv.basis.group.name} has no products that fit its warps"
         return None
-
-
-@cache
-def _too_old() -> str | None:
-    """What an older Triton misses."""
-    try:
-        _launches()
-    except ImportError as error:
-        return str(error)
-    return None
 
 
 @cache

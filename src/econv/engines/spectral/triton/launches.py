@@ -28,7 +28,6 @@ from econv.engines.problem import Geometry
 from econv.engines.spectral.hopper import kernels as hopper
 from econv.engines.spectral.hopper.schedule import ROWS, gains
 from econv.engines.spectral.tiling import (
-    INTERNAL,
     Grid,
     Tiles,
     chosen_tiles,
@@ -68,6 +67,12 @@ def _constants(layout: Scheme, device: torch.device, warp_specialised: bool) -> 
     arrays = (entries, signs, adjoint, more, layout.piece_of, owners, factors, numbers)
     with torch.inference_mode(False):
         return [torch.tensor(array, device=device) for array in arrays]
+
+
+def _internal(dtype: torch.dtype, plan: str) -> tuple[torch.dtype, Scheme]:
+    """What the kernels compute in, for inputs of a dtype, and how they lay a plan out."""
+    found = torch.float32 if dtype == torch.float32 else torch.float16
+    return found, scheme(plan_named(plan), 16 // found.itemsize)
 
 
 def _f16x2(dtype: torch.dtype) -> bool:
@@ -138,8 +143,7 @@ class ConvolutionRun:
 
         Then outputs lie channels-last. ``changes`` are those of `chosen_tiles`, to tell runs apart.
         """
-        self.internal = INTERNAL[x.dtype]
-        layout = scheme(plan_named(plan), 16 // self.internal.itemsize)
+        self.internal, layout = _internal(x.dtype, plan)
         channels = layout.plan.synthesis.shape[0]
         self.shape = (x.shape[0], out_fields * channels, *geometry.sizes)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
@@ -250,8 +254,7 @@ class WeightGradientRun:
         changes: tuple[tuple[str, int], ...] = (),
     ) -> None:
         """As `ConvolutionRun`."""
-        self.internal = INTERNAL[x.dtype]
-        layout = scheme(plan_named(plan), 16 // self.internal.itemsize)
+        self.internal, layout = _internal(x.dtype, plan)
         channels = layout.plan.analysis.shape[1]
         in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
         self.shape = (out_fields, in_fields, layout.plan.weights)

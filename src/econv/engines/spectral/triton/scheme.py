@@ -16,9 +16,11 @@ import numpy as np
 from econv.gpu.sizes import power_of_two
 from econv.plan import SpectralPlan
 
-_MANY = 16  # targets: those of which a layer is made by halves
 _BEGINNINGS = 4
 _IMPOSSIBLE = 1 << 16  # features
+
+MANY = 16
+"""Targets from which on a layer is made by halves."""
 
 FIELDS = 4
 """Fields of one tile: with four features each they fill the shortest product, 16."""
@@ -382,7 +384,7 @@ def scheme(plan: SpectralPlan, vector: int) -> Scheme:
         for period in (1, 2, 4)
     ]
     best = min((Scheme(plan, vector, tuple(order)) for order in orders), key=total)
-    if best.batch >= _MANY:
+    if best.batch >= MANY:
         best = min(best, _evened(best), key=total)
     if best.length >= _IMPOSSIBLE:
         raise ArithmeticError(f"a feature of {plan!r} reads slots that do not lie together")
