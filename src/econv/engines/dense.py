@@ -112,9 +112,9 @@ def filters(
     bank = _expand(learned, synthesis)  # [out, in, order, pixels]
     if more:  # what turns comes last, and is read in frame A as ρ(A)⁻¹v
         banks = list(bank.split([n * convolution.width(k) for k, n in convolution.parts], 1))
-        for place, turns in enumerate(more, len(banks) - len(more)):
-            own = banks[place].unflatten(1, (-1, turns.shape[-1]))
-            banks[place] = torch.einsum("ovcgp,gcd->ovdgp", own, turns).flatten(1, 2)
+        for part, turns in enumerate(more, len(banks) - len(more)):
+            own = banks[part].unflatten(1, (-1, turns.shape[-1]))
+            banks[part] = torch.einsum("ovcgp,gcd->ovdgp", own, turns).flatten(1, 2)
         bank = torch.cat(banks, dim=1)
     return bank.transpose(1, 2).flatten(0, 1).unflatten(-1, pixels)
 

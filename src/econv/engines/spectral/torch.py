@@ -147,8 +147,8 @@ def differentiate(x: Tensor, plan: SpectralPlan, geometry: Geometry) -> Iterator
     picks, factors = (table[name].split(sizes, dim=1) for name in ("pick", "factors"))
     for block, pick, factor in zip(plan.blocks, picks, factors, strict=True):
         terms = [
-            found.index_select(1, places) * weights[:, None, None]
-            for places, weights in zip(pick, factor, strict=True)
+            found.index_select(1, offsets) * weights[:, None, None]
+            for offsets, weights in zip(pick, factor, strict=True)
         ]
         total = sum(terms[1:], start=terms[0])
         yield total.unflatten(1, (block.rows, block.inner)).flatten(2, 3)

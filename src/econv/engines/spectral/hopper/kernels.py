@@ -79,8 +79,8 @@ class Copies:
     def __call__(self, memory: Tensor) -> list[Any]:
         """As descriptors of matrices that lie in some memory."""
         flat, found = memory.view(-1), []
-        for place, descriptors in self.matrices:
-            base = flat[place]
+        for part, descriptors in self.matrices:
+            base = flat[part]
             for descriptor in descriptors:
                 moved = object.__new__(TensorDescriptor)  # what is checked has been checked
                 moved.__dict__.update(descriptor.__dict__, base=base)

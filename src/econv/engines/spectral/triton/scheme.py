@@ -354,9 +354,9 @@ def _evened(layout: Scheme) -> Scheme:
     each = evened.width // 2
     # Targets that do not fill their chunk stay behind.
     full = sorted(range(len(evened.order) // each), key=lambda n: -evened.lengths[n])
-    places = [n * each + k for n in full for k in range(each)]
-    places += range(len(places), len(evened.order))
-    return replace(layout, order=tuple(evened.order[place] for place in places))
+    order = [n * each + k for n in full for k in range(each)]
+    order += range(len(order), len(evened.order))
+    return replace(layout, order=tuple(evened.order[n] for n in order))
 
 
 @lru_cache(maxsize=512)
