@@ -410,7 +410,7 @@ def _upright_rows() -> list[Recipe]:
         "retrain_on_all": False,
         "test_angles": 24,
     }
-    shared: Items = (("margin", 4), ("dropout", 0.1))
+    shared: Items = (("margin", 6), ("dropout", 0.1))
     smooth: Items = (*shared, ("activation", "silu"), ("antialias", 0.7), ("pool", "mean"))
     digits = [
         ("p8", "PDO-eConv, p8", "convnet7_p8", (10, 10, 20, 20, 20, 30, 30)),
