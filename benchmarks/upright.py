@@ -1,6 +1,6 @@
 """Settings of the recipes for upright images, each judged on validation images that are turned.
 
-    python benchmarks/upright.py --data mnist.npz --json outputs/upright.json base "model_options.pool=max"
+    python benchmarks/upright.py --data mnist.npz --json outputs/upright.json base "epochs=5"
 
 Every argument is one trial: changes of the recipe as `econv train --set` takes them, several joined
 by semicolons, `recipe=NAME` among them for another one, or `base` for none. The trials run side by
