@@ -419,18 +419,19 @@ def _upright_rows() -> list[Recipe]:
         **_OUR_MNIST,
         "table": 4,
         "dataset": "mnist",
-        "epochs": 10,
+        "epochs": 12,
         "warmup_epochs": 0.5,
         "retrain_on_all": False,
         "test_angles": 24,
     }
-    shared: Items = (("margin", 4), ("dropout", 0.1))
-    smooth: Items = (*shared, ("activation", "silu"), ("antialias", 0.7), ("pool", "mean"))
+    # One halving, early: what is left of a digit on coarser grids cannot be turned.
+    shared: Items = (("pooled_after", (1,)), ("readout", "mean"), ("margin", 4), ("dropout", 0.1))
+    smooth: Items = (*shared, ("activation", "silu"), ("antialias", 0.7), ("pool", "mean+std"))
     digits = [
-        ("p8", "PDO-eConv, p8", "convnet7_p8", (10, 10, 20, 20, 20, 30, 30)),
-        ("p16", "PDO-eConv, p16", "convnet7_p16", (7, 7, 14, 14, 14, 22, 22)),
-        ("p8m", "PDO-eConv, p8m", "convnet7_p8m", (7, 7, 14, 14, 14, 22, 22)),
-        ("cnn", "CNN", "convnet7", (28, 28, 56, 56, 56, 84, 84)),
+        ("p8", "PDO-eConv, p8", "convnet6_p8", (16, 16, 24, 24, 24, 32)),
+        ("p16", "PDO-eConv, p16", "convnet6_p16", (12, 12, 16, 16, 18, 24)),
+        ("p8m", "PDO-eConv, p8m", "convnet6_p8m", (12, 12, 16, 16, 18, 22)),
+        ("cnn", "CNN", "convnet6", (48, 48, 68, 68, 68, 92)),
     ]
     found = []
     for name, row, model, widths in digits:

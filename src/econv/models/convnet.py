@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from econv.groups import GroupLike
 from econv.layers import ConvOptions
@@ -43,8 +45,9 @@ class ConvNet(_Classifier):
             :class:`~econv.Downsample2d` with 8 taps. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.
-        margin: pixels that the image is continued by on every side, as it is at its border; 0 by
-            default. What the layers make of the border then stays away from what is in the image.
+        margin: pixels that the image is continued by on every side, by the mean of its corners; 0
+            by default. What the layers make of the border then stays away from what is in the
+            image.
 
     >>> network = ConvNet("p8", fields=(7,) * 6)
     >>> sum(p.numel() for p in network.parameters())
@@ -101,7 +104,7 @@ class ConvNet(_Classifier):
             "oversample": oversample,
             "margin": margin,
         }
-        self.margin = nn.ReplicationPad2d(margin) if margin else nn.Identity()
+        self.margin = margin
         layers: list[nn.Module] = []
         width, size = in_channels, image_size + 2 * margin
         for number, layer_fields in enumerate(fields, start=1):
@@ -124,7 +127,9 @@ class ConvNet(_Classifier):
         self.reset_classifier(num_classes)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        return self._through(self.layers, len(self.config["fields"]), self.margin(x))
+        if self.margin:
+            x = _continued(x, self.margin)
+        return self._through(self.layers, len(self.config["fields"]), x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         x = self.pool(x)
@@ -148,3 +153,17 @@ class ConvNet(_Classifier):
         classifier = nn.Conv2d(self.num_features, num_classes, size, bias=not whole)
         nn.init.xavier_normal_(classifier.weight)
         return classifier
+
+
+def _continued(x: Tensor, pixels: int) -> Tensor:
+    """Images on their background, the mean of their corners, so many pixels wide on every side.
+
+    To repeat what is at the border would draw out whatever touches it when the image turns.
+
+    >>> _continued(torch.tensor([[[[1.0, 9, 3], [9, 9, 9], [1, 9, 3]]]]), 1)[0, 0, 0].tolist()
+    [2.0, 2.0, 2.0, 2.0, 2.0]
+    """
+    top, bottom = x[:, :, :1], x[:, :, -1:]
+    corners = torch.cat([top[..., :1], top[..., -1:], bottom[..., :1], bottom[..., -1:]], -1)
+    background = corners.mean(-1, keepdim=True)
+    return functional.pad(x - background, (pixels,) * 4) + background
