@@ -673,7 +673,8 @@ class ConvNet(_Classifier):
     Table 1: six layers without padding's help (each takes two pixels off), a 2×2 max-pooling after
     the second, and a classifier that reads the last map whole, 4×4 on images of 28×28. Table 2:
     seven layers that keep the size, poolings after the second and the fourth, then the mean over
-    the image. Both are exactly symmetric under quarter turns on 28×28.
+    the image. Both are exactly symmetric under quarter turns on 28×28. With a group of space, or
+    ``dimension=3``, it is one for volumes.
 
     Args:
         group: a group or its name; ``None`` for the ordinary CNN.
@@ -699,6 +700,7 @@ class ConvNet(_Classifier):
             only.
         margin: pixels that the image is continued by on every side, as it is at its border; 0 by
             default. What the layers make of the border then stays away from what is in the image.
+        dimension: 2 or 3; by default the group's, and 2 without one.
 
     >>> network = ConvNet("p8", fields=(7,) * 6)
     >>> sum(p.numel() for p in network.parameters())
@@ -722,6 +724,7 @@ class ConvNet(_Classifier):
         antialias: float = 0.0,
         oversample: int = 1,
         margin: int = 0,
+        dimension: int | None = None,
     ) -> None:
         super().__init__()
         if readout not in ("map", "mean"):
@@ -736,7 +739,8 @@ class ConvNet(_Classifier):
         _share("dropout", dropout)
         if isinstance(margin, bool) or not isinstance(margin, int) or margin < 0:
             raise ValueError(f"expected margin as a number of pixels, 0 or more; got {margin!r}")
-        kit = _Kit(group, pool, options, activation, antialias, oversample, 2)
+        kit = _Kit(group, pool, options, activation, antialias, oversample, dimension)
+        self.dimension = kit.dimension
         self.group = kit.group
         self.config = {
             "group": kit.group,
@@ -754,8 +758,10 @@ class ConvNet(_Classifier):
             "antialias": kit.antialias,
             "oversample": oversample,
             "margin": margin,
+            **kit.named_dimension,
         }
-        self.margin = nn.ReplicationPad2d(margin) if margin else nn.Identity()
+        torchs = _TORCH[self.dimension]
+        self.margin = torchs["margin"](margin) if margin else nn.Identity()
         layers: list[nn.Module] = []
         width, size = in_channels, image_size + 2 * margin
         for number, layer_fields in enumerate(fields, start=1):
@@ -764,7 +770,7 @@ class ConvNet(_Classifier):
             layers.append(kit.activation())
             width, size = layer_fields, size - 2 * shrink
             if number in pooled_after:
-                layers.append(kit.halving() if kit.antialias else nn.MaxPool2d(2))
+                layers.append(kit.halving() if kit.antialias else torchs["halving"](2))
                 size = (size + bool(kit.antialias)) // 2
             elif dropout:
                 layers.append(nn.Dropout(dropout))
@@ -783,7 +789,7 @@ class ConvNet(_Classifier):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         x = self.pool(x)
         if self.readout == "mean":
-            x = x.mean(dim=(2, 3), keepdim=True)
+            x = x.mean(dim=tuple(range(2, x.ndim)), keepdim=True)
         scores: Tensor = x if pre_logits else self.classifier(x)
         return scores.flatten(1)
 
@@ -799,9 +805,11 @@ class ConvNet(_Classifier):
     def _new_classifier(self, num_classes: int) -> nn.Module:
         whole = self.readout == "map"
         size = self.last_size if whole else 1
-        classifier = nn.Conv2d(self.num_features, num_classes, size, bias=not whole)
+        made = _TORCH[self.dimension]["conv"]
+        classifier: Any = made(self.num_features, num_classes, size, bias=not whole)
         nn.init.xavier_normal_(classifier.weight)
-        return classifier
+        found: nn.Module = classifier
+        return found
 
 
 Network = ResNet | ConvNet | ImageNetResNet | UNet
@@ -867,6 +875,7 @@ def create_model(
     - ``paper_resnet26_p8``, ``paper_resnet44_p4m``, …: the same as in the paper's tables, with
       strides and a classifier that reads all orientations.
     - ``convnet6_p8``, ``convnet7_p8``, …: the paper's for MNIST-rot (:class:`ConvNet`).
+    - ``convnet6_3d_O``, …: a small stack for volumes of 32³ (:class:`ConvNet`).
     - ``resnet10_3d_O``, ``resnet18_3d_I``, ``resnet50_3d_D4h``, …: ResNets for volumes, also of 10
       layers (:class:`ImageNetResNet`).
     - ``unet_p8``, ``unet_3d_O``, …: U-Nets for images and volumes (:class:`UNet`).
@@ -906,15 +915,18 @@ def _named(name: str, options: dict[str, Any]) -> Network:
     if name in MODELS:
         kind, found = MODELS[name]
         return kind(**{**found, **options})
-    several = re.fullmatch(r"(?:resnet([0-9]+)(?=_3d)|unet)(_3d)?(?:_(\w+))?", str(name))
+    several = re.fullmatch(
+        r"(?:resnet([0-9]+)(?=_3d)|unet|(convnet6)(?=_3d))(_3d)?(?:_(\w+))?", str(name)
+    )
     if several is not None:
-        return _in_any_dimension(several[1], several[2], several[3], options)
+        return _in_any_dimension(*several.groups(), options)
     pattern = r"(?:(paper|cifar)_)?(resnet([0-9]+)|convnet[67])(?:_(p[1-9][0-9]*m?))?"
     match = re.fullmatch(pattern, str(name))
     if match is None or (match[1] and not match[3]):
         raise ValueError(
             f"unknown model {name!r}: expected one of {sorted(MODELS)}, or a name such as "
-            "'resnet34_p4m', 'cifar_resnet20_p12', 'convnet7_p6m', 'resnet10_3d_O' or 'unet_3d_O'"
+            "'resnet34_p4m', 'cifar_resnet20_p12', 'convnet7_p6m', 'convnet6_3d_O', "
+            "'resnet10_3d_O' or 'unet_3d_O'"
         )
     group = Group(match[4]) if match[4] else None
     share = 1.0 if group is None else group.order**-0.5
@@ -937,18 +949,38 @@ def _named(name: str, options: dict[str, Any]) -> Network:
 
 
 def _in_any_dimension(
-    depth: str | None, volumes: str | None, group: str | None, options: dict[str, Any]
+    depth: str | None,
+    stack: str | None,
+    volumes: str | None,
+    group: str | None,
+    options: dict[str, Any],
 ) -> Network:
     """The networks whose names say whether they are for volumes."""
     dimension = 3 if volumes else 2
     found = None if group is None else read_group(group, dimension, "create_model")
     given: dict[str, Any] = {"group": found} if found else {"group": None, "dimension": dimension}
+    if stack is not None:
+        return ConvNet(**{**_volumes(found), **given, **options})
     if depth is None:
         return UNet(**{**given, **options})
     if int(depth) not in _IMAGENET:
         raise ValueError(f"expected a depth of {sorted(_IMAGENET)} for volumes; got {depth}")
     invariant = _INVARIANT if found else {}
     return ImageNetResNet(**{"depth": int(depth), **given, **invariant, **options})
+
+
+def _volumes(group: Group | None) -> dict[str, Any]:
+    """A stack for volumes of 32³, with about as many parameters whatever the group."""
+    # A plain filter has 27 parameters for each pair of channels, one of order two 10 · order.
+    share = 1.0 if group is None else (2.7 / group.order) ** 0.5
+    return {
+        "fields": tuple(max(1, round(channels * share)) for channels in (12, 24, 24, 48, 48, 72)),
+        "image_size": 32,
+        "pooled_after": (1, 2, 4),
+        "shrink": False,
+        "readout": "mean",
+        "pool": "max" if group else None,
+    }
 
 
 class FeatureInfo:
@@ -1014,9 +1046,19 @@ class Features(nn.Module):
         return [self.network.pool(maps[i]) for i in self.feature_info.out_indices]
 
 
-_TORCH: dict[int, dict[str, type[nn.Module]]] = {
-    2: {"conv": nn.Conv2d, "norm": nn.BatchNorm2d},
-    3: {"conv": nn.Conv3d, "norm": nn.BatchNorm3d},
+_TORCH: dict[int, dict[str, Any]] = {
+    2: {
+        "conv": nn.Conv2d,
+        "norm": nn.BatchNorm2d,
+        "halving": nn.MaxPool2d,
+        "margin": nn.ReplicationPad2d,
+    },
+    3: {
+        "conv": nn.Conv3d,
+        "norm": nn.BatchNorm3d,
+        "halving": nn.MaxPool3d,
+        "margin": nn.ReplicationPad3d,
+    },
 }
 
 
