@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,16 @@ class Growing:
         else:
             self.rows[at] = row
         self.write(**more)
+
+    def take(self, paths: Iterable[Path]) -> None:
+        """Add the rows of other records with the same head."""
+        for path in paths:
+            other = json.loads(path.read_text(encoding="utf-8"))
+            differs = [name for name, value in self.head.items() if other.get(name) != value]
+            if differs:
+                raise ValueError(f"{path}: expected the same {', '.join(differs)}")
+            for row in other[self.name]:
+                self.keep(row)
 
     def write(self, **more: Any) -> None:
         """One line for each row."""

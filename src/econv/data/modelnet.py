@@ -222,16 +222,16 @@ def voxels(points: Array, triangles: Array, grid: int = GRID, shape: int = SHAPE
     low, high = used.min(0), used.max(0)
     side = float((high - low).max()) or 1.0
     middle = (low + high) / 2
-    corners = ((points - middle) * (shape / side))[triangles]  # [m, 3 corners, 3]
+    inside = 1 - 1e-6  # faces between two voxels belong to the one in the shape
+    corners = ((points - middle) * (inside * shape / side))[triangles]  # [m, 3 corners, 3]
     edges = np.linalg.norm(corners - np.roll(corners, 1, 1), axis=2).max(1)
     steps = np.maximum(1, np.ceil(2 * edges)).astype(np.int64)  # half a voxel or less
-    limit = shape / 2 - 1e-6  # the far faces belong to the last voxels
     for count in np.unique(steps):
         i, j = np.triu_indices(int(count) + 1)
         weights = np.stack([i, j - i, count - j], 1) / count
         chosen = corners[steps == count]
         for part in np.array_split(chosen, math.ceil(len(chosen) * len(i) / 1_000_000)):
-            at = np.einsum("pc,mcd->mpd", weights, part).reshape(-1, 3).clip(-limit, limit)
+            at = np.einsum("pc,mcd->mpd", weights, part).reshape(-1, 3)
             x, y, z = np.floor(at * [1, -1, 1] + grid / 2).astype(np.int64).T
             found[z, y, x] = True
     return found
