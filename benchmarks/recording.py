@@ -70,16 +70,6 @@ class Growing:
             self.rows[at] = row
         self.write(**more)
 
-    def take(self, paths: Iterable[Path]) -> None:
-        """Add the rows of other records with the same head."""
-        for path in paths:
-            other = json.loads(path.read_text(encoding="utf-8"))
-            differs = [name for name, value in self.head.items() if other.get(name) != value]
-            if differs:
-                raise ValueError(f"{path}: expected the same {', '.join(differs)}")
-            for row in other[self.name]:
-                self.keep(row)
-
     def write(self, **more: Any) -> None:
         """One line for each row."""
         if self.path:
@@ -89,3 +79,34 @@ class Growing:
             rows = ",\n".join(json.dumps(row) for row in self.rows)
             text = f'{about[:-1]}, "{self.name}": [\n{rows}\n]}}\n'
             write_atomically(self.path, text.encode())
+
+
+def joined(path: Path, parts: Iterable[Path], rows: str, key: Callable[[Any], Any]) -> Growing:
+    """One record of several that differ in their rows alone: those of runs side by side.
+
+    Other lists than the rows, such as what was tried before, are put together as well.
+    """
+    records = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
+    passing = ("finished", "load")
+    heads = [
+        {k: v for k, v in one.items() if k not in passing and not _of_rows(v)} for one in records
+    ]
+    for other in heads[1:]:
+        differs = [name for name in heads[0] if other.get(name) != heads[0][name]]
+        if differs:
+            raise ValueError(f"expected records with the same {', '.join(differs)}")
+    more: dict[str, list[Any]] = {}
+    for one in records:
+        for name, value in one.items():
+            if name != rows and _of_rows(value):
+                more.setdefault(name, []).extend(v for v in value if v not in more.get(name, []))
+    found = Growing(None, heads[0], rows, key)
+    for row in sorted((row for one in records for row in one[rows]), key=key):
+        found.keep(row)
+    found.path = path
+    found.write(**more)
+    return found
+
+
+def _of_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)

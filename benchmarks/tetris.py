@@ -42,7 +42,7 @@ from econv import (
 from econv.layers.normalisation import calibrate
 from econv.testing import random_rotations
 from econv.train.execution import Execution, convolution_precision
-from recording import Growing, origin
+from recording import Growing, joined, origin
 
 PIECES: dict[str, tuple[tuple[int, int, int], ...]] = {
     "chiral, one hand": ((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 1, 0)),
@@ -245,6 +245,10 @@ def best(tries: list[dict[str, Any]], size: int) -> dict[str, Any]:
     return found
 
 
+def key(row: dict[str, Any]) -> tuple[int, int, str]:
+    return row["size"], row["seed"], row.get("name", "")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stencils", type=int, nargs="+", default=[3, 5], help="their sides")
@@ -260,8 +264,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--join", type=Path, nargs="+", default=[], help="records of other seeds")
+    parser.add_argument("--join", type=Path, nargs="+", help="put records together, and stop")
     given = parser.parse_args()
+    if given.join:
+        joined(given.json, given.join, "runs", key)
+        return
     torch.set_num_threads(given.threads)
     pieces = volumes().to(given.device)
     tries = [row for path in given.tries for row in json.loads(path.read_text())["tries"]]
@@ -272,7 +279,6 @@ def main() -> None:
         "pieces": list(PIECES),
         **origin(given.device.partition(":")[0]),
     }
-    key: Any = lambda row: (row["size"], row["seed"], row.get("name"))  # noqa: E731
     if given.tried:
         record = Growing(given.json, head, "tries", key)
         seen = draws(pieces, VALIDATION, seed=1)
@@ -282,18 +288,17 @@ def main() -> None:
             record.keep({"name": name, **row})
             print(json.dumps(record.rows[-1]), flush=True)
         return
-    if tries:
-        head["tries"] = [{k: v for k, v in row.items() if k != "each"} for row in tries]
     record = Growing(given.json, head, "runs", key)
-    record.take(given.join)
     done = {key(row) for row in record.rows}
     seen = None
-    for seed, size in itertools.product(range(given.first, given.first + given.seeds), given.stencils):
-        if (size, seed, None) in done:
+    for seed, size in itertools.product(
+        range(given.first, given.first + given.seeds), given.stencils
+    ):
+        if (size, seed, "") in done:
             continue
         own = best(tries, size) if tries else {name: getattr(given, name) for name in DEFAULTS}
         seen = draws(pieces, given.copies, seed=2022) if seen is None else seen
-        record.keep(row_of(own, size, seed, given.steps, pieces, seen))
+        record.keep(row_of(own, size, seed, given.steps, pieces, seen), tries=tries)
         print(json.dumps(record.rows[-1]), flush=True)
 
 

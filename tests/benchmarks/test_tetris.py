@@ -84,7 +84,9 @@ def test_groups_with_reflections_confuse_the_chiral_pair_exactly_and_others_do_n
 
 
 def run(monkeypatch, words, path):
-    monkeypatch.setattr(sys, "argv", ["tetris", *words.split(), "--device", "cpu", "--json", str(path)])
+    monkeypatch.setattr(
+        sys, "argv", ["tetris", *words.split(), "--device", "cpu", "--json", str(path)]
+    )
     tetris.main()
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -98,10 +100,15 @@ def test_a_record_has_a_row_for_every_seed_and_size(tmp_path, monkeypatch, capsy
         assert len(row["each"]) == 8
         assert row["accuracy"] == sum(row["each"]) / 8
     assert capsys.readouterr().out.count('"accuracy"') == 2
-    joined = f"{words} --seeds 3 --join {tmp_path / 'first.json'}"
-    found = run(monkeypatch, joined, tmp_path / "all.json")
+    run(monkeypatch, f"{words} --seeds 1 --first 2", tmp_path / "second.json")
+    parts = f"--join {tmp_path / 'second.json'} {tmp_path / 'first.json'}"
+    found = run(monkeypatch, parts, tmp_path / "all.json")
+    assert [row["seed"] for row in found["runs"]] == [0, 1, 2]
     assert found["runs"][:2] == first["runs"]
-    assert capsys.readouterr().out.count('"accuracy"') == 1
+    other = "--group C2 --fields 1 1 --stencils 3 --steps 1 --copies 1 --seeds 1"
+    run(monkeypatch, other, tmp_path / "other.json")
+    with pytest.raises(ValueError, match="with the same steps"):
+        run(monkeypatch, f"{parts} {tmp_path / 'other.json'}", tmp_path / "all.json")
 
 
 def test_what_was_best_in_validation_is_tested_and_turns_of_the_test_choose_nothing(
@@ -114,13 +121,17 @@ def test_what_was_best_in_validation_is_tested_and_turns_of_the_test_choose_noth
     drawn = []
     draws = tetris.draws
     monkeypatch.setattr(
-        tetris, "draws", lambda pieces, copies, seed: drawn.append(seed) or draws(pieces, copies, seed)
+        tetris,
+        "draws",
+        lambda pieces, copies, seed: drawn.append(seed) or draws(pieces, copies, seed),
     )
     words = "--stencils 3 --steps 1 --copies 1"
     tried = run(monkeypatch, f"{words} --try a b", tmp_path / "tries.json")["tries"]
     assert drawn == [1]
     chosen = max(tried, key=lambda row: (row["accuracy"], -row["turned_loss"]))
-    found = run(monkeypatch, f"{words} --seeds 1 --tries {tmp_path / 'tries.json'}", tmp_path / "x.json")
+    found = run(
+        monkeypatch, f"{words} --seeds 1 --tries {tmp_path / 'tries.json'}", tmp_path / "x.json"
+    )
     assert drawn == [1, 2022]
     assert [row["settings"] for row in found["runs"]] == [chosen["settings"]]
     assert [row["name"] for row in found["tries"]] == ["a", "b"]

@@ -21,7 +21,6 @@ def off(corners=BOX, faces=FACES, head="OFF\n"):
     return (head + "\n".join(lines)).encode()
 
 
-
 @pytest.mark.parametrize("head", ["OFF\n", "OFF", "OFF\n# made by hand\n"])
 def test_a_box_is_read_and_lies_in_the_middle(head):
     points, triangles = read_off(off(head=head), "box.off")
@@ -34,7 +33,9 @@ def test_a_box_is_read_and_lies_in_the_middle(head):
 
 
 def test_the_surface_has_no_holes_and_an_empty_inside():
-    points, triangles = read_off(off([(x, y, z) for x in (0, 1) for y in (0, 1) for z in (0, 1)]), "cube")
+    points, triangles = read_off(
+        off([(x, y, z) for x in (0, 1) for y in (0, 1) for z in (0, 1)]), "cube"
+    )
     found = voxels(points, triangles)
     assert found.sum() == 24**3 - 22**3
     assert found[3:27, 3:27, 3:27].sum() == found.sum()
@@ -104,7 +105,9 @@ def test_what_is_turned_depends_on_the_name_and_the_seed_alone(archive, tmp_path
     assert not torch.equal(rot.test.x, other.test.x)
     assert set(upright.validation.x.unique().tolist()) == {0, 255}
     # A turn keeps the volume, up to what the grid does to surfaces.
-    volume = rot.validation.x.double().sum((1, 2, 3, 4)) / upright.validation.x.double().sum((1, 2, 3, 4))
+    volume = rot.validation.x.double().sum((1, 2, 3, 4)) / upright.validation.x.double().sum(
+        (1, 2, 3, 4)
+    )
     assert ((volume - 1).abs() < 0.05).all()
 
 
@@ -122,5 +125,7 @@ def test_other_archives_are_refused(archive, tmp_path):
         data.load("modelnet10_rot", root=tmp_path, source=archive)
     wrong = tmp_path / "modelnet10_voxels.npz"
     np.savez(wrong, train_x=np.zeros((3, 9), np.uint8))
-    with pytest.raises(DataError, match=r"expected train_x as uint8 \[20, 3375\]; got uint8 \[3, 9\]"):
+    with pytest.raises(
+        DataError, match=r"expected train_x as uint8 \[20, 3375\]; got uint8 \[3, 9\]"
+    ):
         data.load("modelnet10_rot", root=tmp_path, source=wrong)

@@ -120,9 +120,7 @@ class Augmentation:
         drawn += [share * float(self.erase > 0) for share in (down, right)]
         return torch.stack(drawn, 1)
 
-    def _draw_in_space(
-        self, seed: int | Tensor, epoch: int | Tensor, indices: Tensor
-    ) -> Tensor:
+    def _draw_in_space(self, seed: int | Tensor, epoch: int | Tensor, indices: Tensor) -> Tensor:
         if self.flip or self.stretch or self.erase or self.padding != "zeros":
             raise ValueError(
                 f"expected rotate, scale and shift for volumes, with padding 'zeros'; got {self}"

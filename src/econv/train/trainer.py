@@ -350,6 +350,7 @@ class Trainer:
         part = -(-count // self.processes.world)
         start, stop = self.processes.rank * part, min(count, (self.processes.rank + 1) * part)
         size = 2048 if self.execution.device.type == "cuda" else 256
+        size //= 32 ** (self.dimension - 2)  # volumes take so much more memory
         total.zero_()
         for low in range(start, stop, size):
             high = min(low + size, stop)
