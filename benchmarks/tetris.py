@@ -110,8 +110,9 @@ def turned(pieces: Tensor, rotations: np.ndarray) -> Tensor:
 
 CANDIDATES: dict[str, dict[str, Any]] = {
     "two grids": {"fine": 1},
-    "one grid": {"fine": 3},
-    "one grid, more noise": {"fine": 3, "noise": 1.0},
+    "one grid": {},
+    "one grid, more noise": {"noise": 1.0},
+    "one grid, max": {"reduce": "max"},
     "four layers": {"fields": (2, 2, 4, 8), "fine": 4},
 }
 """Networks to choose from: what is other than in `DEFAULTS`."""
@@ -122,7 +123,7 @@ DEFAULTS: dict[str, Any] = {
     "activation": "silu",
     "reduce": "mean+std",
     "blur": 2.0,
-    "fine": 1,
+    "fine": 3,
     "noise": 0.3,
     "rate": 0.02,
 }
