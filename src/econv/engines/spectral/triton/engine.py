@@ -44,8 +44,8 @@ class Triton(Spectral):
 
     def _not_covered(self, problem: Problem) -> str | None:
         conv = problem.convolution
-        if conv.dimension != 2:
-            return ONLY_IMAGES
+        if conv.dimension not in (2, 3):
+            return f"it serves images and volumes; these have {conv.dimension} axes"
         if (conv.parts[0].kind, conv.target) != ("regular", "regular"):
             return f"it maps group features to group features; this maps {conv}"
         if problem.dtype not in DTYPES:
