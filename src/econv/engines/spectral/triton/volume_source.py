@@ -499,7 +499,7 @@ def _store(write: _Writer, layout: Scheme, group: int, order: int) -> None:
     transform_back(write, plan.synthesis)
     outer = "gl.SliceLayout(1, gl.SliceLayout(2, STORED))"
     inner = "gl.SliceLayout(0, gl.SliceLayout(2, STORED))"
-    last = "gl.SliceLayout(0, gl.SliceLayout(1, STORED))"
+    last = "gl.SliceLayout(0, gl.SliceLayout(0, STORED))"
     write(f"n = {lang}.program_id(0) * VOXELS + {write.arange('VOXELS', inner, '[None, :]')}")
     write("n = n[:, :, None]")
     _voxels(write)
