@@ -25,6 +25,9 @@ __all__ = ["FIELDS", "Family", "Scheme", "convolution_source", "gradient_source"
 FIELDS = 8
 """Fields that are read together, and written together: half of the rows of a product."""
 
+TILE = 2 * FIELDS
+"""Rows and columns of a matrix of weights."""
+
 _GRADIENT_SUMS = 30  # products of one kernel of the weight's gradient: four registers each
 
 
@@ -128,6 +131,15 @@ class Scheme:
             kernels[-1] += new
         return kernels
 
+    @cached_property
+    def count(self) -> int:
+        """`sums` of all copies of all families."""
+        return sum(family.copies * self.sums_of(family) for family in self.families)
+
+    def sums_of(self, family: Family) -> int:
+        """How many `sums` a copy has."""
+        return sum(map(len, self.sums(family)))
+
     def columns(self, block: int) -> list[tuple[int, int]]:
         """The columns of a block, two by two."""
         return _twos(self.plan.blocks[block].columns)
@@ -204,7 +216,7 @@ class Scheme:
         return min(7, 14 - math.ceil(math.log2(most)))
 
     @property
-    def sums_of_a_voxel(self) -> int:
+    def matrices_of_a_voxel(self) -> int:
         """Matrices of two columns by eight fields that a program keeps of each of its voxels."""
         return sum(block.rows * len(_twos(block.columns)) for block in self.plan.blocks)
 
@@ -531,14 +543,13 @@ def gradient_source(layout: Scheme, number: int, kernel: int, language: str, f16
     family = layout.families[number]
     sums = layout.sums(family)
     own = sums[kernel]
-    every = [sum(len(one) for one in layout.sums(other)) for other in layout.families]
-    before = sum(f.copies * n for f, n in zip(layout.families[:number], every, strict=False))
-    tiles = sum(f.copies * n for f, n in zip(layout.families, every, strict=True))
+    before = sum(one.copies * layout.sums_of(one) for one in layout.families[:number])
+    before += sum(map(len, sums[:kernel]))
     arguments = (
         "spectrum, gradient, out, x_largest, g_largest, positions, plane, row, dilation, chunks,"
-        " out_chunks, steps, each"
+        " out_chunks, steps, each, again"
     )
-    general = "positions plane row steps each"
+    general = "positions plane row steps each again"
     with write.function("weight_gradient", arguments, "VOXELS ODD PRECISION", general):
         if language == "gl":
             write(
@@ -597,14 +608,18 @@ def gradient_source(layout: Scheme, number: int, kernel: int, language: str, f16
             f"""
             power = exponent({lang}.load(x_largest)) + exponent({lang}.load(g_largest))
             scale = two_to(power - {layout.headroom + scheme(plan.adjoint).headroom})
-            number = ((split * out_chunks + out_chunk) * chunks + chunk) * {tiles} + {before}
-            number = number + copy * {every[number]} + {sum(map(len, sums[:kernel]))}
+            number = ((split * out_chunks + out_chunk) * chunks + chunk) * {layout.count}
+            number = number + {before} + copy * {layout.sums_of(family)}
             into = out + number.to({lang}.int64) * {2 * FIELDS**2} + {outs} * {FIELDS} + {ins}
             """
         )
         for place, (block, k, two) in enumerate(own):
             total = f"a{block}_{k}_{two[0]}"
-            write(f"{lang}.store(into + {place * 2 * FIELDS**2}, {total} * scale)")
+            where = f"into + {place * 2 * FIELDS**2}"
+            write(f"{total} = {total} * scale")
+            with write.block("if again:"):
+                write(f"{total} += {lang}.load({where})")
+            write(f"{lang}.store({where}, {total})")
     return write.text()
 
 

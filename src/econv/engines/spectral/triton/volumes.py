@@ -12,6 +12,7 @@ voxels side by side, and its sums over parts of the grid are added up in a fixed
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,10 +31,8 @@ try:
 except (ImportError, AttributeError):
     _GLUON = False
 
-from econv.engines.problem import Geometry, memory_format
-from econv.engines.spectral.operator import Task
-from econv.engines.spectral.tiling import INTERNAL, rounded_up, units
-from econv.engines.spectral.torch import tables
+from econv.engines.problem import Geometry
+from econv.engines.spectral.tiling import INTERNAL, Like, rounded_up, units
 from econv.engines.spectral.triton import launches
 from econv.engines.spectral.triton.kernels import (
     INTERPRETED,
@@ -46,8 +45,8 @@ from econv.engines.spectral.triton.launch import Job, Launch, launch_all
 from econv.engines.spectral.triton.scheme import power_of_two
 from econv.engines.spectral.triton.volume_source import (
     FIELDS,
+    TILE,
     WEIGHT_HEADROOM,
-    Scheme,
     convolution_source,
     gradient_source,
     scheme,
@@ -68,6 +67,8 @@ class Tiles(NamedTuple):
     voxels: int = 0
     """Of each warp of the convolution; 0: as many as its registers hold."""
     warps: int = 4
+    registers: int = 0
+    """Of each thread, at most; 0: as many as there are."""
     splits: int = 0
     """Parts of the sums of a weight gradient; 0: enough for every processor."""
 
@@ -151,8 +152,8 @@ class Grid(NamedTuple):
     """All positions that anything reads."""
 
     @staticmethod
-    def of(images: int, lengths: tuple[int, ...], geometry: Geometry, size: int, unit: int) -> Grid:
-        """For so many samples, in whole units."""
+    def of(images: int, lengths: Sequence[int], geometry: Geometry, size: int) -> Grid:
+        """For so many samples."""
         reach = geometry.dilation * (size - 1)
         pitches = []
         for length, out in zip(lengths, geometry.sizes, strict=True):
@@ -162,8 +163,9 @@ class Grid(NamedTuple):
         planes, lines, row = pitches[0], pitches[1], rounded_up(pitches[2], 2)
         z, y, x = ((out - 1) * geometry.down for out in geometry.sizes)
         last = (((images - 1) * planes + z) * lines + y) * row + x + 1
-        last = rounded_up(last, unit)
-        return Grid(row, lines, planes, last, rounded_up(last + reach * ((lines + 1) * row + 1), unit))
+        last = rounded_up(last, _UNIT)
+        most = rounded_up(last + reach * ((lines + 1) * row + 1), _UNIT)
+        return Grid(row, lines, planes, last, most)
 
     @property
     def plane(self) -> int:
@@ -233,135 +235,203 @@ def largest(x: Tensor) -> Tensor:
     return found
 
 
-def _analysis(
-    x: Tensor, scales: Tensor, plan: SpectralPlan, geometry: tuple[int, int], grid: Grid, pairs: bool, each: int
-) -> tuple[Tensor, Job]:
-    """The spectrum of an input, to be, and what makes it."""
-    dtype = INTERNAL[x.dtype]
-    slots, order = plan.analysis.shape
-    fields = x.shape[1] // order
-    chunks = units(fields, FIELDS)
-    spectrum = launches.empty((slots * chunks * grid.size * FIELDS,), dtype, x.device)
-    up, before = geometry
-    wide = _padded(max(slots, order)) > 64
-    block = 8 if wide else 16
-    numbers = (grid.size, grid.row, grid.lines, grid.planes, *x.shape[:1:-1], len(x), fields)
-    strides = (x.stride(0), x.stride(1), *x.stride()[2:])
-    options = {
-        "HEADROOM": scheme(plan).headroom,
-        "ORDER": order,
-        "SLOTS": slots,
-        "BK": _padded(order),
-        "BN": _padded(slots),
-        "BP": block,
-        "EIGHT": FIELDS,
-        "PAIRS": pairs,
-        "PRECISION": launches.precision_of(x.dtype),
-        "num_warps": 4,
-    }
-    launch = Launch(
-        analyse, (grid.size // block, chunks), (*numbers, chunks, up, before, *strides, each), **options
-    )
-    return spectrum, (launch, (x, _constants(plan, x.device, dtype)["matrix"], scales, spectrum))
+class _Analysis:
+    """Some samples on the way to their spectrum."""
+
+    def __init__(
+        self, x: Like, images: int, plan: SpectralPlan, up: int, before: int, grid: Grid, pairs: bool
+    ) -> None:
+        """``pairs``: neighbours lie together, and all samples are scaled by one number."""
+        dtype = INTERNAL[x.dtype]
+        slots, order = plan.analysis.shape
+        fields = x.shape[1] // order
+        chunks = units(fields, FIELDS)
+        self.matrix = _constants(plan, x.device, dtype)["matrix"]
+        self.numbers = slots * chunks * grid.size * FIELDS
+        block = 8 if max(self.matrix.shape) > 64 else 16
+        numbers = (grid.size, grid.row, grid.lines, grid.planes, *x.shape[:1:-1], images, fields)
+        options = {
+            "HEADROOM": scheme(plan).headroom,
+            "ORDER": order,
+            "SLOTS": slots,
+            "BK": self.matrix.shape[0],
+            "BN": self.matrix.shape[1],
+            "BP": block,
+            "EIGHT": FIELDS,
+            "PAIRS": pairs,
+            "PRECISION": launches.precision_of(x.dtype),
+            "num_warps": 4,
+        }
+        numbers = (*numbers, chunks, up, before, *x.strides, int(not pairs))
+        self.launch = Launch(analyse, (grid.size // block, chunks), numbers, **options)
+
+    def job(self, x: Tensor, scales: Tensor, spectrum: Tensor) -> Job:
+        return self.launch, (x, self.matrix, scales, spectrum)
 
 
-def convolution(
-    task: Task, x: Tensor, x_largest: Tensor, weight: Tensor, adjoint: bool, last: bool
-) -> Tensor:
-    """A layer, or with ``adjoint`` the adjoint of the layer with this weight; channels last or not."""
-    plan, geometry, tiles = task.plan, task.geometry, Tiles.chosen()
-    layout, dtype = scheme(plan), INTERNAL[x.dtype]
-    constants = _constants(plan, x.device, dtype)
-    out_fields, in_fields = weight.shape[:2][:: -1 if adjoint else 1]
-    order = plan.synthesis.shape[0]
-    shape = (len(x), out_fields * order, *geometry.sizes)
-    form = torch.channels_last_3d if last else torch.contiguous_format
-    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=form)
-    if not y.numel() or not x.numel():
-        return y.zero_()
-    flat = weight.to(torch.float32).flatten(0, 1)
-    placed = flat @ constants["adjoint" if adjoint else "forward"]
-    w_largest = largest(placed[None, None, None])
-    chunks, out_chunks = units(in_fields, FIELDS), units(out_fields, FIELDS)
-    count, entries = len(layout.tiles), placed.shape[1]
-    matrices = launches.empty((out_chunks * chunks * count * 256,), dtype, x.device)
-    strides = (entries, out_fields * entries) if adjoint else (in_fields * entries, entries)
-    numbers = (out_fields, in_fields, *strides, chunks, count, matrices.numel())
-    launch = Launch(
-        arrange, (units(matrices.numel(), 1024),), numbers, BLOCK=1024, HEADROOM=WEIGHT_HEADROOM, num_warps=4
-    )
-    jobs: list[Job] = [(launch, (placed, constants["tiles"], w_largest, matrices))]
-    language = _language(dtype, tiles)
-    kernel = _kernel(plan, dtype, language)
-    voxels = tiles.voxels or (16 if layout.sums_of_a_voxel <= 16 else 8)
-    voxels *= tiles.warps
-    for first, images in _groups(x, y):
-        some, out = x[first : first + images], y[first : first + images]
-        grid = Grid.of(images, tuple(x.shape[2:]), geometry, plan.basis.size, _UNIT)
-        scales = x_largest[OVERALL + first :]
-        spectrum, job = _analysis(
-            some, scales, plan, (geometry.up, geometry.before), grid, False, 1
-        )
-        total = images * geometry.pixels
-        places = (grid.size, grid.sample, grid.plane, grid.row, geometry.down, geometry.dilation)
-        numbers = (total, *geometry.sizes, *places, chunks, out_fields, *out.stride())
-        options = {"VOXELS": voxels, "WARPS": tiles.warps, "PRECISION": launches.precision_of(x.dtype)}
-        launch = Launch(
-            kernel, (units(total, voxels), out_chunks), numbers, **options, num_warps=tiles.warps
-        )
-        jobs += [job, (launch, (spectrum, matrices, out, scales, w_largest))]
-    launch_all(jobs)
-    return y
+class Convolution:
+    """A layer or its adjoint on volumes of one shape."""
+
+    def __init__(
+        self,
+        x: Like,
+        plan: SpectralPlan,
+        geometry: Geometry,
+        out_fields: int,
+        adjoint: bool,
+        last: bool,
+        precision: str,
+        tiles: Tiles,
+    ) -> None:
+        """``last``: whether the channels of the output lie last."""
+        layout, order = scheme(plan), plan.synthesis.shape[0]
+        self.dtype, self.adjoint = INTERNAL[x.dtype], adjoint
+        self.shape = (x.shape[0], out_fields * order, *geometry.sizes)
+        self.format = torch.channels_last_3d if last else torch.contiguous_format
+        self.groups: list[tuple[int, int, int, _Analysis, Launch]] = []
+        """The first sample and how many; where in the output the spectrum lies (−1: elsewhere)."""
+        self.own = 0
+        if not math.prod(self.shape) * math.prod(x.shape):
+            return
+        self.constants = _constants(plan, x.device, self.dtype)
+        in_fields = x.shape[1] // order
+        chunks, out_chunks = units(in_fields, FIELDS), units(out_fields, FIELDS)
+        count, entries = len(layout.tiles), layout.starts[-1]
+        self.matrices = out_chunks * chunks * count * TILE**2
+        strides = (entries, out_fields * entries) if adjoint else (in_fields * entries, entries)
+        numbers = (out_fields, in_fields, *strides, chunks, count, self.matrices)
+        options = {"BLOCK": 1024, "HEADROOM": WEIGHT_HEADROOM, "num_warps": 4}
+        self.arrange = Launch(arrange, (units(self.matrices, 1024),), numbers, **options)
+        kernel = _kernel(plan, self.dtype, language := _language(self.dtype, tiles))
+        warps = tiles.warps
+        each = tiles.voxels or (16 if layout.matrices_of_a_voxel <= 8 else 8)
+        voxels = each * warps if language == "gl" else 32
+        options = {"VOXELS": voxels, "WARPS": warps, "PRECISION": precision, "num_warps": warps}
+        if tiles.registers:
+            options["maxnreg"] = tiles.registers
+        y = torch.empty(self.shape, device="meta", memory_format=self.format)
+        total, first = math.prod(self.shape), 0
+        spare = _SPARE if adjoint else max(_SPARE, x.bytes)
+        spare = max(spare, 2 * x.dtype.itemsize * x.shape[1] * self.shape[1] * plan.stencils[0].size)
+        while first < len(y):
+            images = len(y) - first
+            while True:
+                grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
+                own = _Analysis(x, images, plan, geometry.up, geometry.before, grid, False)
+                offset = (total - own.numbers) // 64 * 64
+                inside = offset >= (first + images) * (total // len(y))
+                if inside or images == 1 or own.numbers * self.dtype.itemsize <= spare:
+                    break
+                images = units(images, 2)
+            places = (grid.size, grid.sample, grid.plane, grid.row, geometry.down, geometry.dilation)
+            pixels = images * geometry.pixels
+            numbers = (pixels, *geometry.sizes, *places, chunks, out_fields, *y.stride())
+            launch = Launch(kernel, (units(pixels, voxels), out_chunks), numbers, **options)
+            self.groups.append((first, images, offset if inside else -1, own, launch))
+            self.own = max(self.own, 0 if inside else own.numbers)
+            first += images
+
+    def __call__(self, x: Tensor, x_largest: Tensor, weight: Tensor) -> Tensor:
+        y = torch.empty(self.shape, dtype=x.dtype, device=x.device, memory_format=self.format)
+        if not self.groups:
+            return y.zero_()
+        flat = weight.to(torch.float32).flatten(0, 1)
+        placed = flat @ self.constants["adjoint" if self.adjoint else "forward"]
+        w_largest = largest(placed[None, None, None])
+        matrices = launches.empty((self.matrices,), self.dtype, x.device)
+        jobs: list[Job] = [(self.arrange, (placed, self.constants["tiles"], w_largest, matrices))]
+        own = launches.empty((self.own,), self.dtype, x.device)
+        memory = y.as_strided((y.numel(),), (1,)).view(self.dtype)
+        for first, images, offset, analysis, launch in self.groups:
+            scales = x_largest[OVERALL + first :]
+            spectrum = (own if offset < 0 else memory[offset:])[: analysis.numbers]
+            jobs.append(analysis.job(x[first : first + images], scales, spectrum))
+            out = y[first : first + images]
+            jobs.append((launch, (spectrum, matrices, out, scales, w_largest)))
+        launch_all(jobs)
+        return y
 
 
-def _groups(x: Tensor, y: Tensor) -> list[tuple[int, int]]:
-    """Samples that run together: the first, and how many."""
-    return [(0, len(x))]
+_SPARE = 16 << 20  # bytes that any layer may take
 
 
-def weight_gradient(
-    task: Task, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor
-) -> Tensor:
-    """The gradient to the entries of blocks, ``[out fields, in fields, coordinates]``."""
-    plan, geometry, tiles = task.plan, task.geometry, Tiles.chosen()
-    layout, dtype = scheme(plan), INTERNAL[x.dtype]
-    constants = _constants(plan, x.device, dtype)
-    order = plan.synthesis.shape[0]
-    in_fields, out_fields = x.shape[1] // order, g.shape[1] // order
-    coordinates = constants["forward"].shape[0]
-    if not x.numel() or not g.numel():
-        return x.new_zeros(out_fields, in_fields, coordinates, dtype=torch.float32)
-    language = _language(dtype, tiles)
-    chunks, out_chunks = units(in_fields, FIELDS), units(out_fields, FIELDS)
-    every = [sum(map(len, layout.sums(family))) for family in layout.families]
-    count = sum(n * family.copies for n, family in zip(every, layout.families, strict=True))
-    copies = sum(family.copies for family in layout.families) * chunks * out_chunks
-    grid = Grid.of(len(x), tuple(x.shape[2:]), geometry, plan.basis.size, _UNIT)
-    voxels = 16 if language == "gl" else 64
-    steps = grid.last // voxels
-    splits = min(steps, tiles.splits or units(_WARPS, copies))
-    each = units(steps, splits)
-    splits = units(steps, each)
-    partial = launches.empty((splits, out_chunks * chunks * count * 128), torch.float32, x.device)
-    ours = (geometry.up, geometry.before)
-    spectrum, one = _analysis(x, x_largest, plan, ours, grid, True, 0)
-    gradient, two = _analysis(g, g_largest, plan.adjoint, (geometry.down, 0), grid, True, 0)
-    jobs = [one, two]
-    numbers = (grid.size, grid.plane, grid.row, geometry.dilation, chunks, out_chunks, steps, each)
-    options = {"VOXELS": voxels, "ODD": geometry.dilation % 2, "PRECISION": launches.precision_of(x.dtype)}
-    for number, family in enumerate(layout.families):
-        programs = (family.copies * chunks * out_chunks, splits)
-        for kernel in range(len(layout.sums(family))):
-            made = _kernel(plan, dtype, language, number, kernel)
-            warps = 1 if language == "gl" else 4
-            launch = Launch(made, programs, numbers, **options, num_warps=warps)
-            jobs.append((launch, (spectrum, gradient, partial, x_largest, g_largest)))
-    launch_all(jobs)
-    total = partial.sum(0) if splits > 1 else partial[0]
-    total = total.view(out_chunks, chunks, 2 * count, FIELDS, FIELDS)
-    total = total.index_select(2, constants["places"]).permute(0, 3, 1, 4, 2)
-    total = total.reshape(out_chunks * FIELDS, chunks * FIELDS, -1)[:out_fields, :in_fields]
-    return total @ constants["forward"].T
+class WeightGradient:
+    """The gradient to the weights on volumes of one shape."""
+
+    def __init__(
+        self,
+        x: Like,
+        g: Like,
+        plan: SpectralPlan,
+        geometry: Geometry,
+        precision: str,
+        tiles: Tiles,
+    ) -> None:
+        layout, order = scheme(plan), plan.synthesis.shape[0]
+        self.dtype = INTERNAL[x.dtype]
+        self.fields = g.shape[1] // order, x.shape[1] // order
+        self.constants = _constants(plan, x.device, self.dtype)
+        self.groups: list[tuple[int, int, _Analysis, _Analysis, list[Launch]]] = []
+        if not math.prod(x.shape) * math.prod(g.shape):
+            return
+        out_chunks, chunks = (units(fields, FIELDS) for fields in self.fields)
+        copies = sum(family.copies for family in layout.families) * chunks * out_chunks
+        self.sums = (out_chunks, chunks, 2 * layout.count, FIELDS, FIELDS)
+        language = _language(self.dtype, tiles)
+        voxels, warps = (TILE, 1) if language == "gl" else (_UNIT, 4)
+        options = {"VOXELS": voxels, "ODD": geometry.dilation % 2, "PRECISION": precision}
+        options["num_warps"] = warps
+        if tiles.registers:
+            options["maxnreg"] = tiles.registers
+        images, first = x.shape[0], 0
+        while True:
+            grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
+            ours = _Analysis(x, images, plan, geometry.up, geometry.before, grid, True)
+            bytes_ = 2 * ours.numbers * self.dtype.itemsize
+            if images == 1 or bytes_ <= max(_SPARE, x.bytes):
+                break
+            images = units(images, 2)
+        steps = grid.last // voxels
+        each = units(steps, min(steps, tiles.splits or units(_WARPS, copies)))
+        self.splits = units(steps, each)
+        while first < x.shape[0]:
+            images = min(images, x.shape[0] - first)
+            grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
+            ours = _Analysis(x, images, plan, geometry.up, geometry.before, grid, True)
+            theirs = _Analysis(g, images, plan.adjoint, geometry.down, 0, grid, True)
+            numbers = (grid.size, grid.plane, grid.row, geometry.dilation, chunks, out_chunks)
+            numbers = (*numbers, grid.last // voxels, each, int(first > 0))
+            several = []
+            for number, family in enumerate(layout.families):
+                programs = (family.copies * chunks * out_chunks, self.splits)
+                for part in range(len(layout.sums(family))):
+                    kernel = _kernel(plan, self.dtype, language, number, part)
+                    several.append(Launch(kernel, programs, numbers, **options))
+            self.groups.append((first, images, ours, theirs, several))
+            first += images
+
+    def __call__(self, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor) -> Tensor:
+        matrix = self.constants["forward"]
+        if not self.groups:
+            return x.new_zeros(*self.fields, len(matrix), dtype=torch.float32)
+        partial = launches.empty((self.splits, math.prod(self.sums)), torch.float32, x.device)
+        _, _, ours, theirs, _ = self.groups[0]  # no other group is larger
+        spectrum = launches.empty((ours.numbers,), self.dtype, x.device)
+        gradient = launches.empty((theirs.numbers,), self.dtype, x.device)
+        jobs: list[Job] = []
+        for first, images, ours, theirs, several in self.groups:
+            some = slice(first, first + images)
+            jobs.append(ours.job(x[some], x_largest, spectrum))
+            jobs.append(theirs.job(g[some], g_largest, gradient))
+            tensors = (spectrum, gradient, partial, x_largest, g_largest)
+            jobs += [(launch, tensors) for launch in several]
+        launch_all(jobs)
+        total = partial.sum(0).view(self.sums).index_select(2, self.constants["places"])
+        total = total.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
+        return total[: self.fields[0], : self.fields[1]] @ matrix.T
 
 
 _WARPS = 132 * 8  # that a GPU runs at a time
+
+convolution = lru_cache(maxsize=1024)(Convolution)
+weight_gradient = lru_cache(maxsize=1024)(WeightGradient)
