@@ -311,7 +311,7 @@ class Convolution:
             options["maxnreg"] = tiles.registers
         y = torch.empty(self.shape, device="meta", memory_format=self.format)
         total, first = math.prod(self.shape), 0
-        spare = _SPARE if adjoint else max(_SPARE, x.bytes)
+        spare = SPARE if adjoint else max(SPARE, x.bytes)
         spare = max(spare, 2 * x.dtype.itemsize * x.shape[1] * self.shape[1] * plan.stencils[0].size)
         while first < len(y):
             images = len(y) - first
@@ -352,7 +352,7 @@ class Convolution:
         return y
 
 
-_SPARE = 16 << 20  # bytes that any layer may take
+SPARE = 16 << 20  # bytes that any layer may take
 
 
 class WeightGradient:
@@ -388,7 +388,7 @@ class WeightGradient:
             grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
             ours = _Analysis(x, images, plan, geometry.up, geometry.before, grid, True)
             bytes_ = 2 * ours.numbers * self.dtype.itemsize
-            if images == 1 or bytes_ <= max(_SPARE, x.bytes):
+            if images == 1 or bytes_ <= max(SPARE, x.bytes):
                 break
             images = units(images, 2)
         steps = grid.last // voxels
