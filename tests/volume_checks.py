@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(autouse=True)
 def few_programs():
     """Where they run one after the other."""
-    with patch.dict(volumes.CHANGES, {"splits": 2} if INTERPRETED else {}):
+    with patch.dict(volumes.CHANGES, {"programs": 3} if INTERPRETED else {}):
         yield
 
 
@@ -113,7 +113,7 @@ def test_samples_in_groups_and_memory_full_of_nan_give_the_same(monkeypatch, dty
             assert error(ours, theirs) <= 1e-6
     finally:
         forget()
-    assert len(shapes) == 7  # two for each convolution, three for the gradient to the weights
+    assert len(shapes) == 8  # two for each convolution, four for the gradient to the weights
 
 
 def forget():

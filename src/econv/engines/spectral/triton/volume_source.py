@@ -134,11 +134,7 @@ class Scheme:
     @cached_property
     def count(self) -> int:
         """`sums` of all copies of all families."""
-        return sum(family.copies * self.sums_of(family) for family in self.families)
-
-    def sums_of(self, family: Family) -> int:
-        """How many `sums` a copy has."""
-        return sum(map(len, self.sums(family)))
+        return sum(family.copies * sum(map(len, self.sums(family))) for family in self.families)
 
     def columns(self, block: int) -> list[tuple[int, int]]:
         """The columns of a block, two by two."""
@@ -171,15 +167,17 @@ class Scheme:
 
     @cached_property
     def places(self) -> np.ndarray:
-        """For each entry where the gradient has it: half of a sum, in the order of all sums."""
+        """For each entry where its gradient is: half of a sum, for each kernel by copy and sum."""
         found = np.full(self.starts[-1], -1)
         number = 0
         for family in self.families:
-            for copy in range(family.copies):
-                for block, k, columns in sum(self.sums(family), []):
-                    for half, n in _distinct(columns):
-                        found[self._entry(block, family.inner[block][copy][k], n)] = 2 * number + half
-                    number += 1
+            for kernel in self.sums(family):
+                for copy in range(family.copies):
+                    for block, k, columns in kernel:
+                        for half, n in _distinct(columns):
+                            entry = self._entry(block, family.inner[block][copy][k], n)
+                            found[entry] = 2 * number + half
+                        number += 1
         if (found < 0).any():
             raise ArithmeticError(f"{self.plan!r} has weights that no product reads")
         return found
@@ -371,10 +369,10 @@ def convolution_source(layout: Scheme, language: str, f16x2: bool, group: int) -
     order = plan.synthesis.shape[0]
     arguments = (
         "spectrum, weights, y, scales, w_largest, total, depth, height, width, positions, sample,"
-        " plane, row, down, dilation, chunks, out_fields, y_sample, y_channel, y_plane, y_row,"
+        " plane, row, down, dilation, chunks, begin, out_fields, y_sample, y_channel, y_plane, y_row,"
         " y_column"
     )
-    general = "total depth height width positions sample plane row out_fields"
+    general = "total depth height width positions sample plane row begin out_fields"
     lang = language
     with write.function("forward", arguments, "VOXELS WARPS PRECISION", general):
         if language == "gl":
@@ -489,7 +487,7 @@ def _store(write: _Writer, layout: Scheme, group: int, order: int) -> None:
     _voxels(write)
     write(
         f"""
-        power = exponent({lang}.load(scales + {lang}.where(n < total, image, 0)))
+        power = exponent({lang}.load(scales + begin + {lang}.where(n < total, image, 0)))
         power += exponent({lang}.load(w_largest)) - {layout.headroom + WEIGHT_HEADROOM}
         scale = two_to(power)
         """
@@ -543,13 +541,11 @@ def gradient_source(layout: Scheme, number: int, kernel: int, language: str, f16
     family = layout.families[number]
     sums = layout.sums(family)
     own = sums[kernel]
-    before = sum(one.copies * layout.sums_of(one) for one in layout.families[:number])
-    before += sum(map(len, sums[:kernel]))
     arguments = (
         "spectrum, gradient, out, x_largest, g_largest, positions, plane, row, dilation, chunks,"
-        " out_chunks, steps, each, again"
+        " out_chunks, steps, each"
     )
-    general = "positions plane row steps each again"
+    general = "positions plane row steps each"
     with write.function("weight_gradient", arguments, "VOXELS ODD PRECISION", general):
         if language == "gl":
             write(
@@ -570,11 +566,10 @@ def gradient_source(layout: Scheme, number: int, kernel: int, language: str, f16
             eight = {eight}
             other = {other}
             both = {both}
-            unit = {lang}.program_id(0) % ({family.copies} * chunks)
+            copy = {lang}.program_id(0) % {family.copies}
+            chunk = {lang}.program_id(0) // {family.copies} % chunks
             out_chunk = {lang}.program_id(0) // ({family.copies} * chunks)
             split = {lang}.program_id(1)
-            copy = unit // chunks
-            chunk = unit % chunks
             first = ({family.first} + copy * {family.size}) * chunks + chunk
             size = positions.to({lang}.int64) * {FIELDS}
             theirs = other // 2 * {2 * FIELDS} + both % {FIELDS} * 2 + other % 2
@@ -608,18 +603,14 @@ def gradient_source(layout: Scheme, number: int, kernel: int, language: str, f16
             f"""
             power = exponent({lang}.load(x_largest)) + exponent({lang}.load(g_largest))
             scale = two_to(power - {layout.headroom + scheme(plan.adjoint).headroom})
-            number = ((split * out_chunks + out_chunk) * chunks + chunk) * {layout.count}
-            number = number + {before} + copy * {layout.sums_of(family)}
+            number = split * ({family.copies} * chunks * out_chunks) + {lang}.program_id(0)
+            number = number * {len(own)}
             into = out + number.to({lang}.int64) * {2 * FIELDS**2} + {outs} * {FIELDS} + {ins}
             """
         )
         for place, (block, k, two) in enumerate(own):
             total = f"a{block}_{k}_{two[0]}"
-            where = f"into + {place * 2 * FIELDS**2}"
-            write(f"{total} = {total} * scale")
-            with write.block("if again:"):
-                write(f"{total} += {lang}.load({where})")
-            write(f"{lang}.store({where}, {total})")
+            write(f"{lang}.store(into + {place * 2 * FIELDS**2}, {total} * scale)")
     return write.text()
 
 

@@ -68,19 +68,21 @@ class Tiles(NamedTuple):
     """Of each warp of the convolution; 0: as many as its registers hold."""
     warps: int = 4
     registers: int = 0
-    """Of each thread, at most; 0: as many as there are."""
-    splits: int = 0
-    """Parts of the sums of a weight gradient; 0: enough for every processor."""
+    """Of each thread of the convolution, at most; 0: as many as there are."""
+    gradient_registers: int = 0
+    """The same of the weight's gradient."""
+    programs: int = 132 * 8
+    """Of a kernel of the weight's gradient, about: each sums over a part of the grid."""
 
     @staticmethod
     def chosen() -> Tiles:
         return Tiles()._replace(**CHANGES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def analyse(
     x, matrix, scales, out, positions, row, lines, planes, width, height, depth, images, fields,
-    chunks, up, before, x_sample, x_channel, x_plane, x_row, x_column, each,
+    chunks, up, before, x_sample, x_channel, x_plane, x_row, x_column, begin, each,
     HEADROOM: tl.constexpr, ORDER: tl.constexpr, SLOTS: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr, BP: tl.constexpr, EIGHT: tl.constexpr, PAIRS: tl.constexpr,
     PRECISION: tl.constexpr
@@ -110,7 +112,7 @@ def analyse(
     place += iy * x_row + ix * x_column + field * ORDER * x_channel
     there = known[:, None] & (channel < ORDER)[None, :]
     value = tl.load(place[:, None] + (channel * x_channel)[None, :], mask=there, other=0.0)
-    largest = tl.load(scales + image * each, mask=known, other=1.0)
+    largest = tl.load(scales + begin + image * each, mask=known, other=1.0)
     value = value.to(tl.float32) * two_to(HEADROOM - exponent(largest))[:, None]
     slot = tl.arange(0, BN)
     factors = tl.load(matrix + channel[:, None] * BN + slot[None, :])
@@ -137,6 +139,27 @@ def arrange(
     value = tl.load(placed + o.to(tl.int64) * out_stride + i * in_stride + entry, mask=known, other=0.0)
     value *= two_to(HEADROOM - exponent(tl.load(largest)))
     tl.store(out + n, value.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def add_up(
+    partial, out, splits, several, copies, count, before, again,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Sums of all programs of a kernel, ``several`` times so many copies, in a fixed order."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = several * copies
+    kept = n < total
+    found = tl.zeros([SPLITS, BLOCK], tl.float32)
+    for first in range(0, splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)[:, None]
+        there = (split < splits) & kept[None, :]
+        found += tl.load(partial + (split.to(tl.int64) * total + n[None, :]), mask=there, other=0.0)
+    sums = tl.sum(found, axis=0)
+    into = out + n // copies * count + before + n % copies
+    if again:
+        sums += tl.load(into, mask=kept, other=0.0)
+    tl.store(into, sums, mask=kept)
 
 
 class Grid(NamedTuple):
@@ -239,9 +262,9 @@ class _Analysis:
     """Some samples on the way to their spectrum."""
 
     def __init__(
-        self, x: Like, images: int, plan: SpectralPlan, up: int, before: int, grid: Grid, pairs: bool
+        self, x: Like, images: int, plan: SpectralPlan, up: int, before: int, grid: Grid, first: int | None
     ) -> None:
-        """``pairs``: neighbours lie together, and all samples are scaled by one number."""
+        """``first``: their number; otherwise neighbours lie together, and one scale is for all."""
         dtype = INTERNAL[x.dtype]
         slots, order = plan.analysis.shape
         fields = x.shape[1] // order
@@ -258,11 +281,12 @@ class _Analysis:
             "BN": self.matrix.shape[1],
             "BP": block,
             "EIGHT": FIELDS,
-            "PAIRS": pairs,
+            "PAIRS": first is None,
             "PRECISION": launches.precision_of(x.dtype),
             "num_warps": 4,
         }
-        numbers = (*numbers, chunks, up, before, *x.strides, int(not pairs))
+        scales = (0, 0) if first is None else (OVERALL + first, 1)
+        numbers = (*numbers, chunks, up, before, *x.strides, *scales)
         self.launch = Launch(analyse, (grid.size // block, chunks), numbers, **options)
 
     def job(self, x: Tensor, scales: Tensor, spectrum: Tensor) -> Job:
@@ -317,7 +341,7 @@ class Convolution:
             images = len(y) - first
             while True:
                 grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
-                own = _Analysis(x, images, plan, geometry.up, geometry.before, grid, False)
+                own = _Analysis(x, images, plan, geometry.up, geometry.before, grid, first)
                 offset = (total - own.numbers) // 64 * 64
                 inside = offset >= (first + images) * (total // len(y))
                 if inside or images == 1 or own.numbers * self.dtype.itemsize <= spare:
@@ -325,7 +349,7 @@ class Convolution:
                 images = units(images, 2)
             places = (grid.size, grid.sample, grid.plane, grid.row, geometry.down, geometry.dilation)
             pixels = images * geometry.pixels
-            numbers = (pixels, *geometry.sizes, *places, chunks, out_fields, *y.stride())
+            numbers = (pixels, *geometry.sizes, *places, chunks, OVERALL + first, out_fields, *y.stride())
             launch = Launch(kernel, (units(pixels, voxels), out_chunks), numbers, **options)
             self.groups.append((first, images, offset if inside else -1, own, launch))
             self.own = max(self.own, 0 if inside else own.numbers)
@@ -343,11 +367,10 @@ class Convolution:
         own = launches.empty((self.own,), self.dtype, x.device)
         memory = y.as_strided((y.numel(),), (1,)).view(self.dtype)
         for first, images, offset, analysis, launch in self.groups:
-            scales = x_largest[OVERALL + first :]
             spectrum = (own if offset < 0 else memory[offset:])[: analysis.numbers]
-            jobs.append(analysis.job(x[first : first + images], scales, spectrum))
+            jobs.append(analysis.job(x[first : first + images], x_largest, spectrum))
             out = y[first : first + images]
-            jobs.append((launch, (spectrum, matrices, out, scales, w_largest)))
+            jobs.append((launch, (spectrum, matrices, out, x_largest, w_largest)))
         launch_all(jobs)
         return y
 
@@ -371,42 +394,49 @@ class WeightGradient:
         self.dtype = INTERNAL[x.dtype]
         self.fields = g.shape[1] // order, x.shape[1] // order
         self.constants = _constants(plan, x.device, self.dtype)
-        self.groups: list[tuple[int, int, _Analysis, _Analysis, list[Launch]]] = []
+        self.groups: list[tuple[int, int, _Analysis, _Analysis, list[tuple[Launch, Launch]]]] = []
         if not math.prod(x.shape) * math.prod(g.shape):
             return
         out_chunks, chunks = (units(fields, FIELDS) for fields in self.fields)
-        copies = sum(family.copies for family in layout.families) * chunks * out_chunks
         self.sums = (out_chunks, chunks, 2 * layout.count, FIELDS, FIELDS)
         language = _language(self.dtype, tiles)
         voxels, warps = (TILE, 1) if language == "gl" else (_UNIT, 4)
         options = {"VOXELS": voxels, "ODD": geometry.dilation % 2, "PRECISION": precision}
         options["num_warps"] = warps
-        if tiles.registers:
-            options["maxnreg"] = tiles.registers
+        if tiles.gradient_registers:
+            options["maxnreg"] = tiles.gradient_registers
         images, first = x.shape[0], 0
         while True:
             grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
-            ours = _Analysis(x, images, plan, geometry.up, geometry.before, grid, True)
+            ours = _Analysis(x, images, plan, geometry.up, geometry.before, grid, None)
             bytes_ = 2 * ours.numbers * self.dtype.itemsize
             if images == 1 or bytes_ <= max(SPARE, x.bytes):
                 break
             images = units(images, 2)
-        steps = grid.last // voxels
-        each = units(steps, min(steps, tiles.splits or units(_WARPS, copies)))
-        self.splits = units(steps, each)
+        self.partial = 0
         while first < x.shape[0]:
             images = min(images, x.shape[0] - first)
             grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
-            ours = _Analysis(x, images, plan, geometry.up, geometry.before, grid, True)
-            theirs = _Analysis(g, images, plan.adjoint, geometry.down, 0, grid, True)
-            numbers = (grid.size, grid.plane, grid.row, geometry.dilation, chunks, out_chunks)
-            numbers = (*numbers, grid.last // voxels, each, int(first > 0))
-            several = []
+            ours = _Analysis(x, images, plan, geometry.up, geometry.before, grid, None)
+            theirs = _Analysis(g, images, plan.adjoint, geometry.down, 0, grid, None)
+            places = (grid.size, grid.plane, grid.row, geometry.dilation, chunks, out_chunks)
+            steps, before, several = grid.last // voxels, 0, []
             for number, family in enumerate(layout.families):
-                programs = (family.copies * chunks * out_chunks, self.splits)
-                for part in range(len(layout.sums(family))):
+                programs = family.copies * chunks * out_chunks
+                each = units(steps, min(steps, units(tiles.programs, programs)))
+                splits = units(steps, each)
+                for part, own in enumerate(layout.sums(family)):
                     kernel = _kernel(plan, self.dtype, language, number, part)
-                    several.append(Launch(kernel, programs, numbers, **options))
+                    numbers = (*places, steps, each)
+                    launch = Launch(kernel, (programs, splits), numbers, **options)
+                    copies = family.copies * len(own) * _SUM
+                    total = chunks * out_chunks * copies
+                    numbers = (splits, chunks * out_chunks, copies, layout.count * _SUM)
+                    numbers = (*numbers, before, int(first > 0))
+                    last = Launch(add_up, (units(total, 32),), numbers, SPLITS=32, BLOCK=32, num_warps=4)
+                    several.append((launch, last))
+                    before += copies
+                    self.partial = max(self.partial, splits * total)
             self.groups.append((first, images, ours, theirs, several))
             first += images
 
@@ -414,7 +444,8 @@ class WeightGradient:
         matrix = self.constants["forward"]
         if not self.groups:
             return x.new_zeros(*self.fields, len(matrix), dtype=torch.float32)
-        partial = launches.empty((self.splits, math.prod(self.sums)), torch.float32, x.device)
+        partial = launches.empty((self.partial,), torch.float32, x.device)
+        sums = launches.empty((math.prod(self.sums),), torch.float32, x.device)
         _, _, ours, theirs, _ = self.groups[0]  # no other group is larger
         spectrum = launches.empty((ours.numbers,), self.dtype, x.device)
         gradient = launches.empty((theirs.numbers,), self.dtype, x.device)
@@ -423,15 +454,16 @@ class WeightGradient:
             some = slice(first, first + images)
             jobs.append(ours.job(x[some], x_largest, spectrum))
             jobs.append(theirs.job(g[some], g_largest, gradient))
-            tensors = (spectrum, gradient, partial, x_largest, g_largest)
-            jobs += [(launch, tensors) for launch in several]
+            for launch, last in several:
+                jobs.append((launch, (spectrum, gradient, partial, x_largest, g_largest)))
+                jobs.append((last, (partial, sums)))
         launch_all(jobs)
-        total = partial.sum(0).view(self.sums).index_select(2, self.constants["places"])
+        total = sums.view(self.sums).index_select(2, self.constants["places"])
         total = total.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
         return total[: self.fields[0], : self.fields[1]] @ matrix.T
 
 
-_WARPS = 132 * 8  # that a GPU runs at a time
+_SUM = 2 * FIELDS**2  # numbers
 
 convolution = lru_cache(maxsize=1024)(Convolution)
 weight_gradient = lru_cache(maxsize=1024)(WeightGradient)
