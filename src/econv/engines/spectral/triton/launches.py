@@ -69,9 +69,14 @@ def _constants(layout: Scheme, device: torch.device, warp_specialised: bool) -> 
         return [torch.tensor(array, device=device) for array in arrays]
 
 
+def internal(dtype: torch.dtype) -> torch.dtype:
+    """What the kernels compute in, for inputs of a dtype."""
+    return torch.float32 if dtype == torch.float32 else torch.float16
+
+
 def _internal(dtype: torch.dtype, plan: str) -> tuple[torch.dtype, Scheme]:
-    """What the kernels compute in, for inputs of a dtype, and how they lay a plan out."""
-    found = torch.float32 if dtype == torch.float32 else torch.float16
+    """That, and how they lay a plan out."""
+    found = internal(dtype)
     return found, scheme(plan_named(plan), 16 // found.itemsize)
 
 
