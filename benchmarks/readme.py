@@ -348,6 +348,42 @@ def conversion_table(found: dict[str, Any]) -> str:
     return "\n".join([*table(head, rows), "", note])
 
 
+def every_angle_table(found: dict[str, Any]) -> str:
+    """Upright digits learned, turned digits told, by library."""
+    rows = [(*row["key"], row) for row in found["rows"]]
+    names = list(dict.fromkeys(name for what, name, _, _, _ in rows if what == "test"))
+    twin = next(name for name in names if "CNN" in name)
+    step = {name: row["step"] for what, name, _, _, row in rows if what == "time"}
+
+    def cells(name: str) -> list[str]:
+        same = [row for what, of, _, _, row in rows if (what, of) == ("test", name)]
+        by_angle = [list(row["error_percent"].values()) for row in same]
+        upright = [row["error_percent"]["0"] for row in same]
+        diagonal = [row["error_percent"]["45"] for row in same]
+        means, worst = list(map(statistics.mean, by_angle)), list(map(max, by_angle))
+        turned = [row["full_turn"] for row in same]
+        errors = [upright, diagonal, means, worst, turned]
+        time = f"{step[name] / step[twin]:.1f}×" if name in step else "–"
+        parameters = f"{same[0]['parameters']:,}"
+        return [name, parameters, *(f"{statistics.mean(e):.1f}" for e in errors), time]
+
+    seeds = len({seed for what, _, seed, _, _ in rows if what == "test"})
+    version = found["layout"].get("escnn, C8")
+    note = (
+        f"(Test error in %, {found['arguments']['images']:,} upright digits of MNIST, "
+        f"{found['arguments']['epochs']} epochs, no augmentation, mean of {seeds} "
+        f"seed{'s' * (seeds > 1)}"
+        f"{f'; escnn {version}' if version else ''}; steps on one thread, over the CNN's; the "
+        "learning rate was chosen by a thousand other upright digits; "
+        f"{code(found)}; `benchmarks/every_angle.py`. The settings of econv's network had been "
+        "chosen on digits of the same kind, those of escnn's are its documentation's.)"
+    )
+    count = len(found["angles"])
+    head = ["network", "parameters", "upright", "by 45°", f"mean of {count} angles", "worst"]
+    head += ["upright, after a full turn in steps", "training step"]
+    return "\n".join([*table(head, [cells(name) for name in names]), "", note])
+
+
 def pretrained_table(found: dict[str, Any]) -> str:
     """A trained network and its conversions: upright, turned, and how long each took."""
     settings = found["arguments"]
@@ -826,6 +862,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         "equivariance": ("equivariance.json", equivariance_table),
         "compatibility": ("compatibility.json", compatibility_summary),
         "conversion": ("convert_and_rotate.json", conversion_table),
+        "every angle": ("every_angle.json", every_angle_table),
         "costs": ("build_and_size.json", costs_table),
         "cpu layers": ("engines_cpu.json", cpu_layers),
         "training on a cpu": ("training_cpu.json", training_speed),

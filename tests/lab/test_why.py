@@ -388,6 +388,17 @@ def test_kinks_are_blamed_where_stencils_are_good_and_bends_are_not():
     assert share(nn.ReLU()) > 10 * share(nn.Tanh())
 
 
+def test_blurred_activations_are_activations_and_blurs_alone_sampling():
+    model = nn.Sequential(
+        LiftConv2d(1, 2, "p8"), GroupActivation2d("relu"), GroupActivation2d("identity", width=1.1)
+    ).double()
+    split = lab.split_error(model, field(65))
+    assert source(split, "activations").layers == ("1 (GroupActivation2d)",)
+    assert source(split, "activations").share > 0.9
+    assert abs(source(split, "sampling").share) < 0.1
+    assert "other layers" not in {found.name for found in split.sources}
+
+
 def test_borders_are_blamed_for_images_that_reach_them():
     model = nn.Sequential(LiftConv2d(1, 2, "p8"), nn.Tanh(), GroupConv2d(2, 2, "p8")).double()
     model.extend([GroupPool2d("p8", "mean"), nn.AdaptiveAvgPool2d(1), nn.Flatten()])

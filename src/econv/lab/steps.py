@@ -56,7 +56,6 @@ _POOLING = {
 _REDUCING = {"mean", "sum", "amax", "amin", "logsumexp", "norm"}
 """Functions that may read all pixels."""
 
-_OURS = (GroupActivation, GroupPReLU2d)
 _SAMPLING: tuple[type[nn.Module], ...] = (
     nn.AvgPool2d,
     nn.MaxPool2d,
@@ -410,7 +409,9 @@ def _stride_of(module: nn.Module) -> float | None:
 def _source(module: nn.Module | None, kind: str) -> str:
     if module is None:
         return "activations" if kind in ACTIVATING else "sampling"
-    if isinstance(module, (*ACTIVATIONS, nn.PReLU, nn.RReLU, nn.Threshold, *_OURS)):
+    if isinstance(module, GroupActivation):
+        return "sampling" if isinstance(module.function, nn.Identity) else "activations"
+    if isinstance(module, (*ACTIVATIONS, nn.PReLU, nn.RReLU, nn.Threshold, GroupPReLU2d)):
         return "activations"
     if isinstance(module, _SAMPLING):
         return "sampling"
