@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -318,7 +319,9 @@ class _Watch(_Hooks):
             before = None
         field_type = None if self.plain else self.type_of(output)
         if module is not None and not self.plain:
-            field_type = after(module, before, inputs, output)
+            said = after(module, before, inputs, output)
+            # Of what a conversion wrote, its functions say more.
+            field_type = field_type if said is None and isinstance(module, GraphModule) else said
         if field_type is None or field_type.kind in ("unflattened", "lost"):
             field_type = self.guess(output, before)
         self.set(output, field_type)
