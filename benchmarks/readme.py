@@ -336,13 +336,15 @@ def conversion_table(found: dict[str, Any]) -> str:
         if "epoch" not in name
     ]
     count = len(runs["source"][0]["error_percent"])
+    chosen = "was chosen on these test digits, by the first seed"
+    if any("tried" in row for row in found["rows"]):
+        chosen = "of each was chosen by a quarter of the training digits, upright, and one seed"
     seeds = min(map(len, runs.values()))
     note = (
         f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
         f"{found['arguments']['epochs']} epochs, no augmentation, {seeds} "
         f"seed{'s' * (seeds > 1)}; "
-        f"{code(found)}; `benchmarks/convert_and_rotate.py`. The learning rate of each was chosen "
-        "with the first seed, by a quarter of the training digits, upright.)"
+        f"{code(found)}; `benchmarks/convert_and_rotate.py`. The learning rate {chosen}.)"
     )
     head = ["trained on upright digits", "parameters", *angles, f"mean of {count} angles"]
     return "\n".join([*table(head, rows), "", note])
