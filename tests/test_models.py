@@ -521,6 +521,17 @@ def test_smooth_networks_are_saved_with_what_they_are(tmp_path):
     assert torch.equal(again.eval()(x), network.eval()(x))
 
 
+def test_what_touches_the_border_does_not_reach_into_the_margin():
+    network = create_model("convnet6_p4", fields=(1,) * 6, margin=3, pool="max", **SMOOTH).double()
+    x = torch.full((1, 1, 28, 28), 0.5, dtype=torch.float64)
+    x[..., 10:14, :] = 2.0
+    wide = torch.full((1, 1, 34, 34), 0.5, dtype=torch.float64)
+    wide[..., 3:-3, 3:-3] = x
+    same = create_model("convnet6_p4", image_size=34, fields=(1,) * 6, pool="max", **SMOOTH)
+    same.double().load_state_dict(network.state_dict())
+    torch.testing.assert_close(network.eval()(x), same.eval()(wide), rtol=0, atol=1e-12)
+
+
 def test_initial_weights_know_their_activation():
     plain, smooth = create_model("cifar_resnet8_p4"), create_model("cifar_resnet8_p4", **SMOOTH)
     assert (plain.lift.init, smooth.lift.init) == ("relu", "silu")
