@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class _Classifier(Pretrained):
         """Put a new last layer in, for other classes, or none for 0: the features come out."""
         if global_pool is not None:
             raise ValueError(f"expected no global_pool: the head keeps its own; got {global_pool}")
-        whole = hasattr(num_classes, "__index__") and not isinstance(num_classes, bool)
+        whole = isinstance(num_classes, Integral) and not isinstance(num_classes, bool)
         if not whole or num_classes < 0:
             raise ValueError(f"expected num_classes of 0 or more; got {num_classes!r}")
         like = next(self.parameters())
@@ -1183,7 +1184,7 @@ def _expect_whole(name: str, given: Any) -> None:
     many = name in ("fields", "pooled_after")
     fits = not many or (isinstance(given, Sequence) and not isinstance(given, str))
     for value in (given if many else [given]) if fits else ():
-        fits &= hasattr(value, "__index__") and not isinstance(value, bool) and value >= 1
+        fits &= isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
     if not fits:
         what = "whole numbers" if many else "a whole number"
         raise ValueError(f"expected {name}: {what} of at least 1; got {given!r}")

@@ -495,6 +495,8 @@ def test_windows_that_do_not_fit(pool):
     rejected("padding as one whole number", "(1, 1)", pool, 2, padding=(1, 1))
     rejected("at most half of kernel_size=3", "2", pool, 3, padding=2)
     rejected("at least 3 pixels", "2", pool(5, padding=1), torch.randn(1, 1, 2, 9))
+    rejected("at least 2 pixels", "1", pool(2, padding=1), torch.randn(1, 1, 1, 9))
+    assert pool(2, padding=1)(torch.randn(1, 1, 2, 9)).shape[2:] == (2, 5)
 
 
 def test_counts_of_fields_and_blocks():
