@@ -271,6 +271,8 @@ def test_an_ordinary_network_has_no_orientations(options):
 def test_images_that_vanish_are_an_error():
     with pytest.raises(ValueError, match=r"larger images.*12 pixels"):
         create_model("convnet6_p8", image_size=12)
+    with pytest.raises(ValueError, match="expected image_size: a whole number"):
+        create_model("convnet6_p8", image_size=torch.zeros(2, 3))
 
 
 # What networks answer
