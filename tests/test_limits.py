@@ -39,6 +39,10 @@ TOO_MUCH = {
     "points": lambda: econv.Recentre2d()(torch.zeros(1, 1, 5, 5), 10**6, 10**6),
     "no points": lambda: econv.NearestResize2d()(torch.zeros(1, 1, 5, 5), 0, 4),
     "a factor": lambda: econv.Enlarge2d(10**6),
+    "a tensor of dimensions": lambda: econv.operator_set(dimension=torch.zeros(2, 3)),
+    "turns in so many": lambda: testing.random_rotations(1, dimension=torch.zeros(2)),
+    "an accuracy of several": lambda: econv.filter_basis("p4", accuracy=torch.zeros(2)),
+    "volumes of several": lambda: econv.models.UNet("p4", dimension=torch.zeros(2)),
     "nothing": lambda: testing.equivariance_error(Silent(), torch.zeros(1, 1, 9, 9), 1, "p4"),
 }
 

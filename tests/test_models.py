@@ -412,6 +412,8 @@ def test_an_ordinary_imagenet_resnet_halves_five_times():
 def test_an_imagenet_depth_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match=r"expected a depth of \[10, 18, 34.*got 20"):
         ImageNetResNet("p4", depth=20)
+    with pytest.raises(ValueError, match=r"expected a depth of .*got \{'a': 1\}"):
+        ImageNetResNet("p4", depth={"a": 1})
     with pytest.raises(ValueError, match="four stages"):
         ImageNetResNet("p4", fields=(1, 2))
 

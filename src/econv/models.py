@@ -332,7 +332,7 @@ class ImageNetResNet(_Classifier):
         dimension: int | None = None,
     ) -> None:
         super().__init__()
-        if depth not in _IMAGENET:
+        if not isinstance(depth, int) or depth not in _IMAGENET:
             raise ValueError(f"expected a depth of {sorted(_IMAGENET)}; got {depth!r}")
         kit = _Kit(
             group, pool, options, activation, antialias, oversample, dimension, centred=exact
@@ -1036,7 +1036,7 @@ class _Kit:
         centred: bool = False,
         halves: bool = False,
     ) -> None:
-        if dimension not in (None, 2, 3):
+        if not isinstance(dimension, int | None) or dimension not in (None, 2, 3):
             raise ValueError(f"expected dimension 2 or 3; got {dimension!r}")
         self.group = None if group is None else Group(group)
         self.dimension = dimension or (self.group.dimension if self.group else 2)

@@ -224,7 +224,7 @@ def random_rotations(count: int, dimension: int = 3, seed: int = 0) -> FloatArra
     >>> bool(np.allclose(np.linalg.det(rotations), 1.0))
     True
     """
-    if dimension not in (2, 3):
+    if not isinstance(dimension, int) or dimension not in (2, 3):
         raise ValueError(f"expected a dimension of 2 or 3; got {dimension!r}")
     count, seed = positive("count", count), positive("seed", seed, 1 << 63, least=0)
     normal = np.random.default_rng(seed).standard_normal((count, dimension, dimension))
