@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from econv.basis import filter_basis
-from econv.files import write_atomically
+from econv.files import printable, write_atomically
 from econv.models import MODELS
 from econv.page import filled
 from econv.recipes import RECIPES, Recipe
@@ -307,7 +307,7 @@ def as_markdown(found: Sequence[Row]) -> str:
 
 
 def _in_markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rows = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    rows = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in line] for line in lines]
     return "\n".join(
         ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
         + ["| " + " | ".join(row) + " |" for row in rows]
@@ -429,7 +429,7 @@ def earlier(found: Sequence[Row]) -> list[tuple[str, ...]]:
         for ran in _by(outdated, lambda record: f"{_kind(record)} {record.settings}").values():
             then = _flat(ran[0].settings)
             changes = [
-                f"{key} {then.get(key, 'not set')} → {now.get(key, 'not set')}"
+                printable(f"{key} {then.get(key, 'not set')} → {now.get(key, 'not set')}")
                 for key in [*then, *(key for key in now if key not in then)]
                 if then.get(key) != now.get(key)
             ]
