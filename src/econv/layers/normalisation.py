@@ -340,7 +340,9 @@ class GroupGroupNorm(_FieldAffine):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[batch, fields * order, …]``."""
         check_fields(x, self.fields, self.group, self.weight)
-        normed = functional.group_norm(x, self.num_groups, *self._by_channel(), self.eps)
+        # torch's gradient ends the process where channels are last and the input needs none itself.
+        safe = x if x.requires_grad or not x.is_cpu else x.contiguous()
+        normed = functional.group_norm(safe, self.num_groups, *self._by_channel(), self.eps)
         return normed.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
