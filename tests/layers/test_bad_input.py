@@ -12,6 +12,7 @@ from econv import (
     Central,
     CentredAvgPool2d,
     CentredMaxPool2d,
+    Curl2d,
     Downsample2d,
     FieldParameter,
     Group,
@@ -519,6 +520,13 @@ def test_counts_of_fields_and_blocks():
     rejected("fields", "1.5", FieldParameter, 1.5, "p4")
     rejected("factor", "0", GroupUpsampleConv2d, 1, 1, "p4", factor=0)
     rejected("excess", "0.5", GroupUpsampleConv2d, 1, 1, "p4", excess=0.5)
+
+
+def test_one_pixel_has_no_other_to_be_reflected_in():
+    x = torch.randn(1, 1, 1, 5)
+    rejected("at least 2×2 pixels", "(1, 1, 1, 5)", Curl2d(padding_mode="reflect"), x)
+    rejected("at least 2×1", "'reflect'", Curl2d(padding_mode=("reflect", "zeros")), x)
+    assert Curl2d(padding_mode=("zeros", "reflect"))(x).shape == (1, 2, 1, 5)
 
 
 def test_what_cannot_be_spread():

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_a_training_ends_in_the_same_bits(tmp_path: Path, monkeypatch: pytest.Mo
     longest, in_time = seconds_of(lambda: train(tmp_path / "whole")), 0
     for trial, seconds, number in moments(longest):
         folder = tmp_path / str(trial)
-        in_time += check_status(status_of(lambda: train(folder), seconds, number), number)
+        in_time += check_status(status_of(partial(train, folder), seconds, number), number)
         assert train(folder) == 0
         assert left(folder) == left(tmp_path / "whole")
         assert [p.name for p in (folder / "out" / "tiny" / "0").iterdir()] == ["model.safetensors"]
@@ -107,7 +108,7 @@ def test_a_demo_ends_in_the_same_records(tmp_path: Path, monkeypatch: pytest.Mon
     assert set(demo.NAMES) < set(left(tmp_path / "whole"))
     for trial, seconds, number in moments(longest):
         folder = tmp_path / str(trial)
-        in_time += check_status(status_of(lambda: show(folder), seconds, number), number)
+        in_time += check_status(status_of(partial(show, folder), seconds, number), number)
         assert show(folder) == 0
         assert left(folder) == left(tmp_path / "whole")
     assert in_time > MOMENTS // 2
