@@ -35,6 +35,8 @@ TOO_MUCH = {
     "windows": lambda: econv.GroupConv2d(1, 1, "p8", centred=(3, 10**9)),
     "a spacing": lambda: econv.GroupConv2d(1, 1, "p8", spacing=(1e-300, 1e300)),
     "a depth": lambda: econv.models.ResNet("p8", depth=6_000_002, fields=(1, 1, 1)),
+    "a name of several": lambda: econv.create_model({}),
+    "features or not": lambda: econv.create_model("resnet8_p4", features_only="no"),
     "no layers": lambda: econv.create_model("convnet6_p8", fields=()),
     "points": lambda: econv.Recentre2d()(torch.zeros(1, 1, 5, 5), 10**6, 10**6),
     "no points": lambda: econv.NearestResize2d()(torch.zeros(1, 1, 5, 5), 0, 4),

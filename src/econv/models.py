@@ -895,6 +895,7 @@ def create_model(
     >>> create_model("resnet10_3d_O", fields=(1, 1, 2, 2), num_classes=10).dimension
     3
     """
+    _expect_truth(features_only=features_only)
     network = _named(name, options)
     if not features_only:
         if out_indices is not None:
@@ -904,7 +905,7 @@ def create_model(
 
 
 def _named(name: str, options: dict[str, Any]) -> Network:
-    if name in MODELS:
+    if isinstance(name, str) and name in MODELS:
         kind, found = MODELS[name]
         return kind(**{**found, **options})
     several = re.fullmatch(r"(?:resnet([0-9]+)(?=_3d)|unet)(_3d)?(?:_(\w+))?", str(name))
