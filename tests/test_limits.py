@@ -37,6 +37,8 @@ TOO_MUCH = {
     "a depth": lambda: econv.models.ResNet("p8", depth=6_000_002, fields=(1, 1, 1)),
     "a name of several": lambda: econv.create_model({}),
     "features or not": lambda: econv.create_model("resnet8_p4", features_only="no"),
+    "a margin": lambda: econv.create_model("convnet6_p4", margin=2**31),
+    "a large image": lambda: econv.create_model("convnet6_p4", image_size=10**5),
     "no layers": lambda: econv.create_model("convnet6_p8", fields=()),
     "points": lambda: econv.Recentre2d()(torch.zeros(1, 1, 5, 5), 10**6, 10**6),
     "no points": lambda: econv.NearestResize2d()(torch.zeros(1, 1, 5, 5), 0, 4),

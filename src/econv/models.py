@@ -800,6 +800,12 @@ class ConvNet(_Classifier):
     def _new_classifier(self, num_classes: int) -> nn.Module:
         whole = self.readout == "map"
         size = self.last_size if whole else 1
+        if self.num_features * num_classes * size**2 > _MOST_WEIGHTS:
+            raise ValueError(
+                f"expected a classifier of at most {_MOST_WEIGHTS} weights: it reads {size}×{size} "
+                f"pixels of {self.num_features} channels for {num_classes} classes; take smaller "
+                "images or margins, or readout='mean'"
+            )
         classifier = nn.Conv2d(self.num_features, num_classes, size, bias=not whole)
         nn.init.xavier_normal_(classifier.weight)
         return classifier
@@ -1178,6 +1184,9 @@ class _Block(nn.Module):
             normed = norm_relu(self.norm1, x, self.activation)
             shortcut, out = self.shortcut(self.halve(normed)), self.halve(self.conv1(normed))
         return norm_relu_conv(self.norm2, self.conv2, out, self.activation) + shortcut
+
+
+_MOST_WEIGHTS = 1 << 28  # of a classifier: a gigabyte
 
 
 def _expect_whole(name: str, given: Any) -> None:
