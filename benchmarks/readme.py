@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from econv import records, report
+from econv.weights import Weights
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+WEIGHTS = "weights"  # what was published
 RECORDS = "records"  # in the place of a file of results: what was trained
 
 # Rows of the table, as the benchmark calls them and as a reader should.
@@ -314,7 +316,8 @@ def conversion_table(found: dict[str, Any]) -> str:
     """A network and its converted version at every angle: mean ± deviation over the seeds."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for row in found["rows"]:
-        runs.setdefault(row["network"], []).append(row)
+        if "tried" not in row:
+            runs.setdefault(row["network"], []).append(row)
 
     def percent(values: list[float]) -> str:
         mean = f"{statistics.mean(values):.1f}"
@@ -332,14 +335,14 @@ def conversion_table(found: dict[str, Any]) -> str:
         for name, same in runs.items()
         if "epoch" not in name
     ]
-    count = len(found["rows"][0]["error_percent"])
+    count = len(runs["source"][0]["error_percent"])
     seeds = min(map(len, runs.values()))
     note = (
         f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
         f"{found['arguments']['epochs']} epochs, no augmentation, {seeds} "
         f"seed{'s' * (seeds > 1)}; "
-        f"{code(found)}; `benchmarks/convert_and_rotate.py`. The learning rate was chosen on these "
-        "test digits, by the first seed.)"
+        f"{code(found)}; `benchmarks/convert_and_rotate.py`. The learning rate of each was chosen "
+        "with the first seed, by a quarter of the training digits, upright.)"
     )
     head = ["trained on upright digits", "parameters", *angles, f"mean of {count} angles"]
     return "\n".join([*table(head, rows), "", note])
@@ -673,6 +676,19 @@ def lag_of_norms(found: dict[str, Any]) -> str:
     )
 
 
+def weights(found: list[Weights]) -> str:
+    """What is published, and how large it is."""
+    rows = []
+    for each in found:
+        size = sum(path.stat().st_size for path in each.folder.iterdir()) / 1e6
+        images = each.dataset + ", re-created" * each.recreated
+        error = f"{each.metrics['test_error']:.2f}"
+        row = [f"`{each.name}`", f"`{each.model}`", f"{each.parameters:,}", images, error]
+        rows.append([*row, each.dtype, f"{size:.2f}"])
+    head = ["weights", "network", "parameters", "data", "test error, %", "stored as", "MB"]
+    return "\n".join(table(head, rows))
+
+
 def heads(found: dict[str, Any]) -> str:
     """The best rate and loss of one narrow network, by what its head pools to."""
     rows = [r for r in found["rows"] if r["network"] == "p8, 3 fields" and r["pool"]]
@@ -817,6 +833,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         "gpu layers": ("engines_cuda.json", gpu_layers),
         "training on a gpu": ("training_cuda.json", training_speed),
         "networks on a gpu": ("networks_cuda.json", networks),
+        "networks of equal work": ("networks_cuda_flops.json", networks),
         "time of networks": (
             "networks_cuda.json",
             lambda found: time_of_networks(found, read("networks_cuda_before.json")),
@@ -832,6 +849,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         "learning rates": ("learning_rates.json", learning_rates),
         "lag of norms": ("learning_rates.json", lag_of_norms),
         "heads": ("learning_rates.json", heads),
+        "weights": (WEIGHTS, weights),
     },
     "docs/choosing.md": {
         "depth": ("depth.json", depth_by_activation),
@@ -852,6 +870,7 @@ NOT_EVERYWHERE = (
     "networks_cpu.json",
     "networks_cuda.json",
     "networks_cuda_before.json",
+    "networks_cuda_flops.json",
 )
 
 
@@ -859,6 +878,10 @@ def read(results: str) -> Any:
     """What a benchmark found, or nothing where it may be missing and is; rows of the records."""
     if results == RECORDS:
         return report.rows(records.load_all(ROOT / "records"))
+    if results == WEIGHTS:
+        return [
+            Weights.find(path.parent) for path in sorted((ROOT / WEIGHTS).glob("*/config.json"))
+        ]
     path = RESULTS / results
     if results in NOT_EVERYWHERE and not path.exists():
         return None

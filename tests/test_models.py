@@ -687,3 +687,61 @@ def test_ordinary_resnets_are_as_wide_as_everybody_knows_them():
         assert create_model("resnet18").config["fields"] == [64, 128, 256, 512]
         # As many parameters: p8 has eight orientations of √8 times fewer fields.
         assert create_model("resnet18_p8").config["fields"] == [23, 45, 91, 181]
+
+
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [("wrn10_1_p8m_p4m_p1m", "p1m"), ("wrn10_1_p8m", "p8m"), ("wrn10_1_p8_p4_p4", "p4")],
+)
+def test_wide_resnets_turn_under_the_group_of_their_last_stage(name, last):
+    torch.manual_seed(0)
+    network = create_model(name, fields=(1, 2, 2), stem=1).double().eval()
+    assert network.group.name == last
+    x = torch.randn(1, 3, 21, 21, dtype=torch.float64)
+    assert_equivariant(network, x, elements=network.group.grid_symmetries)
+    assert_equivariant(network, x[..., :20, :20], elements=network.group.grid_symmetries)
+
+
+def test_a_restriction_gives_up_the_turns_that_it_says():
+    torch.manual_seed(0)
+    network = create_model("wrn10_1_p4m_p4m_p1m", fields=(1, 2, 2), stem=1).double().eval()
+    x = torch.randn(1, 3, 20, 20, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="not equivariant"):
+        assert_equivariant(network, x, "p4", elements=(1,))
+    with pytest.raises(ValueError, match="network of one group for its maps"):
+        create_model("wrn10_1_p4m_p4m_p1m", features_only=True)
+
+
+@pytest.mark.parametrize("name", ["wrn16_8", "wrn28_10"])
+def test_wide_resnets_have_the_papers_parameters_and_ours_about_as_many(name):
+    with torch.device("meta"):
+        counts = [
+            sum(p.numel() for p in create_model(name + end).parameters())
+            for end in ("", "_p4m", "_p8m", "_p8m_p4m_p1m")
+        ]
+    # Zagoruyko & Komodakis (2016), table 4: 11.0M and 36.5M.
+    assert round(counts[0] / 1e6, 1) == {"wrn16_8": 11.0, "wrn28_10": 36.5}[name]
+    assert all(0.9 < count / counts[0] < 1.15 for count in counts)
+
+
+def test_a_restricted_network_is_saved_and_made_again(tmp_path):
+    pytest.importorskip("safetensors")
+    network = create_model("wrn10_1_p4m_p4_p2", fields=(1, 1, 2), stem=1).eval()
+    network.save_pretrained(tmp_path)
+    x = torch.randn(1, 3, 20, 20)
+    torch.testing.assert_close(from_pretrained(tmp_path)(x), network(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("wrn16_8_p4_p8_p4", {}, "p8 is not a subgroup of p4"),
+        ("wrn16_8_p4_p2", {}, "those of three stages"),
+        ("wrn15_8", {}, r"expected a Wide ResNet of 6n \+ 4 layers"),
+        ("wrn10_1_p4", {"restrict": "p2"}, "expected restrict as the groups of two stages"),
+        ("wrn10_1", {"restrict": ("p2", "p1")}, "expected a group to restrict"),
+    ],
+)
+def test_restrictions_that_do_not_fit_are_named(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        create_model(name, **options)

@@ -74,6 +74,22 @@ def test_parameters_stay_within_the_papers(name: str) -> None:
     assert parameters(RECIPES[name]) <= LIMITS[name]
 
 
+@pytest.mark.parametrize("data", ["cifar10", "cifar100"])
+def test_controls_are_trained_as_ours_of_their_size(data: str) -> None:
+    ours = RECIPES[f"{data}_resnet44_p8"]
+    for name in ("resnet44", "resnet44_p4m", "wide_resnet26")[: 3 if data == "cifar10" else 2]:
+        control = RECIPES[f"{data}_{name}"]
+        assert (control.minimum_seeds, control.note) == (1, "control")
+        own = ("name", "model", "model_options")
+        for key, value in ours.settings().items():
+            assert key in own or control.settings()[key] == value
+    layer = create_model(
+        "paper_resnet44_p4m", **dict(RECIPES[f"{data}_resnet44_p4m"].model_options)
+    )
+    basis = layer.lift.basis
+    assert (basis.size, np.linalg.matrix_rank(basis.turned[0].reshape(9, 9))) == (3, 9)
+
+
 def test_the_twin_of_the_digits_has_as_many_parameters_and_the_same_recipe() -> None:
     ours, twin = RECIPES["digits_p8"], RECIPES["digits_cnn"]
     assert 0.95 * parameters(twin) < parameters(ours) <= parameters(twin)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import econv
-from econv import demo, environment, lab, page, report, train
+from econv import demo, environment, lab, page, report, train, verify
 from econv.checking import KindError, checked
 from econv.files import atomic, write_atomically
 from econv.groups import Group
@@ -55,6 +55,7 @@ what people do:
   find out why            econv check model.py:build --weights best.pt --html why.html
   train                   econv train mnist_rot_p8 --seeds 3
   compare with the paper  econv report --html report.html
+  check our weights       econv verify digits_p8
 
 econv COMMAND --help has more examples."""
 
@@ -77,6 +78,11 @@ examples:
   econv train mnist_rot_p8 --set epochs=3              with a change
   econv train cifar10_resnet26_p8 --source folder/     data that are there already
 several GPUs: torchrun --nproc-per-node=4 -m econv.train cifar10_resnet26_p8""",
+    "verify": """\
+examples:
+  econv verify digits_p8                               seconds, no download
+  econv verify mnist_rot_p8 --source folder/           with data that are there already
+  econv verify --all                                   every row whose images are here""",
     "report": """\
 examples:
   econv report                                         of records/
@@ -161,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
         ("demo", demo, "the first thing to run: a network and its CNN twin on turned digits"),
         ("train", train, "train a network of the paper's tables, or your change of one"),
         ("report", report, "the paper's tables with the records of your runs beside its figures"),
+        ("verify", verify, "do published weights predict what their record says?"),
         ("env", environment, "versions, devices and engines, for the report of a problem"),
     ):
         command = commands.add_parser(

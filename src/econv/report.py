@@ -22,7 +22,7 @@ from econv.basis import filter_basis
 from econv.files import printable, write_atomically
 from econv.models import MODELS
 from econv.page import filled
-from econv.recipes import RECIPES, Recipe
+from econv.recipes import CONTROL, RECIPES, Recipe
 from econv.records import Record, load_all, run_name, strays
 
 __all__ = [
@@ -244,8 +244,8 @@ def spread(values: Sequence[float]) -> str:
 def rows(records: Iterable[Record], recipes: Mapping[str, Recipe] = RECIPES) -> list[Row]:
     """The rows of all tables: one for each recipe, and for each set of images it was trained on.
 
-    Recipes that keep the paper's own schedule, or are in none of its tables, appear once they have
-    records.
+    Recipes that keep the paper's own schedule, controls, and those in none of its tables appear
+    once they have records.
     """
     by_name: dict[str, list[Record]] = {}
     for record in records:
@@ -258,7 +258,8 @@ def rows(records: Iterable[Record], recipes: Mapping[str, Recipe] = RECIPES) -> 
         outdated = tuple(record for record in mine if record.settings != settings)
         kinds = sorted({_kind(record) for record in current})
         # The paper's tables show what is missing; nobody asked for the rest.
-        demanded = recipe.table in (1, 2, 3) and not name.endswith("_paper")
+        demanded = recipe.table in (1, 2, 3) and recipe.note != CONTROL
+        demanded &= not name.endswith("_paper")
         if not kinds and (demanded or outdated):
             found.append(Row(recipe, (), False, outdated))
         for kind in kinds:

@@ -16,8 +16,8 @@ from econv.data.augmentation import PADDINGS, Augmentation, prepare
 from econv.data.errors import DataError
 from econv.data.keyed import keyed_bits, keyed_uniform, permutation
 from econv.data.loading import cache_folder, load
-from econv.data.sources import NAMES
-from econv.data.splits import Dataset, Split, normalise
+from econv.data.sources import NAMES, class_names
+from econv.data.splits import Dataset, Split, fingerprint, normalise
 
 __all__ = [
     "NAMES",
@@ -27,6 +27,8 @@ __all__ = [
     "Dataset",
     "Split",
     "cache_folder",
+    "class_names",
+    "fingerprint",
     "keyed_bits",
     "keyed_uniform",
     "load",

@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
     add("--output", type=Path, default=Path("outputs"), metavar="FOLDER", help="for checkpoints")
     add("--records", type=Path, default=Path("records"), metavar="FOLDER", help="for records")
+    add(
+        "--weights",
+        type=Path,
+        metavar="FOLDER",
+        help="publish the first seed's weights there, with a model card, for econv verify",
+    )
     add("--fresh", action="store_true", help="start anew instead of going on")
     add("--quiet", action="store_true", help="no progress")
     add("--tensorboard", type=Path, metavar="FOLDER", help="write event files for TensorBoard")
@@ -137,6 +143,7 @@ def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> No
         precision=options.precision,
         channels_last=options.channels_last,
         shared=options.shared,
+        weights=options.weights if seed == options.seed else None,
     )
     if int(os.environ.get("RANK", "0")) == 0:
         labels = ["re-created"] * record.recreated + ["unverified"] * bool(record.unverified)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ import torch
 
 from econv import files
 from econv import records as records_room
-from econv.data import Dataset, load
+from econv.data import Dataset, fingerprint, load
 from econv.recipes import Recipe
 from econv.records import Record
 from econv.train.board import open_board
@@ -24,6 +23,7 @@ from econv.train.errors import CheckpointError
 from econv.train.execution import Execution, convolution_precision
 from econv.train.loop import Loop
 from econv.train.processes import Processes, watched
+from econv.train.publishing import publish
 
 
 def run(
@@ -47,6 +47,7 @@ def run(
     precision: str | None = None,
     channels_last: bool | None = None,
     shared: int | None = None,
+    weights: Path | str | None = None,
     when_ready: Callable[[], None] | None = None,
 ) -> Record:
     """Train a recipe to its end, write the record and return it.
@@ -82,6 +83,9 @@ def run(
         shared: how many runs share the device, this one among them, for the record: the seconds of
             a run that is not alone mean little. By default what ``ECONV_SHARED`` says, or not
             known.
+        weights: a folder to publish the weights in, as ``<weights>/<recipe>/`` with a model card:
+            what ``econv verify`` and ``econv.create_model(…, weights=…)`` read. By default they
+            are in the output folder alone.
         when_ready: called once, when data and network are ready and training begins. What
             ``resume=False`` replaces is removed then and not before.
     """
@@ -103,7 +107,7 @@ def run(
     place = records_room.path_of(Path(records), recipe.name, seed, data_seed)
 
     def places() -> None:
-        for wanted in (folder, place.parent):
+        for wanted in (folder, place.parent, *([] if weights is None else [Path(weights)])):
             files.check_folder(wanted)
 
     processes.together(places, OSError)  # before hours of training, not after
@@ -121,11 +125,17 @@ def run(
         identity = {
             "settings": recipe.settings(),
             "seed": seed,
-            "data_sha256": _fingerprint(data),
+            "data_sha256": fingerprint(data),
             "precision": execution.precision,
         }
+
+        def published(record: Record) -> None:
+            if weights is not None and processes.first:
+                publish(record, folder, data, records, weights, processes.device, progress)
+
         done = _finished(identity, place, processes) if resume else None
         if done is not None:
+            published(done)
             return done
         checkpoints = Checkpoints(folder, identity, processes)
         saved = checkpoints.load() if resume else None
@@ -165,6 +175,7 @@ def run(
             if processes.first:
                 records_room.save(record, Path(records))
                 checkpoints.remove()
+            published(record)
             processes.wait()
         return record
 
@@ -223,11 +234,3 @@ def _shared(told: int | None) -> int | None:
         given = told if what == "shared" else repr(text)
         raise ValueError(f"expected {what} as the number of runs, 1 or more; got {given}")
     return told
-
-
-def _fingerprint(data: Dataset) -> str:
-    found = hashlib.sha256(data.name.encode())
-    for split in (data.train, data.validation, data.test):
-        for tensor in (split.x, split.y):
-            found.update(tensor.cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()

@@ -14,6 +14,10 @@ import torch
 import triton
 from torch import Tensor
 
+FIRST = triton.__version__.startswith("3.6.")
+"""Along which axes a load distributes threads, then warps: the first ones, or those next to the
+contiguous axis. Tensors with another order would be exchanged between threads."""
+
 
 class Launch:
     """A kernel with all arguments but tensors, which come first: then numbers, then constants."""
@@ -23,7 +27,7 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.options = kernel, (*grid, 1, 1)[:3], options
         self.numbers = numbers
-        known = {*getattr(kernel, "arg_names", options), "num_warps", "num_stages"}
+        known = {*getattr(kernel, "arg_names", options), "num_warps", "num_stages", "maxnreg"}
         if unknown := options.keys() - known:  # what interprets kernels would not say
             raise TypeError(f"{kernel} takes no {', '.join(sorted(unknown))}")
         constants = [value for name, value in options.items() if name.isupper()]
