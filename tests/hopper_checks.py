@@ -142,7 +142,17 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("options", HALVES.values(), ids=HALVES.keys())
+# Of which others have the group, its kind or the size.
+LARGER = ("p28", "p32", "p32, 3×3", "p16m, more fields")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.slow] * (name in LARGER))
+        for name, options in HALVES.items()
+    ],
+)
 def test_two_launches_make_a_layer_by_halves(interpret, options):
     """The second one finds what the first one left in the output."""
     gluon = interpret()

@@ -35,10 +35,18 @@ TOO_MUCH = {
     "windows": lambda: econv.GroupConv2d(1, 1, "p8", centred=(3, 10**9)),
     "a spacing": lambda: econv.GroupConv2d(1, 1, "p8", spacing=(1e-300, 1e300)),
     "a depth": lambda: econv.models.ResNet("p8", depth=6_000_002, fields=(1, 1, 1)),
+    "a name of several": lambda: econv.create_model({}),
+    "features or not": lambda: econv.create_model("resnet8_p4", features_only="no"),
+    "a margin": lambda: econv.create_model("convnet6_p4", margin=2**31),
+    "a large image": lambda: econv.create_model("convnet6_p4", image_size=10**5),
     "no layers": lambda: econv.create_model("convnet6_p8", fields=()),
     "points": lambda: econv.Recentre2d()(torch.zeros(1, 1, 5, 5), 10**6, 10**6),
     "no points": lambda: econv.NearestResize2d()(torch.zeros(1, 1, 5, 5), 0, 4),
     "a factor": lambda: econv.Enlarge2d(10**6),
+    "a tensor of dimensions": lambda: econv.operator_set(dimension=torch.zeros(2, 3)),
+    "turns in so many": lambda: testing.random_rotations(1, dimension=torch.zeros(2)),
+    "an accuracy of several": lambda: econv.filter_basis("p4", accuracy=torch.zeros(2)),
+    "volumes of several": lambda: econv.models.UNet("p4", dimension=torch.zeros(2)),
     "nothing": lambda: testing.equivariance_error(Silent(), torch.zeros(1, 1, 9, 9), 1, "p4"),
 }
 

@@ -271,6 +271,8 @@ def test_an_ordinary_network_has_no_orientations(options):
 def test_images_that_vanish_are_an_error():
     with pytest.raises(ValueError, match=r"larger images.*12 pixels"):
         create_model("convnet6_p8", image_size=12)
+    with pytest.raises(ValueError, match="expected image_size: a whole number"):
+        create_model("convnet6_p8", image_size=torch.zeros(2, 3))
 
 
 # What networks answer
@@ -410,6 +412,8 @@ def test_an_ordinary_imagenet_resnet_halves_five_times():
 def test_an_imagenet_depth_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match=r"expected a depth of \[10, 18, 34.*got 20"):
         ImageNetResNet("p4", depth=20)
+    with pytest.raises(ValueError, match=r"expected a depth of .*got \{'a': 1\}"):
+        ImageNetResNet("p4", depth={"a": 1})
     with pytest.raises(ValueError, match="four stages"):
         ImageNetResNet("p4", fields=(1, 2))
 

@@ -401,7 +401,7 @@ def stencil_set(stencils: StencilsLike, accuracy: int = 2, rotations: int = 0) -
     Central(accuracy=4)
     """
     if isinstance(stencils, StencilSet):
-        if accuracy not in (2, stencils.accuracy):
+        if not isinstance(accuracy, int) or accuracy not in (2, stencils.accuracy):
             raise ValueError(
                 f"expected accuracy={stencils.accuracy}, that of {stencils!r}; got {accuracy!r}"
             )
@@ -413,7 +413,7 @@ def stencil_set(stencils: StencilsLike, accuracy: int = 2, rotations: int = 0) -
             f"unknown stencils {stencils!r}: expected 'isotropic', 'central', 'gaussian' or a "
             "StencilSet such as Gaussian(width=0.8)"
         )
-    if accuracy != 2:
+    if not isinstance(accuracy, int) or accuracy != 2:
         raise ValueError(
             f"expected accuracy=2 with {stencils!r} stencils, only central ones have others; "
             f"got {accuracy!r}"

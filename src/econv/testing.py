@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, reduce
 from typing import Any
@@ -94,9 +95,7 @@ def transform(
     dimension = len(matrix)
     if not isinstance(kind, str):
         return _transform_parts(x, found, element, dimension, kind, spacing)
-    if kind not in KINDS:
-        raise ValueError(f"unknown kind {kind!r}: expected one of {KINDS}")
-    if kind == "invariant":
+    if _known(kind) == "invariant":
         return x
     if x.ndim != dimension + 2:
         raise ValueError(f"expected {_MAPS[dimension]}; got {tuple(x.shape)}")
@@ -152,6 +151,12 @@ def _read_element(group: Group | None, element: Element) -> tuple[FloatArray, in
     return matrix, None
 
 
+def _known(kind: object) -> str:
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}: expected one of {KINDS}")
+    return kind
+
+
 def _channels(kind: str, group: Group | None, dimension: int) -> int:
     """Of one field."""
     if kind == "regular" and group is None:
@@ -168,15 +173,16 @@ def _transform_parts(
     spacing: Spacing,
 ) -> Tensor:
     try:
-        sizes = [fields * _channels(kind, group, dimension) for kind, fields in parts]
+        pairs = [(_known(kind), operator.index(fields)) for kind, fields in parts]
+        sizes = [fields * _channels(kind, group, dimension) for kind, fields in pairs]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"expected one of {KINDS}, or pairs such as ('scalar', 1); got {parts!r}"
         ) from error
-    if x.ndim != dimension + 2 or sum(sizes) != x.shape[1]:
+    if x.ndim != dimension + 2 or sum(sizes) != x.shape[1] or min(sizes, default=0) < 0:
         wanted = _MAPS[dimension].replace("channels", str(sum(sizes)))
-        raise ValueError(f"expected {wanted} for {list(map(tuple, parts))}; got {tuple(x.shape)}")
-    each = zip(x.split(sizes, dim=1), parts, strict=True)
+        raise ValueError(f"expected {wanted} for {pairs}; got {tuple(x.shape)}")
+    each = zip(x.split(sizes, dim=1), pairs, strict=True)
     return torch.cat([transform(own, group, element, kind, spacing) for own, (kind, _) in each], 1)
 
 
@@ -218,7 +224,7 @@ def random_rotations(count: int, dimension: int = 3, seed: int = 0) -> FloatArra
     >>> bool(np.allclose(np.linalg.det(rotations), 1.0))
     True
     """
-    if dimension not in (2, 3):
+    if not isinstance(dimension, int) or dimension not in (2, 3):
         raise ValueError(f"expected a dimension of 2 or 3; got {dimension!r}")
     count, seed = positive("count", count), positive("seed", seed, 1 << 63, least=0)
     normal = np.random.default_rng(seed).standard_normal((count, dimension, dimension))

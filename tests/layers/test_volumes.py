@@ -491,6 +491,18 @@ def test_recentring_volumes_is_the_reference(sizes):
 # Compilers, layouts, dtypes
 
 
+@pytest.mark.parametrize("kind", [econv.CentredAvgPool3d, econv.CentredMaxPool3d])
+def test_half_precision_pools_on_the_cpu(kind):
+    """torch has no kernel of its own for means of volumes in float16 there."""
+    x = torch.randn(1, 2, 5, 4, 5, requires_grad=True)
+    wanted = kind(2)(x)
+    found = kind(2)(x.half())
+    assert found.dtype == torch.float16
+    assert distance(found.float(), wanted) <= 1e-2
+    found.sum().backward()
+    assert x.grad.isfinite().all()
+
+
 def test_a_compiled_layer_is_the_same():
     layer = GroupConv3d(1, 1, "D2", dtype=torch.float64, bias=True)
     x = torch.randn(1, 4, 4, 5, 4, dtype=torch.float64, requires_grad=True)

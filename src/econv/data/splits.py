@@ -50,7 +50,8 @@ class Dataset:
 
     ``mean`` and ``std`` are per channel, of ``x / 255`` over the training split alone.
     ``recreated`` says that the images stand in for a published data set that they are not, and
-    ``unverified`` that no checksum vouches for them.
+    ``unverified`` that no checksum vouches for them. ``seed`` is the one that images were made
+    again with; ``None`` where they are what they are.
 
     >>> images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1)
     >>> split = Split(images, torch.tensor([0, 1, 0, 1, 0, 1]))
@@ -68,6 +69,7 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     unverified: bool = False
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.classes < 1:

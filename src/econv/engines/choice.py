@@ -128,7 +128,8 @@ def choose(problem: Problem) -> Engine:
         return first_able(problem.engine, problem)
     kind = _kind(problem)
     circumstances = (may_measure(), _tf32(problem), _store() is not None, len(operator.FAILED))
-    key = (problem, kind, circumstances)
+    # By its name: what is remembered of a convolution must not outlive its layers with its plans.
+    key = (problem.convolution.name, *problem[1:], kind, circumstances)
     found = _memory.get(key)
     if found is None:
         found = _decide(problem, kind)
@@ -139,7 +140,7 @@ def choose(problem: Problem) -> Engine:
     return found
 
 
-_MOST_MEMORIES = 4096
+_MOST_MEMORIES = 4096  # of each kind, in the file too
 _memory: dict[tuple[Any, ...], Engine] = {}  # of calls, for as long as nothing changes
 _decided: dict[str, str] = {}  # by measuring, here or where it was `kept`
 _times: dict[Path, dict[str, dict[str, Times]]] = {}  # by file: read, and measured since
@@ -200,6 +201,8 @@ def _settled(
         return dict.fromkeys(keys.values(), "dense")
     key = keys[kind]
     new = _decided.get(key) not in able
+    if new and len(_decided) >= _MOST_MEMORIES:
+        return {}  # a rule decides
     alike = [one for one in _decided if one.rpartition(" ")[0] == key.rpartition(" ")[0]]
     if new and len(alike) >= _MOST_SIZES:
         largest = _decided[max(alike, key=lambda one: (_pixels(one), one))]
@@ -295,7 +298,8 @@ def measured(problem: Problem, may_run: bool = True) -> dict[str, Times]:
     if found and all(math.isfinite(times.call) for times in found.values()):
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _times[path] = {**_read(path), **_times[path]}
+            every = {**_read(path), **_times[path]}
+            _times[path] = dict([*every.items()][-_MOST_MEMORIES:])
             write_atomically(path, json.dumps(_times[path]).encode())
     return found
 

@@ -116,7 +116,14 @@ class Convolution:
 
     def plan(self, part: Part) -> SpectralPlan:
         """The spectral factorisation of the layer on one part of its input."""
-        return spectral_plan(self.basis, part.kind, self.target)
+        if part.kind not in self._plans:
+            self._plans[part.kind] = spectral_plan(self.basis, part.kind, self.target)
+        return self._plans[part.kind]
+
+    @cached_property
+    def _plans(self) -> dict[str, SpectralPlan]:
+        """Those that were asked for: they last as long as the layers do."""
+        return {}
 
     @property
     def dimension(self) -> int:
@@ -150,7 +157,7 @@ class Convolution:
 
 # They last as long as layers do, the latest a little longer: copies are made of what is gone.
 _NAMED: WeakValueDictionary[str, Convolution] = WeakValueDictionary()
-_latest: deque[Convolution] = deque(maxlen=64)
+_latest: deque[Convolution] = deque(maxlen=16)
 
 
 def convolution(*properties: Any, **others: Any) -> Convolution:

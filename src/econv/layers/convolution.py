@@ -16,7 +16,7 @@ from econv.engines.problem import times
 from econv.groups import Group, GroupLike
 from econv.layers.checks import (
     LARGEST_IMAGE,
-    check_dtype,
+    check_factory,
     check_groups,
     check_maps,
     check_rank,
@@ -145,7 +145,7 @@ class PDOConv(WithConstants):
         self.init = init
         self._order = self.group.order
         self._convolution = self._describe()
-        check_dtype(dtype)
+        check_factory(device, dtype)
         numbers = math.prod(weight_shape) * len(self.basis.operators)
         if numbers > _MOST_NUMBERS:
             raise ValueError(

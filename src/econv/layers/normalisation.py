@@ -16,7 +16,7 @@ from econv.engines import memory_format
 from econv.groups import GroupLike
 from econv.layers import pooled
 from econv.layers.checks import (
-    check_dtype,
+    check_factory,
     check_fields,
     check_groups,
     check_statistics,
@@ -61,7 +61,7 @@ class GroupBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_statistics(eps, momentum)
-        check_dtype(dtype)
+        check_factory(device, dtype)
         options = truth("affine", affine), truth("track_running_stats", track_running_stats)
         super().__init__(positive("fields", fields), eps, momentum, *options, device, dtype)
         self.fields = fields
@@ -218,7 +218,7 @@ class GroupInstanceNorm(_InstanceNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_statistics(eps, momentum)
-        check_dtype(dtype)
+        check_factory(device, dtype)
         options = truth("affine", affine), truth("track_running_stats", track_running_stats)
         super().__init__(positive("fields", fields), eps, momentum, *options, device, dtype)
         self.fields = fields
@@ -287,7 +287,7 @@ class _FieldAffine(nn.Module):
         super().__init__()
         self.fields = positive("fields", fields)
         check_statistics(eps)
-        check_dtype(dtype)
+        check_factory(device, dtype)
         self.group = read_group(group, self.dimension, type(self).__name__)
         self.eps = eps
         self._order = self.group.order
@@ -340,7 +340,9 @@ class GroupGroupNorm(_FieldAffine):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[batch, fields * order, …]``."""
         check_fields(x, self.fields, self.group, self.weight)
-        normed = functional.group_norm(x, self.num_groups, *self._by_channel(), self.eps)
+        # torch's gradient ends the process where channels are last and the input needs none itself.
+        safe = x if x.requires_grad or not x.is_cpu else x.contiguous()
+        normed = functional.group_norm(safe, self.num_groups, *self._by_channel(), self.eps)
         return normed.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from econv.engines import memory_format
 from econv.groups import Group, GroupLike
 from econv.layers.checks import (
-    check_dtype,
+    check_factory,
     check_fields,
     check_multiple,
     check_rank,
@@ -283,7 +283,7 @@ class FieldParameter(nn.Module):
         self.initial = number("initial", initial)
         self.pixels = pixels
         self._order = self.group.order
-        check_dtype(dtype)
+        check_factory(device, dtype)
         self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -320,7 +320,7 @@ class GroupPReLU(nn.Module):
         self.group = read_group(group, self.dimension, type(self).__name__)
         self.init = number("init", init)
         self._order = self.group.order
-        check_dtype(dtype)
+        check_factory(device, dtype)
         self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
         self.reset_parameters()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class _Classifier(Pretrained):
         """Put a new last layer in, for other classes, or none for 0: the features come out."""
         if global_pool is not None:
             raise ValueError(f"expected no global_pool: the head keeps its own; got {global_pool}")
-        whole = hasattr(num_classes, "__index__") and not isinstance(num_classes, bool)
+        whole = isinstance(num_classes, Integral) and not isinstance(num_classes, bool)
         if not whole or num_classes < 0:
             raise ValueError(f"expected num_classes of 0 or more; got {num_classes!r}")
         like = next(self.parameters())

@@ -60,7 +60,7 @@ MODELS |= {
 
 def by_name(name: str, options: dict[str, Any]) -> Classifier:
     """The classifier of that name; options override its arguments."""
-    if name in MODELS:
+    if isinstance(name, str) and name in MODELS:
         kind, found = MODELS[name]
         return kind(**{**found, **options})
     volumes = re.fullmatch(r"(?:resnet([0-9]+)|convnet6)_3d(?:_(\w+))?", str(name))

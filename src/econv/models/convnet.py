@@ -156,11 +156,21 @@ class ConvNet(_Classifier):
     def _new_classifier(self, num_classes: int) -> nn.Module:
         whole = self.readout == "map"
         size = self.last_size if whole else 1
+        weights = self.num_features * num_classes * size**self.dimension
+        if weights > _MOST_WEIGHTS:
+            raise ValueError(
+                f"expected a classifier of at most {_MOST_WEIGHTS} weights; got {weights} for "
+                f"{num_classes} classes and a last map with sides of {size} pixels: take smaller "
+                "images or margins, or readout='mean'"
+            )
         made = TORCH[self.dimension]["conv"]
         classifier: Any = made(self.num_features, num_classes, size, bias=not whole)
         nn.init.xavier_normal_(classifier.weight)
         found: nn.Module = classifier
         return found
+
+
+_MOST_WEIGHTS = 1 << 28  # of a classifier: a gigabyte
 
 
 def _continued(x: Tensor, pixels: int) -> Tensor:

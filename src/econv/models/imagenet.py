@@ -89,7 +89,7 @@ class ImageNetResNet(_Classifier):
         dimension: int | None = None,
     ) -> None:
         super().__init__()
-        if depth not in IMAGENET:
+        if not isinstance(depth, int) or depth not in IMAGENET:
             raise ValueError(f"expected a depth of {sorted(IMAGENET)}; got {depth!r}")
         kit = Kit(group, pool, options, activation, antialias, oversample, dimension, centred=exact)
         if fields is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -39,7 +40,7 @@ class Kit:
         centred: bool = False,
         halves: bool = False,
     ) -> None:
-        if dimension not in (None, 2, 3):
+        if not isinstance(dimension, int | None) or dimension not in (None, 2, 3):
             raise ValueError(f"expected dimension 2 or 3; got {dimension!r}")
         self.group = None if group is None else Group(group)
         self.dimension = dimension or (self.group.dimension if self.group else 2)
@@ -179,7 +180,7 @@ def expect_whole(name: str, given: Any) -> None:
     many = name in ("fields", "pooled_after")
     fits = not many or (isinstance(given, Sequence) and not isinstance(given, str))
     for value in (given if many else [given]) if fits else ():
-        fits &= hasattr(value, "__index__") and not isinstance(value, bool) and value >= 1
+        fits &= isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
     if not fits:
         what = "whole numbers" if many else "a whole number"
         raise ValueError(f"expected {name}: {what} of at least 1; got {given!r}")

@@ -12,6 +12,7 @@ from econv.layers.checks import read_group
 from econv.models.classifiers import MODELS, by_name
 from econv.models.dense import FPN, EncoderUNet, UNet
 from econv.models.features import Features
+from econv.models.kit import expect_truth
 from econv.weights import Weights
 from econv.weights import named as trained_weights
 
@@ -69,6 +70,7 @@ def create_model(
     >>> create_model("resnet10_3d_O", fields=(1, 1, 2, 2), num_classes=10).dimension
     3
     """
+    expect_truth(features_only=features_only)
     network = _named(name, options) if weights is None else _trained(name, weights, options)
     if not features_only:
         if out_indices is not None:

@@ -34,6 +34,7 @@ def run(
     root: Path | str | None = None,
     source: Path | str | None = None,
     recreated: bool = False,
+    data_seed: int = 0,
     device: torch.device | str | None = None,
     output: Path | str = "outputs",
     records: Path | str = "records",
@@ -61,6 +62,8 @@ def run(
         root: where :func:`econv.data.load` keeps what it downloads.
         source: a folder or an ``.npz`` that it reads instead.
         recreated: train on the re-creation of the recipe's data set; the record says so.
+        data_seed: which re-creation, as the ``seed`` of :func:`econv.data.load`; with another than
+            0 places are named ``<seed>-data<data_seed>``.
         device: where to train; the first GPU if there is one.
         output: checkpoints and the trained weights go to ``<output>/<recipe>/<seed>/``.
         records: the record goes to ``<records>/<recipe>/<seed>.json``.
@@ -97,8 +100,11 @@ def run(
     records_room.revision()  # what is wrong with it is said before training, not after
     processes = Processes.join(device)
     execution = Execution.choose(processes, step, precision, channels_last)
-    folder = Path(output) / recipe.name / str(seed)
-    place = records_room.path_of(Path(records), recipe.name, seed)
+    if data is not None and not data_seed:
+        data_seed = data.seed or 0
+    name = records_room.run_name(seed, data_seed)
+    folder = Path(output) / recipe.name / name
+    place = records_room.path_of(Path(records), recipe.name, seed, data_seed)
 
     def places() -> None:
         for wanted in (folder, place.parent, *([] if weights is None else [Path(weights)])):
@@ -107,9 +113,15 @@ def run(
     processes.together(places, OSError)  # before hours of training, not after
     with _held(folder, processes):
         if data is None:
-            data = load(recipe.dataset, root=root, source=source, recreated=recreated)
+            given = {"root": root, "source": source, "recreated": recreated}
+            data = load(recipe.dataset, seed=data_seed, **given)
         elif recreated:
             raise ValueError("expected recreated without data: those at hand are what they are")
+        if data_seed != (data.seed or 0):
+            raise ValueError(
+                f"expected data_seed with data that are made again with it; got {data_seed} for "
+                f"{data.name}, seed {data.seed}"
+            )
         identity = {
             "settings": recipe.settings(),
             "seed": seed,
@@ -137,7 +149,7 @@ def run(
         trained = len(saved.told["history"]) if saved is not None else 0
         events = None
         if tensorboard is not None and processes.first:
-            events = Path(tensorboard) / recipe.name / str(seed)
+            events = Path(tensorboard) / recipe.name / name
         with (
             watched(processes, checkpoints.describe),
             convolution_precision(execution),

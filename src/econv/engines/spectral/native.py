@@ -44,7 +44,7 @@ from econv.engines.spectral.torch import Torch, apply, arrays
 from econv.files import atomic, cache_folder, locked, remove_leftovers, write_atomically
 from econv.files import processor as _processor
 from econv.fourier import butterflies
-from econv.plan import SpectralPlan, spectral_plan
+from econv.plan import SpectralPlan, of_plan, spectral_plan
 from econv.tensors import undisturbed
 
 __all__ = ["Native", "available", "compiler", "reason"]
@@ -174,7 +174,7 @@ def _packed(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.resolve_neg().contiguous()
 
 
-@lru_cache(maxsize=128)
+@of_plan
 def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np.ndarray]]:
     """What `struct Job` of native.cpp says of a plan, and the arrays that it points into."""
     tables = arrays(plan)

@@ -10,7 +10,6 @@ This room knows tensors; what the numbers mean is the business of `econv.plan`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from itertools import repeat, zip_longest
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch.nn import functional
 
 from econv.engines.problem import Geometry, Prologue
 from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task, through
-from econv.plan import SpectralPlan
+from econv.plan import SpectralPlan, of_plan
 from econv.tensors import exporting
 
 __all__ = ["Torch", "apply", "arrays", "tables"]
@@ -91,7 +90,7 @@ def spectral_weights(
     return table, weight.to(working) @ table["weight_map"]
 
 
-@lru_cache(maxsize=128)
+@of_plan
 def arrays(plan: SpectralPlan) -> dict[str, np.ndarray]:
     """The arrays of a plan, features and slots in the order in which the blocks use them."""
     blocks = plan.blocks
@@ -112,23 +111,17 @@ def arrays(plan: SpectralPlan) -> dict[str, np.ndarray]:
     }
 
 
-_MOST_MADE = 128
-_MADE: dict[tuple[SpectralPlan, torch.device, torch.dtype], dict[str, Tensor]] = {}
-
-
 def tables(plan: SpectralPlan, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """The `arrays` of a plan as tensors, made once for each device and dtype."""
-    found, dtypes = _MADE.get((plan, device, dtype)), {"f": dtype}
+    found: dict[str, Tensor] | None = plan.made.get((device, dtype))
     if found is None:
         with torch.inference_mode(False):
             found = {
-                name: torch.tensor(array, device=device, dtype=dtypes.get(array.dtype.kind))
+                name: torch.tensor(array, device=device, dtype={"f": dtype}.get(array.dtype.kind))
                 for name, array in arrays(plan).items()
             }
-        if len(_MADE) >= _MOST_MADE:
-            _MADE.pop(next(iter(_MADE)))
         if type(found["stencils"]) is Tensor:  # not one of a mode that was on by chance
-            _MADE[plan, device, dtype] = found
+            plan.made[device, dtype] = found
     return found
 
 
