@@ -125,6 +125,15 @@ class Group:
         """``relative[a, b]`` is the index of a⁻¹·b, the k for which a·k = b."""
         return frozen(self.product[self.inverse])
 
+    def element_name(self, element: int) -> str:
+        """An element in words.
+
+        >>> Group("p8m").element_name(1), Group("p8m").element_name(9)
+        ('45°', '45°, mirrored')
+        """
+        angle = f"{360 * (element % self.rotations) / self.rotations:.4g}°"
+        return f"{angle}, mirrored" if element >= self.rotations else angle
+
     @cached_property
     def grid_symmetries(self) -> tuple[int, ...]:
         """The elements that map the pixel grid onto itself: quarter turns and flips.

@@ -22,9 +22,7 @@ def element_name(group: GroupLike, element: int) -> str:
     >>> element_name("p8m", 1), element_name("p8m", 9)
     ('45°', '45°, mirrored')
     """
-    found = Group(group)
-    angle = f"{360 * (element % found.rotations) / found.rotations:.4g}°"
-    return f"{angle}, mirrored" if element >= found.rotations else angle
+    return Group(group).element_name(element)
 
 
 def find_group(model: nn.Module, group: GroupLike | None = None) -> Group:
