@@ -84,7 +84,8 @@ class PointGroup(Group):
 
         >>> group = Group("Oh")
         >>> [group.element_name(element) for element in (0, 4, 12, 24, 25, 28)]
-        ['0°', '120° about (1, 1, 1)', '90° about z', 'inverted', 'mirrored along x', '120° about (1, 1, 1), inverted']
+        ['0°', '120° about (1, 1, 1)', '90° about z', 'inverted', 'mirrored along x', \
+'120° about (1, 1, 1), inverted']
         """
         whole = np.asarray(self.matrices[element])
         mirrors = np.linalg.det(whole) < 0

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from econv.conversion.arguments import argument
+from econv.conversion.cubes import with_cubes
 from econv.conversion.fit import Kept
 from econv.conversion.fitting import fit_on_images
 from econv.conversion.heads import find_ends
@@ -169,8 +170,9 @@ def convert(
     if not any(is_image(x, found.dimension) for x in inputs):
         sides = MAPS[found.dimension].removeprefix("[batch, ")
         raise ValueError(
-            f"expected an example_input [batch, {sides}, or bags of such [batch, instances, {sides}; "
-            f"got {[tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in inputs]}"
+            f"expected an example_input [batch, {sides}, or bags of images [batch, instances, "
+            f"{sides}; got "
+            f"{[tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in inputs]}"
         )
     if given is not None and len(inputs) > 1:
         raise ValueError(f"expected a network of one argument to fit to images; got {len(inputs)}")
@@ -249,15 +251,17 @@ def _converted(
     own = next(model.parameters(), torch.empty(0))
     where = {"device": own.device, "dtype": own.dtype}
     network, lines, accuracy = _build(plan, sizes, where, model, pretrained, given)
-    results = plan.trace.results
+    results = plan.given.results
     outputs = check_outputs(network, inputs, results[0])
-    kind = _output_kind(plan, results[0])
+    kind = _output_kind(plan, plan.trace.results[0])
     errors = _errors(model, network, inputs, found, kind, measure)
     if strict and measure:
         _check_exact(network, inputs, found, kind, errors["error"])
-    for name, result in zip(recipe.methods, results[1:], strict=True):
+    for name, wanted, result in zip(
+        recipe.methods, results[1:], plan.trace.results[1:], strict=True
+    ):
         method, read = getattr(network, name), arguments_of(getattr(model, name), inputs)
-        check_outputs(method, read, result, name)
+        check_outputs(method, read, wanted, name)
         if strict and measure:
             turns = _output_kind(plan, result)
             change = max(_error(method, read, found, turns, e) for e in _symmetries(read, found))
@@ -270,7 +274,7 @@ def _converted(
         lines=lines,
         source_parameters=_called_parameters(plan, model),
         parameters=parameters(network),
-        source_multiply_adds=_source_multiply_adds(plan),
+        source_multiply_adds=_source_multiply_adds(plan.given),
         outputs=outputs,
         multiply_adds=costs[0].multiply_adds,
         costs=costs,
@@ -335,9 +339,20 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], recipe: Recipe) -> Plan:
     group, pool = recipe.group, recipe.pool
     if pool != ATTENTION:
         read_statistics(pool, group.order, "pool")  # what is unknown fails before it is traced
-    found = trace(model, inputs, is_leaf, recipe.methods, group.dimension)
+    alike, replaced = with_cubes(model) if group.dimension == 3 else (model, [])
+    given, *others = (
+        trace(source, inputs, is_leaf, recipe.methods, group.dimension)
+        for source in ([model, alike] if replaced else [model])
+    )
+    found = others[0] if others else given
     _check_methods(found)
     plan = Plan(found, group, pool, recipe.options, recipe.strict, recipe.fitted, recipe.smooth)
+    plan.given = given
+    if replaced:
+        plan.notes.append(
+            "rotations exchange the axes: sides that differ became cubes of about as many voxels, "
+            f"and maps have other sizes ({_some(replaced)})"
+        )
     ends = find_ends(found.graph, found.modules)
     plan.heads, plan.inner = ends.heads, ends.inner
     pair_with_training(plan)
@@ -369,7 +384,7 @@ def _sizes(plan: Plan, match: str, model: nn.Module) -> Sizes:
         total = _called_parameters(plan, model)
         sizes = match_widths(lambda s: plan.count(s, "params"), total, order**-0.5)
     else:
-        total = _source_multiply_adds(plan)
+        total = _source_multiply_adds(plan.given)
         sizes = match_widths(lambda s: plan.count(s, "flops"), total, 1 / order)
     return sizes
 
@@ -397,7 +412,7 @@ def _costs(plan: Plan, match: str, sizes: Sizes, model: nn.Module, images: int) 
         if other != match:
             with contextlib.suppress(ValueError):  # none comes near, or a layer is too narrow
                 found[other] = _sizes(plan, other, model)
-    before = _source_multiply_adds(plan) * images
+    before = _source_multiply_adds(plan.given) * images
     costs = []
     for name, chosen in found.items():
         work = plan.count(chosen, "flops")
@@ -407,11 +422,11 @@ def _costs(plan: Plan, match: str, sizes: Sizes, model: nn.Module, images: int) 
     return tuple(costs)
 
 
-def _source_multiply_adds(plan: Plan) -> int:
+def _source_multiply_adds(source: Trace) -> int:
     total = 0
-    for node in plan.trace.graph.nodes:
+    for node in source.graph.nodes:
         if node.op == "call_module":
-            module = plan.module(node)
+            module = source.modules[str(node.target)]
             total += multiply_adds(module, positions_of(node, module))
         elif node.op == "call_function" and name_of(node) in ("conv2d", "conv3d"):
             weight: Any = argument(node, 1, "weight")
@@ -804,8 +819,9 @@ def _check_exact(
             return
     raise ConversionError(
         method,
-        f"a symmetry of the {'pixels' if group.dimension == 2 else 'voxels'} changes the output by {error:.2g}, far above rounding: "
-        "something in it knows where up is; strict=False converts it all the same",
+        f"a symmetry of the {'pixels' if group.dimension == 2 else 'voxels'} changes the output by "
+        f"{error:.2g}, far above rounding: something in it knows where up is; strict=False "
+        "converts it all the same",
     )
 
 

@@ -183,8 +183,8 @@ def _same_blocks(
 def fit_filter(basis: FilterBasis, filters: Tensor, half: bool = False) -> tuple[Tensor, float]:
     """The weights whose canonical filters are nearest to ``[…, k, k]``, and what is left of these.
 
-    Filters of volumes are ``[…, k, k, k]``. Least squares over the pixels of both supports. ``half``: the filter is even and its layer reads
-    points between pixels, as means of these.
+    Filters of volumes are ``[…, k, k, k]``. Least squares over the pixels of both supports.
+    ``half``: the filter is even and its layer reads points between pixels, as means of these.
 
     >>> from econv import filter_basis
     >>> weights, error = fit_filter(filter_basis("p4", "paper", "central"), torch.randn(2, 3, 3, 3))

@@ -183,6 +183,8 @@ class Plan:
     """Whether activations, poolings and strides are those that keep frequencies the grid holds."""
     smoothed: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)
     """Of the modules that do so, what would be in their place otherwise."""
+    given: Trace = field(init=False)
+    """The pass of the network as it was given: its costs and outputs are the source's."""
     made: dict[str, nn.Module] = field(default_factory=dict)
     """The modules of the converted network, by the names of their parts."""
     values: dict[fx.Node, Value] = field(default_factory=dict)
