@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
@@ -717,33 +716,7 @@ def _symmetries(inputs: tuple[Any, ...], group: Group) -> list[int]:
         exact = same or exact
     if group.dimension == 2 or not exact:
         return exact[:1] or [min(1, group.order - 1)]
-    # Those that turn furthest round first: half turns are products of these.
-    exact.sort(key=lambda e: (_period(group, e) < 4, e))
-    found: list[int] = []
-    reached = {0}
-    for element in exact:
-        if element not in reached:
-            found.append(element)
-            reached = _products(group, {*reached, element})
-    return found
-
-
-def _period(group: Group, element: int) -> int:
-    """How often an element is done until nothing has changed."""
-    count, reached = 1, element
-    while reached:
-        reached, count = int(group.product[reached, element]), count + 1
-    return count
-
-
-def _products(group: Group, elements: set[int]) -> set[int]:
-    """All products of some elements."""
-    while True:
-        chosen = sorted(elements)
-        more = elements | set(group.product[np.ix_(chosen, chosen)].flatten().tolist())
-        if more == elements:
-            return elements
-        elements = more
+    return [e for e in group.grid_generators if e in exact] or exact[:1]
 
 
 def _error(

@@ -36,16 +36,14 @@ def with_cubes(model: nn.Module) -> tuple[nn.Module, list[str]]:
     found = {name: cube for name, cube in cubes.items() if cube is not None}
     if not found:
         return model, []
-    memo: dict[int, Any] = {}
-    made, notes = {}, []
+    made: dict[int, Any] = {}
+    notes = []
     for name, cube in found.items():
         source = model.get_submodule(name)
         if id(source) not in made:
             made[id(source)] = cube
             notes.append(f"{name}: {_sides(source)} → {_sides(cube)}")
-    memo.update({identity: cube for identity, cube in made.items()})
-    # A copy that meets a module again takes what the memo has in its place.
-    return copy.deepcopy(model, memo), notes
+    return copy.deepcopy(model, made), notes  # which takes what is made already in its place
 
 
 def _cube(module: nn.Module) -> nn.Module | None:
@@ -65,13 +63,13 @@ def _convolution(module: Any) -> nn.Module | None:
     stride, dilation = _side(module.stride), _side(module.dilation)
     more = module.output_padding if transposed else (0, 0, 0)
     if transposed:  # the output's size over `stride` times the input's
-        each = zip(module.kernel_size, module.dilation, module.stride, padding, more, strict=True)
-        excess = {d * (k - 1) + 1 - s - 2 * p + m for k, d, s, p, m in each}
+        numbers = (module.kernel_size, module.dilation, module.stride, padding, more)
+        excess = {d * (k - 1) + 1 - s - 2 * p + m for k, d, s, p, m in zip(*numbers, strict=True)}
     elif not any(padding):
         excess = {0}
     else:
-        each = zip(module.kernel_size, module.dilation, padding, strict=True)
-        excess = {2 * p - d * (k - 1) for k, d, p in each}
+        windows = zip(module.kernel_size, module.dilation, padding, strict=True)
+        excess = {2 * p - d * (k - 1) for k, d, p in windows}
     if len(excess) > 1:
         return None  # its rule says what is wrong
     rest, pads = excess.pop(), transposed or any(padding)
@@ -170,8 +168,7 @@ def _about_centre(weight: torch.Tensor, size: int) -> torch.Tensor:
 def _sides(module: Any) -> str:
     """The kernel and the stride of a module in words, or its factor."""
     if isinstance(module, nn.Upsample):
-        factor = module.scale_factor
-        return f"factor {times(factor) if isinstance(factor, tuple) else f'{factor:g}'}"
+        return f"factor {'×'.join(f'{n:g}' for n in _three(module.scale_factor))}"
     kernel, stride = _three(module.kernel_size), _three(module.stride)
     text = times(kernel)
     if set(stride) == {1}:

@@ -156,7 +156,8 @@ def _regrouped(
         axes.append(axis or "1")
     if any(size > 1 or not drop for _, size in rest):
         return None
-    sizes, letters = dict(atoms), POSITIONS[-len(value.sides) :]
+    sizes = dict(atoms)
+    letters = POSITIONS if "D" in sizes else POSITIONS[-len(value.sides) :]
     return replace(value, axes=tuple(axes), sides=tuple(sizes.get(x, 1) for x in letters))
 
 
