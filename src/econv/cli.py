@@ -330,9 +330,8 @@ def _check(args: argparse.Namespace) -> str | None:
 
     shape, what = times(images.shape[2:]), "volumes" if volumes else "images"
     of_group = "no layers that name a group" if group is None else group.name
-    print(
-        f"{name}: {of_group}, {len(images)} {what if len(images) > 1 else what[:-1]} of {shape} {_points(images)}"
-    )
+    number = f"{len(images)} {what if len(images) > 1 else what[:-1]}"
+    print(f"{name}: {of_group}, {number} of {shape} {_points(images)}")
     whole = "ball" if volumes else "disc"
     print(f"Table and curve use the {what} faded to zero outside of the inscribed {whole}.")
     if len(checkpoints) > 1:
@@ -349,10 +348,8 @@ def _check(args: argparse.Namespace) -> str | None:
     if why is not None:
         why.print()
     elif volumes:
-        print(
-            "\nMeasured of images only: Lie derivatives, what the error is made of, what would help, "
-            "sizes"
-        )
+        others = "Lie derivatives, what the error is made of, what would help, sizes"
+        print(f"\nMeasured of images only: {others}")
     if args.angles and curve is not None:
         print("\nError of the output over the angle" + (", about z" if volumes else ""))
         for angle, error in zip(curve.angles, curve.errors, strict=True):

@@ -339,7 +339,7 @@ def _of_space(text: str) -> str:
 
 def _slice_slider() -> str:
     return (
-        '<div class="line"><label for="slice">Slice along z</label> '
+        '<div class="line" style="margin-top:.5rem"><label for="slice">Slice along z</label> '
         '<output id="depth" for="slice"></output></div>'
         f'<input id="slice" type="range" min="0" max="{SLICES - 1}" step="1" '
         f'value="{SLICES // 2}">'

@@ -127,7 +127,8 @@ def _impulse_responses(layer: GroupUpsampleConv, source: Any) -> tuple[Tensor, T
     """What one bright pixel becomes: by each weight of the layer, by each pixel of the kernel."""
     axes = layer.dimension
     impulse = torch.zeros(1, 1, *[9] * axes, dtype=torch.float64)
-    impulse[(0, 0, *[4] * axes)] = 1.0
+    centre = (0, 0) + (4,) * axes
+    impulse[centre] = 1.0
     sides = (source.kernel_size[0],) * axes
     pixels = torch.eye(math.prod(sides), dtype=torch.float64).reshape(1, -1, *sides)
     theirs = by_dimension("conv_transpose", axes)(

@@ -24,8 +24,9 @@ def plain_twin(model: nn.Module, seed: int = 0) -> nn.Module:
     """A CNN of the same architecture: a copy with ordinary convolutions and norms, drawn anew.
 
     PDO-eConvs become `Conv2d`, of volumes `Conv3d`, of equal channels, support, stride, padding,
-    dilation and groups, and norms per field become norms per channel. Pooling over orientations stays, as a maxout over
-    channels, and so does everything else, such as the classifier with its weights.
+    dilation and groups, and norms per field become norms per channel. Pooling over orientations
+    stays, as a maxout over channels, and so does everything else, such as the classifier with its
+    weights.
 
     >>> from econv import LiftConv2d
     >>> twin = plain_twin(nn.Sequential(LiftConv2d(1, 2, "p4"), GroupBatchNorm2d(2, "p4")))
