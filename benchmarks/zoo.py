@@ -1,8 +1,8 @@
 """What `econv.convert` makes of the networks that people have, each in a process of its own.
 
 For every network: whether it converts or is refused, and with which sentence; seconds and peak
-memory of the conversion; the forward time over the source's, with as many multiply-adds; the
-relative error under a quarter turn, in float64; and whether the outputs keep their shapes.
+memory of the conversion; the forward time over the source's, with as many multiply-adds (of volumes with as many
+channels); the relative error under a quarter turn, in float64; and whether the outputs keep their shapes.
 
     python benchmarks/zoo.py --json benchmarks/results/zoo.json
     python benchmarks/zoo.py --only resnet                      # those with that in their names
@@ -36,7 +36,8 @@ from econv.lab import calibrate
 from recording import Growing, origin
 
 GROUPS = {2: "p8", 3: "O"}
-MATCH = "flops"
+MATCHES = {2: "flops", 3: "width"}
+"""In space one field of 24 orientations costs more than many a source in all."""
 SECONDS = 30.0
 """For a conversion; the process has as long again for the rest, four times over."""
 GIGABYTES = 4.0
@@ -213,7 +214,13 @@ def measure(source: Source) -> dict[str, Any]:
     x = torch.randn(2, source.channels, *[source.size] * source.dimension)
     before, start = _peak(), time.perf_counter()
     try:
-        converted = econv.convert(part, GROUPS[source.dimension], MATCH, example_input=x, measure=False)
+        converted = econv.convert(
+            part,
+            GROUPS[source.dimension],
+            MATCHES[source.dimension],
+            example_input=x,
+            measure=False,
+        )
     except ValueError as error:  # a `ConversionError`, or widths that cannot be had
         row |= {"outcome": REFUSED, "sentence": " ".join(str(error).split())[:400]}
         return row | _cost(before, start)
@@ -334,7 +341,12 @@ def main(arguments: list[str] | None = None) -> None:
     sources = {key: s for key, s in SOURCES.items() if s.dimension == dimension}
     if args.volumes:
         versions = {s.package: versions[s.package] for s in sources.values()}
-    head = {**origin("cpu"), "versions": versions, "group": GROUPS[dimension], "match": MATCH}
+    head = {
+        **origin("cpu"),
+        "versions": versions,
+        "group": GROUPS[dimension],
+        "match": MATCHES[dimension],
+    }
     record = Growing(args.json, head, "rows", lambda row: row["key"])
     known = {row["key"] for row in record.rows}
     for key, source in sources.items():
