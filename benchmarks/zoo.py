@@ -1,8 +1,9 @@
 """What `econv.convert` makes of the networks that people have, each in a process of its own.
 
 For every network: whether it converts or is refused, and with which sentence; seconds and peak
-memory of the conversion; the forward time over the source's, with as many multiply-adds (of volumes with as many
-channels); the relative error under a quarter turn, in float64; and whether the outputs keep their shapes.
+memory of the conversion; the forward time over the source's, with as many multiply-adds (of
+networks of volumes, with as many channels); the relative error under a quarter turn, in float64;
+and whether the outputs keep their shapes.
 
     python benchmarks/zoo.py --json benchmarks/results/zoo.json
     python benchmarks/zoo.py --only resnet                      # those with that in their names
