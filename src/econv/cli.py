@@ -318,7 +318,7 @@ def _check(args: argparse.Namespace) -> str | None:
             )
             passes.say("sources of the error")
             sources, why_not = _sources(model, images, group)
-        why = _Why(args, model, images, group, passes) if square and not volumes else None
+        why = _Why(args, model, images, group, passes) if square else None
         curve = None
         if group is not None and square and (args.angles or args.plots or args.json):
             passes.say("angles")
@@ -347,8 +347,8 @@ def _check(args: argparse.Namespace) -> str | None:
         print(f"\nThe sources of the error cannot be told apart: {why_not}")
     if why is not None:
         why.print()
-    elif volumes:
-        others = "Lie derivatives, what the error is made of, what would help, sizes"
+    if volumes:
+        others = "Lie derivatives, what the error is made of, what would help"
         print(f"\nMeasured of images only: {others}")
     if args.angles and curve is not None:
         print("\nError of the output over the angle" + (", about z" if volumes else ""))
@@ -640,8 +640,8 @@ class _Passes:
     def __init__(
         self, args: argparse.Namespace, model: nn.Module, group: Group | None, square: bool
     ) -> None:
-        volumes = group is not None and group.dimension == 3
-        total = 1 + (len(_WHY) - len(set(args.skip)) if square and not volumes else 0)
+        parts = {"sizes"} if group is not None and group.dimension == 3 else {*_WHY}
+        total = 1 + (len(parts - set(args.skip)) if square else 0)
         if group is not None:
             plane = group.dimension == 2
             exact = len(group.grid_symmetries if plane else group.grid_generators)
@@ -719,6 +719,11 @@ def _sources(model: nn.Module, images: Tensor, group: Group) -> tuple[lab.ErrorS
         return None, str(error)
 
 
+def _parts(images: Tensor) -> tuple[str, ...]:
+    """What of `_WHY` is measured; of volumes where samples lie alone."""
+    return ("sizes",) if images.ndim == 5 else _WHY
+
+
 class _Why:
     """Why a network is not equivariant, and what would help: measured on the first image."""
 
@@ -747,7 +752,7 @@ class _Why:
             "sizes": ("sizes", lambda: self._sizes(model)),
         }
         for name, (what, measure) in parts.items():
-            if name not in args.skip:
+            if name in _parts(images) and name not in args.skip:
                 with passes.as_one(what):
                     try:
                         measure()

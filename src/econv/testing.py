@@ -209,9 +209,8 @@ def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
         return torch.rot90(x, round(degrees / 90), (-2, -1))
     angle = math.radians(degrees)
     cosine, sine = math.cos(angle), math.sin(angle)
-    turn = np.eye(x.ndim - 2)
-    turn[:2, :2] = [[cosine, -sine], [sine, cosine]]
-    return _resample(x, turn)
+    slices = x.flatten(1, -3)  # which a turn about z leaves in their places
+    return _resample(slices, np.array([[cosine, -sine], [sine, cosine]])).view(x.shape)
 
 
 def random_rotations(count: int, dimension: int = 3, seed: int = 0) -> FloatArray:
