@@ -166,7 +166,7 @@ def _sources_of_volumes() -> list[Source]:
     steps = {"channels": (32, 64, 128), "strides": (2, 2)}
     levels = {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2]}
     resnet = {"spatial_dims": 3, "n_input_channels": 1, "num_classes": 2}
-    monai: list[tuple[str, dict[str, Any], bool]] = [
+    maps: list[tuple[str, dict[str, Any], bool]] = [
         ("UNet", {**both, **steps}, False),
         ("UNet", {**both, **steps, "num_res_units": 2}, False),
         ("BasicUNet", both, False),
@@ -174,17 +174,20 @@ def _sources_of_volumes() -> list[Source]:
         ("SegResNet", {**both, "init_filters": 32}, False),
         ("VNet", both, False),
         ("AttentionUnet", {**both, **steps}, False),
-        ("resnet10", resnet, False),
-        ("resnet18", resnet, False),
-        ("resnet50", resnet, False),
-        ("DenseNet121", both, False),
-        ("SEResNet50", {**space, "num_classes": 2}, False),
-        ("UNETR", {**both, "img_size": 48}, True),
+        ("UNETR", {**both, "img_size": 32}, True),
+    ]
+    classes: list[tuple[str, dict[str, Any]]] = [
+        ("resnet10", resnet),
+        ("resnet18", resnet),
+        ("resnet50", resnet),
+        ("DenseNet121", both),
+        ("SEResNet50", {**space, "num_classes": 2}),
     ]
     videos = [f"video.{name}" for name in ("r3d_18", "mc3_18", "r2plus1d_18")]
     return [
-        *(Source("monai", name, 48, attends, given, 1, 3) for name, given, attends in monai),
-        *(Source("torchvision", name, 48, dimension=3) for name in videos),
+        *(Source("monai", name, 32, attends, given, 1, 3) for name, given, attends in maps),
+        *(Source("monai", name, 33, False, given, 1, 3) for name, given in classes),
+        *(Source("torchvision", name, 33, dimension=3) for name in videos),
     ]
 
 
