@@ -909,9 +909,10 @@ def _print_sources(sources: lab.ErrorSources, group: Group) -> None:
         return
     estimated = sources.grid is not None and sources.element not in group.grid_symmetries
     note = " (estimate)" if estimated else ""
+    what, whole = ("images", "disc") if group.dimension == 2 else ("volumes", "ball")
     print(
-        f"\nThe images as they came, corners included: where the error at {sources.angle} comes "
-        f"from, in the map\nafter {sources.layer} ({_figure(sources.error)} in the whole disc, "
+        f"\nThe {what} as they came, corners included: where the error at {sources.angle} comes "
+        f"from, in the map\nafter {sources.layer} ({_figure(sources.error)} in the whole {whole}, "
         f"{_figure(sources.interior)} inside):"
     )
     if sources.broken_layer is None:
