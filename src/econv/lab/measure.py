@@ -519,8 +519,8 @@ def telling_elements(group: GroupLike) -> tuple[int, ...]:
 
     In space those that generate the symmetries of the grid, and one of each kind of the others.
 
-    >>> [Group("I").element_name(element) for element in telling_elements("I")][-1]
-    '72° about (0.618, 1, 0)'
+    >>> [Group("I").element_name(element) for element in telling_elements("I")][2:4]
+    ['120° about (1, 1, 1)', '72° about (0, 0.618, 1)']
     """
     found = Group(group)
     if found.dimension == 2:

@@ -28,7 +28,7 @@ def plain_twin(model: nn.Module, seed: int = 0) -> nn.Module:
     stays, as a maxout over channels, and so does everything else, such as the classifier with its
     weights.
 
-    >>> from econv import LiftConv2d
+    >>> from econv import GroupBatchNorm2d, LiftConv2d
     >>> twin = plain_twin(nn.Sequential(LiftConv2d(1, 2, "p4"), GroupBatchNorm2d(2, "p4")))
     >>> twin[0], twin[1].num_features
     (Conv2d(1, 8, kernel_size=(5, 5), stride=(1, 1), padding=(2, 2), bias=False), 8)
