@@ -225,9 +225,8 @@ def angle_curve(
     found = find_group(model, group)
     _check_images(images, found, ())
     if len(set(images.shape[2:])) > 1:
-        raise ValueError(
-            f"expected images with equal sides to turn; got {times(images.shape[2:])} pixels"
-        )
+        what = "square images" if found.dimension == 2 else "cubes"
+        raise ValueError(f"expected {what} to turn; got {times(images.shape[2:])} pixels")
     kind = input_kind_of(model, input_kind)
     with _undisturbed(model, images.device) as run:
         straight = trace_maps(model, run, images, kind, found)
