@@ -924,7 +924,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
     },
     "docs/migrating.md": {"migrating": ("migrating.json", migrating_table)},
     "docs/converting.md": {"pretrained": ("pretrained.json", pretrained_table)},
-    "docs/zoo.md": {"zoo": ("zoo.json", zoo)},
+    "docs/zoo.md": {"zoo": ("zoo.json", zoo), "zoo of volumes": ("zoo_volumes.json", zoo)},
     "docs/volumes.md": {
         "equivariance of volumes": ("volumes.json", volume_errors),
         "speed of volumes": ("volume_engines_cpu.json", volume_speed),

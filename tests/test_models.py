@@ -625,6 +625,23 @@ def test_networks_of_volumes_are_exact_under_the_symmetries_of_the_cube(name, si
         assert_equivariant(network, volume, elements=elements, tolerance=1e-12)
 
 
+@pytest.mark.parametrize(("name", "group"), [("unet_3d_O", "p4"), ("resnet10_3d_O", "p4m")])
+def test_a_group_of_the_plane_for_a_network_of_volumes_is_refused(name, group):
+    with pytest.raises(ValueError, match=f"expected a group of space, .* got '{group}'"):
+        create_model(name, group=group)
+
+
+def test_features_of_a_network_of_volumes():
+    network = small_3d("resnet10_3d_T", features_only=True, out_indices=(1, 4)).double().eval()
+    volume = torch.randn(1, 1, 33, 33, 33, dtype=torch.float64)
+    maps = network(volume)
+    assert [m.shape[1] for m in maps] == network.feature_info.channels()
+    assert [round(33 / m.shape[2]) for m in maps] == [2, 11]
+    turned = network(volume.rot90(2, (2, 3)))
+    for straight, there in zip(maps, turned, strict=True):
+        torch.testing.assert_close(there, straight.rot90(2, (2, 3)), rtol=0, atol=1e-12)
+
+
 def test_another_stride_in_a_network_of_volumes_is_noticed():
     network = small_3d("resnet10_3d_T", exact=False)
     volume = torch.randn(1, 1, 34, 34, 34, dtype=torch.float64)

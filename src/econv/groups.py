@@ -125,6 +125,15 @@ class Group:
         """``relative[a, b]`` is the index of a⁻¹·b, the k for which a·k = b."""
         return frozen(self.product[self.inverse])
 
+    def element_name(self, element: int) -> str:
+        """An element in words.
+
+        >>> Group("p8m").element_name(1), Group("p8m").element_name(9)
+        ('45°', '45°, mirrored')
+        """
+        angle = f"{360 * (element % self.rotations) / self.rotations:.4g}°"
+        return f"{angle}, mirrored" if element >= self.rotations else angle
+
     @cached_property
     def grid_symmetries(self) -> tuple[int, ...]:
         """The elements that map the pixel grid onto itself: quarter turns and flips.
@@ -134,6 +143,37 @@ class Group:
         """
         whole = (self.matrices == np.round(self.matrices)).all(axis=(1, 2))
         return tuple(int(element) for element in np.flatnonzero(whole))
+
+    @cached_property
+    def grid_generators(self) -> tuple[int, ...]:
+        """Symmetries of the grid of which all its others are products, far turns first.
+
+        >>> [Group("O").element_name(element) for element in Group("O").grid_generators]
+        ['90° about z', '90° about −y']
+        """
+        chosen: list[int] = []
+        reached = {0}
+        for element in sorted(self.grid_symmetries, key=lambda e: (self._period(e) < 4, e)):
+            if element not in reached:
+                chosen.append(element)
+                reached = self._products({*reached, element})
+        return tuple(chosen)
+
+    def _period(self, element: int) -> int:
+        """How often an element is done until nothing has changed."""
+        count, found = 1, element
+        while found:
+            found, count = int(self.product[found, element]), count + 1
+        return count
+
+    def _products(self, elements: set[int]) -> set[int]:
+        """All products of some elements."""
+        while True:
+            chosen = sorted(elements)
+            more = elements | set(self.product[np.ix_(chosen, chosen)].flatten().tolist())
+            if more == elements:
+                return elements
+            elements = more
 
     @cached_property
     def generators(self) -> tuple[int, ...]:

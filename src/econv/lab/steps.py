@@ -51,6 +51,7 @@ ACTIVATING = {
 
 _POOLING = {
     *("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "lp_pool2d"),
+    *("max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "lp_pool3d"),
     *("boolean_dispatch", "interpolate", "pixel_shuffle", "pixel_unshuffle", "grid_sample"),
 }
 
@@ -378,9 +379,9 @@ def function_name(func: Any) -> str:
 
 
 def _fewer_pixels(before: Tensor, result: Tensor) -> bool:
-    if before.ndim != 4 or result.ndim != 4:
+    if before.ndim not in (4, 5) or result.ndim != before.ndim:
         return False
-    return any(b > 1 and r < b for b, r in zip(before.shape[-2:], result.shape[-2:], strict=True))
+    return any(b > 1 and r < b for b, r in zip(before.shape[2:], result.shape[2:], strict=True))
 
 
 def _without_pixels(before: Tensor, result: Tensor) -> bool:
