@@ -4,6 +4,8 @@ import argparse
 import hashlib
 import json
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,21 @@ def test_a_run_publishes_what_it_predicts(tiny: Path, capsys: pytest.CaptureFixt
     wrong = 100 * float((found != data.test.y).double().mean())
     assert wrong == pytest.approx(weights.metrics["test_error"])
     assert weights.classes == ("0", "1", "2")
+
+
+def test_the_statistics_are_those_of_the_images_it_was_trained_on(
+    published: Path, tmp_path: Path
+) -> None:
+    data = tiny_training.stripes()
+    assert Weights.find(published / "weights" / "tiny").mean == data.mean
+    both = tiny_training.changed(retrain_on_all=True)
+    tiny_training.start(tmp_path, both, weights=tmp_path / "weights")
+    found = Weights.find(tmp_path / "weights" / "tiny")
+    assert (found.mean, found.std) == (
+        data.with_validation_in_training().mean,
+        data.with_validation_in_training().std,
+    )
+    assert found.mean != data.mean
 
 
 def test_a_finished_run_publishes_without_training(
@@ -255,3 +272,21 @@ def test_transforms_say_which_images_they_take() -> None:
     assert found[0, 0, 0, 0] == 0
     with pytest.raises(ValueError, match=r"images \[batch, 2, height, width\]; got \[1, 3"):
         ready(torch.zeros(1, 3, 4, 4))
+
+
+def test_weights_are_found_in_a_repository_of_the_hub(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = types.ModuleType("huggingface_hub")
+    hub.hf_hub_download = lambda _, name, **__: str(tiny / "weights" / "tiny" / name)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert Weights.find("somebody/tiny").metrics == Weights.find("tiny").metrics
+    image = torch.rand(1, 1, 12, 12)
+    ours = econv.create_model("convnet6_p4", weights="somebody/tiny")
+    assert torch.equal(ours(image), econv.from_pretrained("tiny")(image))
+
+
+def test_a_network_without_a_card_is_none(tmp_path: Path) -> None:
+    econv.create_model("convnet6_p4").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"expected 'weights' with classes, .*; got NoneType"):
+        Weights.find(tmp_path)
