@@ -316,7 +316,8 @@ def conversion_table(found: dict[str, Any]) -> str:
     """A network and its converted version at every angle: mean ± deviation over the seeds."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for row in found["rows"]:
-        runs.setdefault(row["network"], []).append(row)
+        if "tried" not in row:
+            runs.setdefault(row["network"], []).append(row)
 
     def percent(values: list[float]) -> str:
         mean = f"{statistics.mean(values):.1f}"
@@ -334,14 +335,14 @@ def conversion_table(found: dict[str, Any]) -> str:
         for name, same in runs.items()
         if "epoch" not in name
     ]
-    count = len(found["rows"][0]["error_percent"])
+    count = len(runs["source"][0]["error_percent"])
     seeds = min(map(len, runs.values()))
     note = (
         f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
         f"{found['arguments']['epochs']} epochs, no augmentation, {seeds} "
         f"seed{'s' * (seeds > 1)}; "
-        f"{code(found)}; `benchmarks/convert_and_rotate.py`. The learning rate was chosen on these "
-        "test digits, by the first seed.)"
+        f"{code(found)}; `benchmarks/convert_and_rotate.py`. The learning rate of each was chosen "
+        "with the first seed, by a quarter of the training digits, upright.)"
     )
     head = ["trained on upright digits", "parameters", *angles, f"mean of {count} angles"]
     return "\n".join([*table(head, rows), "", note])
@@ -832,6 +833,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         "gpu layers": ("engines_cuda.json", gpu_layers),
         "training on a gpu": ("training_cuda.json", training_speed),
         "networks on a gpu": ("networks_cuda.json", networks),
+        "networks of equal work": ("networks_cuda_flops.json", networks),
         "time of networks": (
             "networks_cuda.json",
             lambda found: time_of_networks(found, read("networks_cuda_before.json")),
@@ -868,6 +870,7 @@ NOT_EVERYWHERE = (
     "networks_cpu.json",
     "networks_cuda.json",
     "networks_cuda_before.json",
+    "networks_cuda_flops.json",
 )
 
 

@@ -18,9 +18,9 @@ from econv.engines.spectral.hopper import kernels as hopper_kernels
 from econv.engines.spectral.hopper import schedule
 from econv.engines.spectral.hopper.schedule import early_taps, fits, magnitudes
 from econv.engines.spectral.triton import kernels as triton_kernels
-from econv.engines.spectral.triton import launch as triton_launch
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton.scheme import halves, scheme
+from econv.gpu import launch as triton_launch
 from econv.plan import spectral_plan
 from gluon_interpreter import Deadlock, Gluon, OutOfBounds, Race
 from triton_checks import (

@@ -11,23 +11,16 @@ import torch
 
 import econv
 from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
-from econv.engines import (
-    ENGINES,
-    Prologue,
-    choice,
-    devices,
-    door,
-    filter_kernel,
-    memory_format,
-)
+from econv.engines import ENGINES, Prologue, choice, door, filter_kernel, memory_format
 from econv.engines.problem import Geometry
 from econv.engines.spectral import tiling
 from econv.engines.spectral.operator import Task
 from econv.engines.spectral.triton import kernels as triton_kernels
-from econv.engines.spectral.triton import launch as triton_launch
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton.engine import Hopper, Triton
 from econv.engines.spectral.triton.kernels import INTERPRETED, OVERALL
+from econv.gpu import devices
+from econv.gpu import launch as triton_launch
 from econv.layers import (
     blur,
     blur_kernel,

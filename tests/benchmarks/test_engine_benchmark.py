@@ -53,7 +53,7 @@ def no_gpu(monkeypatch):
     def here(function):
         return lambda case, device="cpu", *more: function(case, "cpu", *more)
 
-    def settled(runs, *_):
+    def settled(runs, *_, **__):
         return {"median": {name: timing.timed(run, "cpu") for name, run in runs.items()}}
 
     for name in ("layer", "image"):

@@ -5,15 +5,17 @@ import os
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from econv import GroupConv2d, LiftConv2d, VectorConv2d, engines, filter_basis
-from econv.engines import ENGINES, Part, Problem, devices, registry
+from econv.engines import ENGINES, Part, Problem, registry
 from econv.engines.problem import Geometry, convolution_named
 from econv.engines.spectral.triton import engine as kernels
+from econv.gpu import devices
 from econv.stencils import Gaussian
 from test_engines import distance
 
@@ -255,7 +257,6 @@ def test_every_engine_says_why_it_cannot_run():
 def on_a_gpu(monkeypatch):
     """A Hopper GPU that is not there."""
     monkeypatch.setattr(kernels, "unavailable", lambda device: None)
-    monkeypatch.setattr(kernels, "_too_old", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
     monkeypatch.setattr(kernels, "_specialised", lambda *given: True)
@@ -324,9 +325,11 @@ def test_kernels_of_a_gpu_are_not_for_tracers(on_a_gpu, context):
         assert registry.first_able("spectral", given).name == name
 
 
-@pytest.mark.parametrize("reason", ["off", "missing", "old"])
+@pytest.mark.parametrize("reason", ["off", "missing", "old", "old Triton"])
 def test_kernels_say_why_a_gpu_cannot_run_them(monkeypatch, reason):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    capability = (9, 0) if reason == "old Triton" else (7, 5)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.5.1"))
     if reason == "off":
         monkeypatch.setenv("ECONV_TRITON", "0")
     elif reason == "missing":
@@ -337,6 +340,7 @@ def test_kernels_say_why_a_gpu_cannot_run_them(monkeypatch, reason):
         "off": "forbidden by ECONV_TRITON=0",
         "missing": "Triton is not installed",
         "old": "the GPU is older than Ampere",
+        "old Triton": "it needs Triton 3.6 or later; this is 3.5.1",
     }
     monkeypatch.setattr(devices, "_not_installed", devices._not_installed.__wrapped__)
     given = problem(GroupConv2d(2, 2, "p8"), (8, 16, 16), device="cuda")

@@ -197,7 +197,7 @@ def test_cube_classes_hold_the_whole_stencils(group, size):
     stencils = spectral_plan(
         filter_basis(group, operators, size=size), "scalar", "regular"
     ).stencils
-    start, chosen, adds, factors = native.cube_classes(stencils)
+    start, chosen, adds, factors = native.symmetry_classes(stencils)
     patch = np.random.default_rng(0).normal(size=(size,) * 3)
     r = size // 2
 

@@ -148,7 +148,7 @@ SOURCES = {
     ),
 }
 
-NAMES = ("digits", "digits_upright", *SOURCES)
+NAMES = ("digits", "digits_upright", "modelnet10_rot", "modelnet10_upright", *SOURCES)
 """The data sets that :func:`econv.data.load` knows."""
 
 _CLASSES = {

@@ -13,13 +13,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Split:
-    """Images ``x``, uint8 ``[n, channels, height, width]``, and classes ``y``, int64 ``[n]``."""
+    """Images ``x``, uint8 ``[n, channels, height, width]``, and classes ``y``, int64 ``[n]``.
+
+    Or volumes ``[n, channels, depth, height, width]``.
+    """
 
     x: Tensor
     y: Tensor
 
     def __post_init__(self) -> None:
-        if self.x.dtype != torch.uint8 or self.x.ndim != 4:
+        if self.x.dtype != torch.uint8 or self.x.ndim not in (4, 5):
             raise ValueError(
                 "expected images as uint8 [n, channels, height, width]; "
                 f"got {self.x.dtype} {tuple(self.x.shape)}"
@@ -144,7 +147,7 @@ def normalise(x: Tensor, dataset: Dataset) -> Tensor:
     >>> normalise(pixels, data).flatten().tolist()
     [-1.0, 1.0]
     """
-    if x.ndim != 4 or x.shape[1] != len(dataset.mean):
+    if x.ndim not in (4, 5) or x.shape[1] != len(dataset.mean):
         raise ValueError(
             f"expected [batch, {len(dataset.mean)}, height, width]; got {tuple(x.shape)}"
         )
@@ -156,7 +159,7 @@ def normalise(x: Tensor, dataset: Dataset) -> Tensor:
 def _per_channel(values: Sequence[float], x: Tensor) -> float | Tensor:
     if len(values) == 1:
         return values[0]
-    filled = [torch.full((1, 1, 1), value, device=x.device) for value in values]
+    filled = [torch.full((1,) * (x.ndim - 1), value, device=x.device) for value in values]
     return torch.cat(filled)
 
 
@@ -172,8 +175,9 @@ def statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     second = torch.zeros_like(first)
     for images in x.split(2048):
         values = images.to(torch.int32)
-        first += values.sum((0, 2, 3), dtype=torch.int64)
-        second += (values * values).sum((0, 2, 3), dtype=torch.int64)
+        axes = (0, *range(2, x.ndim))
+        first += values.sum(axes, dtype=torch.int64)
+        second += (values * values).sum(axes, dtype=torch.int64)
     count = x.numel() // x.shape[1]
     mean, std = [], []
     for total, squares in zip(first.tolist(), second.tolist(), strict=True):

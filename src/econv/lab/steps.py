@@ -37,7 +37,7 @@ from econv.layers import (
     Recentre2d,
     Upsample2d,
 )
-from econv.layers.activations import ACTIVATIONS
+from econv.layers.activations import ACTIVATIONS, GroupActivation
 from econv.layers.attention import GroupAttentionPool2d
 from econv.layers.sampling import CentredPool
 
@@ -56,6 +56,7 @@ _POOLING = {
 _REDUCING = {"mean", "sum", "amax", "amin", "logsumexp", "norm"}
 """Functions that may read all pixels."""
 
+_OURS = (GroupActivation, GroupPReLU2d)
 _SAMPLING: tuple[type[nn.Module], ...] = (
     nn.AvgPool2d,
     nn.MaxPool2d,
@@ -409,7 +410,7 @@ def _stride_of(module: nn.Module) -> float | None:
 def _source(module: nn.Module | None, kind: str) -> str:
     if module is None:
         return "activations" if kind in ACTIVATING else "sampling"
-    if isinstance(module, (*ACTIVATIONS, nn.PReLU, nn.RReLU, nn.Threshold, GroupPReLU2d)):
+    if isinstance(module, (*ACTIVATIONS, nn.PReLU, nn.RReLU, nn.Threshold, *_OURS)):
         return "activations"
     if isinstance(module, _SAMPLING):
         return "sampling"

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from econv.engines import memory_format
-from econv.engines.problem import one_by_one, replicate, transformed, watched
 from econv.layers.checks import (
     LARGEST_IMAGE,
     check_filled,
@@ -26,6 +25,7 @@ from econv.layers.checks import (
 from econv.layers.constants import WithConstants
 from econv.layers.shift import mean_of_four
 from econv.layers.slices import by_slices
+from econv.tensors import one_by_one, replicate, transformed, watched
 
 __all__ = [
     "CentredAvgPool",

@@ -63,9 +63,9 @@ def by_name(name: str, options: dict[str, Any]) -> Classifier:
     if name in MODELS:
         kind, found = MODELS[name]
         return kind(**{**found, **options})
-    volumes = re.fullmatch(r"resnet([0-9]+)_3d(?:_(\w+))?", str(name))
+    volumes = re.fullmatch(r"(?:resnet([0-9]+)|convnet6)_3d(?:_(\w+))?", str(name))
     if volumes is not None:
-        return _for_volumes(int(volumes[1]), volumes[2], options)
+        return _for_volumes(volumes[1], volumes[2], options)
     wide = re.fullmatch(r"wrn([0-9]+)_([0-9]+)((?:_p[1-9][0-9]*m?)*)", str(name))
     if wide is not None:
         return _wide(int(wide[1]), int(wide[2]), wide[3].split("_")[1:], options)
@@ -75,7 +75,7 @@ def by_name(name: str, options: dict[str, Any]) -> Classifier:
         raise ValueError(
             f"unknown model {name!r}: expected one of {sorted(MODELS)}, or a name such as "
             "'resnet34_p4m', 'cifar_resnet20_p12', 'convnet7_p6m', 'wrn16_8_p8m', "
-            "'resnet10_3d_O' or 'unet_3d_O'"
+            "'convnet6_3d_O', 'resnet10_3d_O' or 'unet_3d_O'"
         )
     group = Group(match[4]) if match[4] else None
     share = 1.0 if group is None else group.order**-0.5
@@ -119,10 +119,28 @@ def _wide(depth: int, widening: int, groups: list[str], options: dict[str, Any])
     return ResNet(**{**given, **options})
 
 
-def _for_volumes(depth: int, group: str | None, options: dict[str, Any]) -> ImageNetResNet:
+def _for_volumes(
+    depth: str | None, group: str | None, options: dict[str, Any]
+) -> ImageNetResNet | ConvNet:
     found = None if group is None else read_group(group, 3, "create_model")
     given: dict[str, Any] = {"group": found} if found else {"group": None, "dimension": 3}
-    if depth not in IMAGENET:
+    if depth is None:
+        return ConvNet(**{**_stack(found), **given, **options})
+    if int(depth) not in IMAGENET:
         raise ValueError(f"expected a depth of {sorted(IMAGENET)} for volumes; got {depth}")
     invariant = INVARIANT if found else {}
-    return ImageNetResNet(**{"depth": depth, **given, **invariant, **options})
+    return ImageNetResNet(**{"depth": int(depth), **given, **invariant, **options})
+
+
+def _stack(group: Group | None) -> dict[str, Any]:
+    """A stack for volumes of 32³, with about as many parameters whatever the group."""
+    # A plain filter has 27 parameters for each pair of channels, one of order two 10 · order.
+    share = 1.0 if group is None else (2.7 / group.order) ** 0.5
+    return {
+        "fields": tuple(max(1, round(channels * share)) for channels in (12, 24, 24, 48, 48, 72)),
+        "image_size": 32,
+        "pooled_after": (1, 2, 4),
+        "shrink": False,
+        "readout": "mean",
+        "pool": "max" if group else None,
+    }

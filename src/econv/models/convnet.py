@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from econv.groups import GroupLike
 from econv.layers import ConvOptions
 from econv.models.classifier import _Classifier
-from econv.models.kit import Kit, expect_truth, expect_whole, share_below_one
+from econv.models.kit import TORCH, Kit, expect_truth, expect_whole, share_below_one
 
 
 class ConvNet(_Classifier):
@@ -19,7 +21,8 @@ class ConvNet(_Classifier):
     Table 1: six layers without padding's help (each takes two pixels off), a 2×2 max-pooling after
     the second, and a classifier that reads the last map whole, 4×4 on images of 28×28. Table 2:
     seven layers that keep the size, poolings after the second and the fourth, then the mean over
-    the image. Both are exactly symmetric under quarter turns on 28×28.
+    the image. Both are exactly symmetric under quarter turns on 28×28. With a group of space, or
+    ``dimension=3``, it is one for volumes.
 
     Args:
         group: a group or its name; ``None`` for the ordinary CNN.
@@ -43,8 +46,10 @@ class ConvNet(_Classifier):
             :class:`~econv.Downsample2d` with 8 taps. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.
-        margin: pixels that the image is continued by on every side, as it is at its border; 0 by
-            default. What the layers make of the border then stays away from what is in the image.
+        margin: pixels that the image is continued by on every side, by the mean of its corners; 0
+            by default. What the layers make of the border then stays away from what is in the
+            image.
+        dimension: 2 or 3; by default the group's, and 2 without one.
 
     >>> network = ConvNet("p8", fields=(7,) * 6)
     >>> sum(p.numel() for p in network.parameters())
@@ -68,6 +73,7 @@ class ConvNet(_Classifier):
         antialias: float = 0.0,
         oversample: int = 1,
         margin: int = 0,
+        dimension: int | None = None,
     ) -> None:
         super().__init__()
         if readout not in ("map", "mean"):
@@ -82,7 +88,8 @@ class ConvNet(_Classifier):
         share_below_one("dropout", dropout)
         if isinstance(margin, bool) or not isinstance(margin, int) or margin < 0:
             raise ValueError(f"expected margin as a number of pixels, 0 or more; got {margin!r}")
-        kit = Kit(group, pool, options, activation, antialias, oversample, 2)
+        kit = Kit(group, pool, options, activation, antialias, oversample, dimension)
+        self.dimension = kit.dimension
         self.group = kit.group
         self.config = {
             "group": kit.group,
@@ -100,8 +107,9 @@ class ConvNet(_Classifier):
             "antialias": kit.antialias,
             "oversample": oversample,
             "margin": margin,
+            **kit.named_dimension,
         }
-        self.margin = nn.ReplicationPad2d(margin) if margin else nn.Identity()
+        self.margin = margin
         layers: list[nn.Module] = []
         width, size = in_channels, image_size + 2 * margin
         for number, layer_fields in enumerate(fields, start=1):
@@ -110,7 +118,8 @@ class ConvNet(_Classifier):
             layers.append(kit.activation())
             width, size = layer_fields, size - 2 * shrink
             if number in pooled_after:
-                layers.append(kit.halving() if kit.antialias else nn.MaxPool2d(2))
+                plain = TORCH[self.dimension]["halving"]
+                layers.append(kit.halving() if kit.antialias else plain(2))
                 size = (size + bool(kit.antialias)) // 2
             elif dropout:
                 layers.append(nn.Dropout(dropout))
@@ -124,12 +133,14 @@ class ConvNet(_Classifier):
         self.reset_classifier(num_classes)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        return self._through(self.layers, len(self.config["fields"]), self.margin(x))
+        if self.margin:
+            x = _continued(x, self.margin)
+        return self._through(self.layers, len(self.config["fields"]), x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         x = self.pool(x)
         if self.readout == "mean":
-            x = x.mean(dim=(2, 3), keepdim=True)
+            x = x.mean(dim=tuple(range(2, x.ndim)), keepdim=True)
         scores: Tensor = x if pre_logits else self.classifier(x)
         return scores.flatten(1)
 
@@ -145,6 +156,24 @@ class ConvNet(_Classifier):
     def _new_classifier(self, num_classes: int) -> nn.Module:
         whole = self.readout == "map"
         size = self.last_size if whole else 1
-        classifier = nn.Conv2d(self.num_features, num_classes, size, bias=not whole)
+        made = TORCH[self.dimension]["conv"]
+        classifier: Any = made(self.num_features, num_classes, size, bias=not whole)
         nn.init.xavier_normal_(classifier.weight)
-        return classifier
+        found: nn.Module = classifier
+        return found
+
+
+def _continued(x: Tensor, pixels: int) -> Tensor:
+    """Images on their background, the mean of their corners, so many pixels wide on every side.
+
+    To repeat what is at the border would draw out whatever touches it when the image turns.
+
+    >>> _continued(torch.tensor([[[[1.0, 9, 3], [9, 9, 9], [1, 9, 3]]]]), 1)[0, 0, 0].tolist()
+    [2.0, 2.0, 2.0, 2.0, 2.0]
+    """
+    corners, axes = x, tuple(range(2, x.ndim))
+    for axis in axes:
+        ends = corners.narrow(axis, 0, 1), corners.narrow(axis, -1, 1)
+        corners = torch.cat(ends, axis)
+    background = corners.mean(axes, keepdim=True)
+    return functional.pad(x - background, (pixels, pixels) * len(axes)) + background

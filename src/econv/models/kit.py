@@ -18,9 +18,9 @@ from econv.layers.convolution import GroupConv
 from econv.layers.orientations import GroupPool
 from econv.layers.sampling import Downsample, Upsample
 
-TORCH: dict[int, dict[str, type[nn.Module]]] = {
-    2: {"conv": nn.Conv2d, "norm": nn.BatchNorm2d},
-    3: {"conv": nn.Conv3d, "norm": nn.BatchNorm3d},
+TORCH: dict[int, dict[str, Any]] = {
+    2: {"conv": nn.Conv2d, "norm": nn.BatchNorm2d, "halving": nn.MaxPool2d},
+    3: {"conv": nn.Conv3d, "norm": nn.BatchNorm3d, "halving": nn.MaxPool3d},
 }
 
 

@@ -37,6 +37,7 @@ def create_model(
       with that of each stage, as Weiler & Cesa (2019) restrict them along depth (:class:`ResNet`).
     - ``resnet10_3d_O``, ``resnet18_3d_I``, ``resnet50_3d_D4h``, …: ResNets for volumes, also of 10
       layers (:class:`ImageNetResNet`).
+    - ``convnet6_3d_O``, …: a small stack for volumes of 32³ (:class:`ConvNet`).
     - ``unet_p8``, ``unet_3d_O``, …: U-Nets for images and volumes (:class:`UNet`).
     - ``unet_resnet26_p8``, ``fpn_resnet18_p8``, ``unet_resnet10_3d_O``, …: U-Nets and feature
       pyramids over any of these ResNets (:class:`EncoderUNet`, :class:`FPN`).

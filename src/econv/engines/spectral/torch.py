@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines.problem import Geometry, Prologue, exporting
+from econv.engines.problem import Geometry, Prologue
 from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task, through
 from econv.plan import SpectralPlan
+from econv.tensors import exporting
 
 __all__ = ["Torch", "apply", "arrays", "tables"]
 
@@ -34,7 +35,7 @@ class Torch(Spectral):
         self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The layer; half precisions are rounded once, at the end."""
-        made = x if affine is None else Prologue(affine).apply(x)
+        made = Prologue(affine).apply(x)
         _, weights = spectral_weights(task.plan, weight, x.dtype)
         found, _ = self.product(made.to(weights.dtype), weights, task)
         assert found is not None
@@ -45,7 +46,7 @@ class Torch(Spectral):
     ) -> Gradients:
         """Both gradients, from one set of derivatives."""
         x, weight, affine, _ = saved
-        made = x if affine is None else Prologue(affine).apply(x)
+        made = Prologue(affine).apply(x)
         table, weights = spectral_weights(task.plan, weight, x.dtype)
         turned = (weights @ table["adjoint_map"]).transpose(0, 1)
         other = made.to(weights.dtype) if wanted[1] else None
@@ -146,8 +147,8 @@ def differentiate(x: Tensor, plan: SpectralPlan, geometry: Geometry) -> Iterator
     picks, factors = (table[name].split(sizes, dim=1) for name in ("pick", "factors"))
     for block, pick, factor in zip(plan.blocks, picks, factors, strict=True):
         terms = [
-            found.index_select(1, places) * weights[:, None, None]
-            for places, weights in zip(pick, factor, strict=True)
+            found.index_select(1, offsets) * weights[:, None, None]
+            for offsets, weights in zip(pick, factor, strict=True)
         ]
         total = sum(terms[1:], start=terms[0])
         yield total.unflatten(1, (block.rows, block.inner)).flatten(2, 3)
