@@ -32,6 +32,7 @@ FILES = (
     "tests/layers/test_cuda.py",
     "tests/compatibility/test_cuda_compatibility.py",
     "tests/engines/spectral/test_cuda_triton.py",
+    "tests/engines/spectral/test_cuda_volumes.py",
     "tests/train/test_capture.py",
     "tests/data/test_augmentation.py",
     "tests/conversion/test_packages.py",

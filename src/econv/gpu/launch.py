@@ -27,7 +27,7 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.options = kernel, (*grid, 1, 1)[:3], options
         self.numbers = numbers
-        known = {*getattr(kernel, "arg_names", options), "num_warps", "num_stages"}
+        known = {*getattr(kernel, "arg_names", options), "num_warps", "num_stages", "maxnreg"}
         if unknown := options.keys() - known:  # what interprets kernels would not say
             raise TypeError(f"{kernel} takes no {', '.join(sorted(unknown))}")
         constants = [value for name, value in options.items() if name.isupper()]

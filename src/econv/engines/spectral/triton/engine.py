@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Problem
+from econv.engines.problem import Convolution, Problem, Prologue, times
 from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task, through
 from econv.engines.spectral.tiling import CHANGES, Tiles, convolution_tiling
 from econv.engines.spectral.torch import tables
@@ -46,8 +46,8 @@ class Triton(Spectral):
 
     def _not_covered(self, problem: Problem) -> str | None:
         conv = problem.convolution
-        if conv.dimension != 2:
-            return "it serves images only"
+        if conv.dimension not in (2, 3):
+            return f"it serves images and volumes; these have {conv.dimension} axes"
         if (conv.parts[0].kind, conv.target) != ("regular", "regular"):
             return f"it maps group features to group features; this maps {conv}"
         if problem.dtype not in DTYPES:
@@ -59,18 +59,24 @@ class Triton(Spectral):
         rim = 2 * conv.padding + conv.dilation * conv.basis.size
         if math.prod(n + rim for n in problem.sizes) >= 2**26:  # with 32 numbers each
             return "its kernels count what they keep of an image in 32 bits"
+        if conv.dimension == 3 and (reason := _volumes_not_covered(conv)):
+            return reason
         return None
 
     def forward(
         self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The layer; what is known of its operands is kept."""
+        if x.ndim == 5:
+            return self._volumes(task, x, weight, affine)
         with on_device(x):
             known, x_largest, w_largest, weights = self._known(task, x, weight, affine)
             return self._launch(task, x, x_largest, weights, w_largest, affine), known
 
     def known_like(self, task: Task, x: Tensor, weight: Tensor) -> Tensor:
         """Largest numbers of the input and of the spectral weights, and these weights."""
+        if x.ndim == 5:
+            return torch.empty(_lengths(x, weight)[0], dtype=torch.float32, device=x.device)
         numbers = sum(_lengths(x, weight)) + math.prod(weight.shape[:2]) * task.plan.weights
         return torch.empty(numbers, dtype=torch.float32, device=x.device)
 
@@ -94,6 +100,8 @@ class Triton(Spectral):
         self, task: Task, gradient: Tensor, saved: Saved, wanted: tuple[bool, bool]
     ) -> Gradients:
         """Both gradients; that to the weight first, while the other, larger one does not exist."""
+        if saved.x.ndim == 5:
+            return self._volumes_backward(task, gradient, saved, wanted)
         x, weight, affine, known = saved
         launches, to_x, to_weight, to_affine = _launches(), None, None, None
         with on_device(x):
@@ -114,6 +122,47 @@ class Triton(Spectral):
                     to_x, to_affine = found or through(affine, x, to_x.to(x.dtype))
                 to_x = to_x.contiguous(memory_format=memory_format(x))
         return to_x, to_weight, to_affine
+
+    def _volumes(
+        self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`; a prologue is applied before."""
+        x = x if affine is None else Prologue(affine).apply(x)
+        with on_device(x):
+            known = _volume_kernels().largest(x)
+            return self._volume_layer(task, x, known, weight, False, memory_format(x)), known
+
+    def _volumes_backward(
+        self, task: Task, gradient: Tensor, saved: Saved, wanted: tuple[bool, bool]
+    ) -> Gradients:
+        """As `backward`."""
+        given, weight, affine, known = saved
+        x = given if affine is None else Prologue(affine).apply(given)
+        kernels, to_x, to_weight, to_affine = _volume_kernels(), None, None, None
+        with on_device(x):
+            gradient = gradient.to(x.dtype)
+            found = kernels.largest(gradient)
+            if wanted[1]:
+                like = Like.of(x), Like.of(gradient), task.plan, task.geometry
+                run = kernels.weight_gradient(*like, *_way_of_volumes(x))
+                known = kernels.largest(x) if known is None else known
+                to_weight = run(x, known, gradient, found).to(weight.dtype)
+            if wanted[0]:
+                back = Task(task.plan, task.back(x))
+                to_x = self._volume_layer(back, gradient, found, weight, True, memory_format(x))
+                if affine is not None:
+                    to_x, to_affine = through(affine, given, to_x)
+        return to_x, to_weight, to_affine
+
+    def _volume_layer(
+        self, task: Task, x: Tensor, x_largest: Tensor, weight: Tensor, adjoint: bool, layout: Any
+    ) -> Tensor:
+        """A layer between volumes, or the adjoint of the layer that has this weight."""
+        fields, last = weight.shape[int(adjoint)], layout is not torch.contiguous_format
+        like = Like.of(x), task.plan, task.geometry, fields, adjoint, last
+        run = _volume_kernels().convolution(*like, *_way_of_volumes(x))
+        found: Tensor = run(x, x_largest, weight)
+        return found
 
     def _launch(
         self,
@@ -148,6 +197,8 @@ class Hopper(Triton):
 
     def why_not(self, problem: Problem) -> str | None:
         """It runs what was found to gain: 16 bits, and most groups."""
+        if problem.convolution.dimension != 2:
+            return "it serves images only"
         reason = super().why_not(problem)
         if reason is not None:
             return reason
@@ -171,6 +222,31 @@ def _is_hopper(device: torch.device) -> bool:
     from econv.engines.spectral.hopper.kernels import supported
 
     return bool(supported(device))
+
+
+_MOST_ELEMENTS = 60
+"""Of a group of space: all channels of a tile of voxels stay in registers."""
+
+
+def _volumes_not_covered(conv: Convolution) -> str | None:
+    if conv.basis.size > 5:
+        return f"it knows stencils of up to 5×5×5; these are {times([conv.basis.size] * 3)}"
+    if conv.basis.group.order > _MOST_ELEMENTS:
+        order = conv.basis.group.order
+        return f"of volumes it knows groups of up to {_MOST_ELEMENTS} elements; this has {order}"
+    return None
+
+
+@cache
+def _volume_kernels() -> Any:
+    from econv.engines.spectral.triton import volumes
+
+    return volumes
+
+
+def _way_of_volumes(x: Tensor) -> tuple[Any, ...]:
+    """What else kernels are made for."""
+    return _launches().precision_of(x.dtype), _volume_kernels().Tiles.chosen()
 
 
 @cache
