@@ -290,3 +290,35 @@ def test_a_network_without_a_card_is_none(tmp_path: Path) -> None:
     econv.create_model("convnet6_p4").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"expected 'weights' with classes, .*; got NoneType"):
         Weights.find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("precision", "count", "holds"),
+    [("float32", 0, True), ("float32", 1, False), ("tf32", 0, True), ("tf32", 1, False)],
+)
+def test_only_coarse_records_may_be_missed_by_rounding(
+    tiny: Path, precision: str, count: int, holds: bool
+) -> None:
+    """One of 50 images is 2 %: more than rounding explains in any arithmetic."""
+    edited(tiny, precision=precision)
+    weights = Weights.find("tiny")
+    classes = torch.zeros(50, dtype=torch.int64)
+    error = weights.metrics["test_error"] + 2.0 * count
+    found = publishing.Evaluation(classes, error, weights, "float32")
+    assert not found.same
+    assert found.comparable is (precision == "float32")
+    assert found.holds is (precision == "tf32" and holds)
+    assert found.close is holds
+
+
+def test_a_run_that_predicts_otherwise_is_not_published(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = records.load(published / "records" / "tiny" / "0.json")
+    network = econv.from_pretrained(published / "weights" / "tiny")
+    with torch.no_grad():
+        network.classifier.weight.neg_()
+    monkeypatch.setattr(publishing, "_rounded", lambda *_: network)
+    arguments = (published / "out" / "tiny" / "0", tiny_training.stripes(), published / "records")
+    with pytest.raises(train.CheckpointError, match=r"expected the record's test error of .* these"):
+        train.publish(record, *arguments, tmp_path, "cpu", progress=False)
