@@ -18,9 +18,9 @@ from econv.engines.spectral.hopper import kernels as hopper_kernels
 from econv.engines.spectral.hopper import schedule
 from econv.engines.spectral.hopper.schedule import early_taps, fits, magnitudes
 from econv.engines.spectral.triton import kernels as triton_kernels
-from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton.scheme import halves, scheme
 from econv.gpu import launch as triton_launch
+from econv.gpu import passes
 from econv.plan import spectral_plan
 from gluon_interpreter import Deadlock, Gluon, OutOfBounds, Race
 from triton_checks import (
@@ -249,7 +249,7 @@ def test_halves_in_groups_of_images_find_what_is_theirs(interpret, monkeypatch):
     interpret()
     wanted = warp_specialised(layer, x, probe, halves=1)
     monkeypatch.setattr(
-        triton_launches,
+        passes,
         "empty",
         lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )
@@ -387,7 +387,7 @@ def test_buffers_are_filled_before_they_are_read(interpret, monkeypatch):
     interpret()
     wanted = warp_specialised(layer, x, probe)
     monkeypatch.setattr(
-        triton_launches,
+        passes,
         "empty",
         lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )

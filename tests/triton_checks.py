@@ -19,7 +19,7 @@ from econv.engines.spectral.triton import kernels as triton_kernels
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton.engine import Hopper, Triton
 from econv.engines.spectral.triton.kernels import INTERPRETED, OVERALL
-from econv.gpu import devices
+from econv.gpu import devices, passes
 from econv.gpu import launch as triton_launch
 from econv.layers import (
     blur,
@@ -283,7 +283,7 @@ def test_buffers_are_filled_before_they_are_read(monkeypatch, group, dtype):
         shapes.append(shape)
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
-    monkeypatch.setattr(triton_launches, "empty", poisoned)
+    monkeypatch.setattr(passes, "empty", poisoned)
     for ours, theirs in zip(results(layer, x, probe, TRITON), wanted, strict=True):
         assert torch.equal(ours, theirs)
     assert len(shapes) == 8  # two for each convolution, four for the gradient to the weights
@@ -320,7 +320,7 @@ def poisoned_without(monkeypatch, kernel):
 
     monkeypatch.setattr(triton_launch.Launch, "__call__", call)
     monkeypatch.setattr(
-        triton_launches,
+        passes,
         "empty",
         lambda shape, dtype, device: full(shape, torch.nan, dtype=dtype, device=device),
     )
@@ -1060,7 +1060,7 @@ def test_buffers_of_an_activated_layer_are_filled_before_they_are_read(monkeypat
         shapes.append(shape)
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
-    monkeypatch.setattr(triton_launches, "empty", poisoned)
+    monkeypatch.setattr(passes, "empty", poisoned)
     for ours, theirs in zip(step(pair, x, probe), wanted, strict=True):
         assert torch.equal(ours, theirs)
     assert len(shapes) == 14  # four more for the gradients of norm and ReLU, two for statistics

@@ -108,7 +108,7 @@ def test_samples_in_groups_and_memory_full_of_nan_give_the_same(monkeypatch, dty
         shapes.append(shape)
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
-    monkeypatch.setattr(launches, "empty", poisoned)
+    monkeypatch.setattr(volumes, "empty", poisoned)
     monkeypatch.setattr(volumes, "SPARE", 0)
     forget()
     try:

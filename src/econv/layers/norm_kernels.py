@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from econv.engines.problem import Prologue
+from econv.gpu import passes
 from econv.gpu.devices import on_device
 from econv.gpu.launch import launch_all
 from econv.gpu.passes import (
@@ -22,7 +23,6 @@ from econv.gpu.passes import (
     adding_up,
     begun,
     by_rows,
-    empty,
     like,
     numbers_of,
     rectified,
@@ -209,7 +209,7 @@ def field_statistics(
     assert launch is not None
     with on_device(x):
         sums = sums_of(launch, fields, x.device)
-        found = empty((4, fields), torch.float32, x.device)
+        found = passes.empty((4, fields), torch.float32, x.device)
         adding = adding_up(add_statistics, sums.shape, numbers, (x.dtype, *dtypes), **constants)
         given = (sums if tensor is None else tensor for tensor in others)  # any stands for none
         launch_all([(launch, (x, sums, found)), (adding, (sums, *given, found))])

@@ -40,9 +40,9 @@ from econv.engines.spectral.triton import kernels
 from econv.engines.spectral.triton.kernels import OVERALL
 from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, scheme
 from econv.engines.spectral.triton.source import convolution_source, weight_gradient_source
+from econv.gpu import passes
 from econv.gpu.devices import tf32_allowed
 from econv.gpu.launch import Job, Launch, launch_all
-from econv.gpu.passes import by_rows, empty
 from econv.gpu.sizes import Like, power_of_two, rounded_up, units
 from econv.plan import plan_named
 
@@ -69,9 +69,14 @@ def _constants(layout: Scheme, device: torch.device, warp_specialised: bool) -> 
         return [torch.tensor(array, device=device) for array in arrays]
 
 
+def internal(dtype: torch.dtype) -> torch.dtype:
+    """What the kernels compute in, for inputs of a dtype."""
+    return torch.float32 if dtype == torch.float32 else torch.float16
+
+
 def _internal(dtype: torch.dtype, plan: str) -> tuple[torch.dtype, Scheme]:
-    """What the kernels compute in, for inputs of a dtype, and how they lay a plan out."""
-    found = torch.float32 if dtype == torch.float32 else torch.float16
+    """That, and how they lay a plan out."""
+    found = internal(dtype)
     return found, scheme(plan_named(plan), 16 // found.itemsize)
 
 
@@ -222,10 +227,10 @@ class ConvolutionRun:
         jobs: list[Job] = []
         factors = []
         for launch, constants, copies in self.arrange:
-            arranged = empty(self.arranged, self.internal, device)
+            arranged = passes.empty(self.arranged, self.internal, device)
             jobs.append((launch, (weights, *constants, w_largest, arranged)))
             factors.append(copies(arranged) if copies else [arranged])
-        own = empty((self.own,), self.internal, device)
+        own = passes.empty((self.own,), self.internal, device)
         flat = y.as_strided((y.numel(),), (1,)).view(self.internal)
         for group in self.groups:
             scales = x_largest[OVERALL + group.first :]
@@ -330,10 +335,10 @@ class WeightGradientRun:
         device = x.device
         if not self.groups:
             return torch.zeros(self.shape, dtype=torch.float32, device=device)
-        memory = empty((self.spectrum,), self.internal, device)
-        packed = empty(self.packed, self.internal, device)
-        result = empty(self.shape, torch.float32, device)
-        partials = [empty(self.partial, torch.float32, device) for _ in self.reduce]
+        memory = passes.empty((self.spectrum,), self.internal, device)
+        packed = passes.empty(self.packed, self.internal, device)
+        result = passes.empty(self.shape, torch.float32, device)
+        partials = [passes.empty(self.partial, torch.float32, device) for _ in self.reduce]
         factors = [copies(packed) if copies else [packed, *self.more] for copies in self.copies]
         # Images add up: they are scaled alike, by the largest number of all.
         largest = (x_largest, g_largest)
@@ -370,7 +375,7 @@ def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
         return
     fields = 0 if affine is None else affine.shape[1]
     constants = {"OVERALL": OVERALL, "ACTIVATED": fields > 0}
-    launch = by_rows(kernels.largest, Like.of(x), fields, whole=False, **constants)
+    launch = passes.by_rows(kernels.largest, Like.of(x), fields, whole=False, **constants)
     if launch is None:  # in neither of torch's layouts
         largest(x.contiguous(), found, affine)
     else:

@@ -32,7 +32,6 @@ except (ImportError, AttributeError):
     _GLUON = False
 
 from econv.engines.problem import Geometry
-from econv.engines.spectral.tiling import INTERNAL
 from econv.engines.spectral.triton import launches
 from econv.engines.spectral.triton.kernels import (
     INTERPRETED,
@@ -277,7 +276,7 @@ class _Analysis:
         first: int | None,
     ) -> None:
         """``first``: their number; otherwise neighbours lie together, and one scale is for all."""
-        dtype = INTERNAL[x.dtype]
+        dtype = launches.internal(x.dtype)
         slots, order = plan.analysis.shape
         fields = x.shape[1] // order
         chunks = units(fields, FIELDS)
@@ -321,7 +320,7 @@ class Convolution:
     ) -> None:
         """``last``: whether the channels of the output lie last."""
         layout, order = scheme(plan), plan.synthesis.shape[0]
-        self.dtype, self.adjoint = INTERNAL[x.dtype], adjoint
+        self.dtype, self.adjoint = launches.internal(x.dtype), adjoint
         self.shape = (x.shape[0], out_fields * order, *geometry.sizes)
         self.format = torch.channels_last_3d if last else torch.contiguous_format
         self.groups: list[tuple[int, int, int, _Analysis, Launch]] = []
@@ -420,7 +419,7 @@ class WeightGradient:
         tiles: Tiles,
     ) -> None:
         layout, order = scheme(plan), plan.synthesis.shape[0]
-        self.dtype = INTERNAL[x.dtype]
+        self.dtype = launches.internal(x.dtype)
         self.fields = g.shape[1] // order, x.shape[1] // order
         self.constants = _constants(plan, x.device, self.dtype)
         self.groups: list[tuple[int, int, _Analysis, _Analysis, list[tuple[Launch, Launch]]]] = []
