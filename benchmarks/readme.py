@@ -433,8 +433,8 @@ def cpu_layers(found: dict[str, Any]) -> str:
 
 
 def isolated(times: dict[str, Any]) -> dict[str, Any]:
-    """What was measured in isolation; older records call it alone."""
-    found: dict[str, Any] = times.get("isolated") or times.get("alone") or times
+    """What was measured in isolation."""
+    found: dict[str, Any] = times.get("isolated") or times
     return found
 
 
@@ -594,9 +594,15 @@ def training_speed(found: dict[str, Any]) -> str:
         )
     head = ["recipe", "operators", "parameters", "batch", *found["runs"][0]["images_per_second"]]
     head += ["spectral / dense", "auto / dense"]
+    codes: dict[str, list[str]] = {}
+    for run in found["runs"]:
+        codes.setdefault(code({**found, **run}), []).append(run["recipe"].partition("+")[0])
+    by = "; ".join(
+        of if len(codes) == 1 else f"{' and '.join(names)}: {of}" for of, names in codes.items()
+    )
     note = (
         f"(Images a second, and over the dense engine's; {found['device']}, "
-        f"{found['precision']}, {code(found)}; `benchmarks/training_speed.py`.)"
+        f"{found['precision']}, {by}; `benchmarks/training_speed.py`.)"
     )
     return "\n".join([*table(head, rows), "", note])
 
