@@ -1,5 +1,6 @@
 """Pages and docstrings stay readable: short, few numbers in a sentence, paths that exist."""
 
+import importlib
 import inspect
 import re
 import subprocess
@@ -200,9 +201,8 @@ def test_the_picture_of_the_house_is_that_of_the_contracts():
     assert result.returncode == 0, result.stderr
 
 
-# Their examples are elsewhere: on the page on converting, with the function `restrict` and with
-# the class `Central`.
-ELSEWHERE = {"convert_detector", "Restrict2d", "central"}
+# Their examples are elsewhere: on the page on converting, and with the function `restrict`.
+ELSEWHERE = {"convert_detector", "Restrict2d"}
 
 
 def test_every_public_name_says_what_it_is_and_has_an_example():
@@ -211,3 +211,16 @@ def test_every_public_name_says_what_it_is_and_has_an_example():
     assert {name for name, text in told.items() if len(text.split()) < 4} == set()
     without = {name for name, text in told.items() if ">>>" not in text}
     assert without - modules <= ELSEWHERE
+
+
+# What users import from; the rest of the reference is for people who change the library.
+MODULES = ("groups", "lab", "models", "operators", "parameters", "plots", "recipes", "reference")
+
+
+@pytest.mark.parametrize("name", [*MODULES, "stencils", "testing"])
+def test_the_functions_of_modules_that_users_import_from_have_examples(name):
+    module = importlib.import_module(f"econv.{name}")
+    told = {word: getattr(module, word) for word in module.__all__}
+    functions = {word: found for word, found in told.items() if inspect.isfunction(found)}
+    assert functions
+    assert {word for word, found in functions.items() if ">>>" not in inspect.getdoc(found)} == set()

@@ -427,6 +427,10 @@ def calibrate(model: nn.Module, images: Tensor) -> nn.Module:
 
     An untrained network in eval mode otherwise applies statistics that it has never seen.
     Returns the model, in eval mode.
+
+    >>> norm = nn.BatchNorm2d(1)
+    >>> calibrate(norm, torch.full((2, 1, 4, 4), 3.0)).running_mean
+    tensor([3.])
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     model.eval()
