@@ -32,4 +32,6 @@ def _with_equations(text: str) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """On a narrow screen the name of a file breaks behind a slash, not in the middle of a word."""
-    return _CELL.sub(lambda cell: _CODE.sub(lambda code: _MARK.sub("<wbr>", code[0]), cell[0]), html)
+    return _CELL.sub(
+        lambda cell: _CODE.sub(lambda code: _MARK.sub("<wbr>", code[0]), cell[0]), html
+    )

@@ -127,7 +127,7 @@ def test_every_term_is_in_the_glossary_and_linked_to():
     assert len(linked) > len(terms) / 2
 
 
-# Words of ours, where they mean nothing else. The reasons for decisions are for people who know them.
+# Words of ours, where they mean nothing else. Decisions are for people who know them.
 TERMS = {
     "canonical-filter": "canonical filters?",
     "closure": "closure",
@@ -223,4 +223,4 @@ def test_the_functions_of_modules_that_users_import_from_have_examples(name):
     told = {word: getattr(module, word) for word in module.__all__}
     functions = {word: found for word, found in told.items() if inspect.isfunction(found)}
     assert functions
-    assert {word for word, found in functions.items() if ">>>" not in inspect.getdoc(found)} == set()
+    assert [word for word, found in functions.items() if ">>>" not in inspect.getdoc(found)] == []
