@@ -1,4 +1,4 @@
-"""Equations become MathML, which browsers draw themselves; code in tables may break at its marks.
+"""Equations become MathML, which browsers draw themselves; names in tables break at their marks.
 
 An equation is TeX between ``$$`` or in ``$`…`$``.
 """
@@ -14,8 +14,10 @@ _FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
 _DISPLAY = re.compile(r"^\$\$\n(.+?)\n\$\$$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"\$`([^`\n]+)`\$")
 _CELL = re.compile(r"<td.*?</td>", re.DOTALL)
-_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
-_MARK = re.compile(r"(?<=[/_.=,(])(?=[^\s])")
+_TAG = re.compile(r"(<[^>]*>)")
+_LONG = re.compile(r"\S{16,}")
+_MARK = re.compile(r"(?<=[/_.=,(])(?=\S)")
+_FIGURE = re.compile(r"\b\d[\d.]*e-\d+")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -31,7 +33,12 @@ def _with_equations(text: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """On a narrow screen the name of a file breaks behind a slash, not in the middle of a word."""
-    return _CELL.sub(
-        lambda cell: _CODE.sub(lambda code: _MARK.sub("<wbr>", code[0]), cell[0]), html
-    )
+    """In a table a long name breaks at its marks, on a narrow screen, and a figure nowhere."""
+    return _CELL.sub(lambda cell: "".join(map(_breaking, _TAG.split(cell[0]))), html)
+
+
+def _breaking(text: str) -> str:
+    if text.startswith("<"):
+        return text
+    text = _LONG.sub(lambda word: _MARK.sub("<wbr>", word[0]), text)
+    return _FIGURE.sub(r'<span class="figure">\g<0></span>', text)
