@@ -17,19 +17,14 @@ DOCS = ROOT / "docs"
 pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="no docs beside the tests")
 
 PAGES = [
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
     *(
-        f"docs/{name}.md"
-        for name in (
-            *("architecture", "checking", "choosing", "classify", "compatibility", "converting"),
-            *("decisions", "deploying", "engine-kernels", "engines", "equations", "fields"),
-            *("glossary", "gpus", "images", "index", "install", "migrating", "results"),
-            *("paper", "rollouts", "segment", "tour", "training", "volumes", "zoo"),
-            *("examples/galaxies", "examples/tissue", "examples/waves"),
-        )
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "examples/notebooks/README.md",
     ),
+    *sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md")),
 ]
 LONGEST = {"README.md": 120, "docs/engines.md": 100, "docs/engine-kernels.md": 100}
 
