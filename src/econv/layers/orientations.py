@@ -391,6 +391,9 @@ class Restrict2d(Restrict):
 
     Its input turns as features of ``whole``, its output as features of ``subgroup``; for the
     elements of the subgroup it commutes with both.
+
+    >>> Restrict2d("p8", "p4")(torch.randn(1, 3 * 8, 5, 5)).shape  # 6 fields of p4
+    torch.Size([1, 24, 5, 5])
     """
 
     dimension = 2
