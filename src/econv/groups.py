@@ -335,7 +335,11 @@ class Irrep:
 
 
 def rotation(k: int, n: int) -> FloatArray:
-    """The rotation by 2πk/n, exact for quarter turns and symmetric to the last bit for all."""
+    """The rotation by 2πk/n, exact for quarter turns and symmetric to the last bit for all.
+
+    >>> rotation(1, 4).tolist()
+    [[0.0, -1.0], [1.0, 0.0]]
+    """
     cosine, sine = _unit_vector(k % n, n)
     return np.array([[cosine, -sine], [sine, cosine]])
 
@@ -358,6 +362,10 @@ def _unit_vector(k: int, n: int) -> tuple[float, float]:
 
 
 def frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array, made read-only: values are shared and must not change."""
+    """The array, made read-only: values are shared and must not change.
+
+    >>> frozen(np.zeros(2)).flags.writeable
+    False
+    """
     array.flags.writeable = False
     return array

@@ -163,7 +163,11 @@ class Recipe:
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of that name, or an error that lists the names there are."""
+    """The recipe of that name, or an error that lists the names there are.
+
+    >>> recipe("mnist_rot_p8").with_changes({"epochs": "3"}).epochs
+    3
+    """
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}: expected one of {', '.join(RECIPES)}")
     return RECIPES[name]

@@ -321,6 +321,13 @@ def assert_equivariant(
     By default the elements are the grid's own symmetries, which must hold to rounding: 1e-12 in
     float64, 1e-5 in float32, 5e-2 in half precisions. Other elements need a ``tolerance`` that says
     what the stencils are expected to give. Further arguments: see :func:`equivariance_error`.
+
+    >>> from econv import LiftConv2d
+    >>> image = torch.randn(1, 1, 16, 16, dtype=torch.float64)
+    >>> assert_equivariant(LiftConv2d(1, 2, "p8", dtype=torch.float64), image)
+    >>> assert_equivariant(lambda x: x.cumsum(3), image, "p4", output_kind="scalar")
+    Traceback (most recent call last):
+    AssertionError: ...
     """
     found = _group_of(module, group)
     lengths = _spacing_of(module) if spacing is None else spacing

@@ -27,7 +27,15 @@ def element_name(group: GroupLike, element: int) -> str:
 
 
 def find_group(model: nn.Module, group: GroupLike | None = None) -> Group:
-    """The group to check: the given one, or the one that all layers of the model share."""
+    """The group to check: the given one, or the one that all layers of the model share.
+
+    >>> from econv import LiftConv2d
+    >>> find_group(nn.Sequential(LiftConv2d(1, 2, "p8"), nn.ReLU()))
+    Group('p8')
+
+    Raises:
+        ValueError: without layers of a group or with several, and where pixels are no squares.
+    """
     for module in model.modules():
         if isinstance(spacing := getattr(module, "spacing", 1.0), tuple):
             raise ValueError(

@@ -66,7 +66,11 @@ class Blame(_Result):
 
 
 def verdict(blame: Blame) -> str:
-    """A sentence on what is to blame, and why."""
+    """A sentence on what is to blame, and why.
+
+    >>> verdict(Blame(("conv1",), strided=False))
+    'conv1 breaks equivariance.'
+    """
     if blame.between is not None:
         first, last = blame.between
         why = (
@@ -371,7 +375,11 @@ class Sizes(_Result):
 
 
 def size_verdict(sizes: Sizes) -> str:
-    """A sentence or two on which sizes fit, and which layer is to blame."""
+    """A sentence or two on which sizes fit, and which layer is to blame.
+
+    >>> size_verdict(Sizes(33, True, (), (31, 33, 35, 37), (31, 38), 31, 35)).partition(": ")[0]
+    'Sampling fits 33×33 pixels'
+    """
     low, high = sizes.tried
     points = "pixels" if sizes.dimension == 2 else "voxels"
     whole = f"{'×'.join([str(sizes.size)] * sizes.dimension)} {points}"
