@@ -859,9 +859,9 @@ def nodules(found: dict[str, Any]) -> str:
     seeds = len({row["seed"] for row in found["runs"]})
     head = ["network", "parameters", *(f"{count:,} nodules" for count in counts)]
     note = (
-        f"(Area under the curve on {found['test']} nodules of other patients, mean ± deviation over "
-        f"{seeds} seeds; the size of the nodule alone has {found['by_size']:.3f}; {code(found)}; "
-        "`benchmarks/nodules.py`.)"
+        f"(Area under the curve on {found['test']} nodules of other patients, mean ± deviation "
+        f"over {seeds} seeds; the size of the nodule alone has {found['by_size']:.3f}; "
+        f"{code(found)}; `benchmarks/nodules.py`.)"
     )
     return "\n".join([*table(head, cells), "", note])
 
