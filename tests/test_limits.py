@@ -47,6 +47,9 @@ TOO_MUCH = {
     "turns in so many": lambda: testing.random_rotations(1, dimension=torch.zeros(2)),
     "an accuracy of several": lambda: econv.filter_basis("p4", accuracy=torch.zeros(2)),
     "volumes of several": lambda: econv.models.UNet("p4", dimension=torch.zeros(2)),
+    "no module": lambda: testing.assert_equivariant(-0.5, torch.zeros(1, 1, 9, 9), "p4"),
+    "no error of it": lambda: testing.equivariance_error(-0.5, torch.zeros(1, 1, 9, 9), 1, "p4"),
+    "no tensor": lambda: testing.assert_equivariant(nn.Identity(), False, "p4"),
     "nothing": lambda: testing.equivariance_error(Silent(), torch.zeros(1, 1, 9, 9), 1, "p4"),
 }
 
