@@ -39,6 +39,7 @@ TOO_MUCH = {
     "features or not": lambda: econv.create_model("resnet8_p4", features_only="no"),
     "a margin": lambda: econv.create_model("convnet6_p4", margin=2**31),
     "a large image": lambda: econv.create_model("convnet6_p4", image_size=10**5),
+    "weights of nobody": lambda: econv.create_model("convnet6_p4", weights="no such"),
     "no layers": lambda: econv.create_model("convnet6_p8", fields=()),
     "points": lambda: econv.Recentre2d()(torch.zeros(1, 1, 5, 5), 10**6, 10**6),
     "no points": lambda: econv.NearestResize2d()(torch.zeros(1, 1, 5, 5), 0, 4),
@@ -47,6 +48,9 @@ TOO_MUCH = {
     "turns in so many": lambda: testing.random_rotations(1, dimension=torch.zeros(2)),
     "an accuracy of several": lambda: econv.filter_basis("p4", accuracy=torch.zeros(2)),
     "volumes of several": lambda: econv.models.UNet("p4", dimension=torch.zeros(2)),
+    "no module": lambda: testing.assert_equivariant(-0.5, torch.zeros(1, 1, 9, 9), "p4"),
+    "no error of it": lambda: testing.equivariance_error(-0.5, torch.zeros(1, 1, 9, 9), 1, "p4"),
+    "no tensor": lambda: testing.assert_equivariant(nn.Identity(), False, "p4"),
     "nothing": lambda: testing.equivariance_error(Silent(), torch.zeros(1, 1, 9, 9), 1, "p4"),
 }
 

@@ -93,6 +93,8 @@ def transform(
     found = None if group is None else Group(group)
     matrix, index = _read_element(found, element)
     dimension = len(matrix)
+    if dimension not in _MAPS:
+        raise ValueError(f"expected a group of the plane or of space; got {found}")
     if not isinstance(kind, str):
         return _transform_parts(x, found, element, dimension, kind, spacing)
     if _known(kind) == "invariant":
@@ -277,6 +279,7 @@ def equivariance_error(
     >>> 1e-12 < equivariance_error(layer, image, element=1) < 0.01  # an eighth
     True
     """
+    _expect_call(module, x)
     known = group is not None or getattr(module, "group", None) is not None
     found = _group_of(module, group) if known or isinstance(element, int) else None
     into = input_kind or _kind_of(module, "input", "scalar")
@@ -304,6 +307,13 @@ def equivariance_error(
     return error / norm
 
 
+def _expect_call(module: object, x: object) -> None:
+    if not callable(module):
+        raise ValueError(f"expected a module or a function; got {module!r}")
+    if not isinstance(x, Tensor):
+        raise ValueError(f"expected a torch.Tensor; got {type(x).__name__}")
+
+
 def assert_equivariant(
     module: Callable[[Tensor], Tensor],
     x: Tensor,
@@ -329,6 +339,7 @@ def assert_equivariant(
     Traceback (most recent call last):
     AssertionError: ...
     """
+    _expect_call(module, x)
     found = _group_of(module, group)
     lengths = _spacing_of(module) if spacing is None else spacing
     sides = _lengths(lengths, found.dimension)
