@@ -162,6 +162,28 @@ def test_a_converted_network_is_exported_and_made_again(tmp_path):
     torch.testing.assert_close(again.eval()(x), network(x))
 
 
+class Gated(nn.Module):
+    """Squeeze and excitation, as it is written for any number of dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.end = nn.Conv3d(1, 24, 3, stride=2, padding=1), nn.Linear(24, 2)
+        self.gate = nn.Sequential(nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 24), nn.Sigmoid())
+
+    def forward(self, x):
+        x = torch.relu(self.conv(x))
+        gate = self.gate(x.mean((2, 3, 4))).view(*x.shape[:2], *[1] * (x.ndim - 2))
+        return self.end(functional.adaptive_avg_pool3d(x * gate, 1).flatten(1))
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_gates_of_channels_follow_fields_also_on_one_voxel(size):
+    source, x = Gated().double(), volume(size)
+    network = convert(source, "T", "width", example_input=x, measure=False).eval()
+    assert type(network.gate[0]).__name__ == "GroupLinear"
+    assert worst(network, volume(5), [1, 4]) < 1e-12
+
+
 # What is refused
 
 
