@@ -106,7 +106,7 @@ def test_samples_in_groups_and_memory_full_of_nan_give_the_same(monkeypatch, dty
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
     monkeypatch.setattr(launches, "empty", poisoned)
-    monkeypatch.setattr(volumes, "SPARE", 0)
+    monkeypatch.setattr(volumes, "LEAST", 0)
     forget()
     try:
         for ours, theirs in zip(results(layer, x, probe, TRITON), wanted, strict=True):

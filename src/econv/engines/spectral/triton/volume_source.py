@@ -259,7 +259,7 @@ class _Writer(Writer):
 
     def multiplied(self, a: str, b: str, total: str) -> None:
         if self.language == "gl":
-            self(f"{total} = mma_v2({a}, {b}, {total})")
+            self(f"{total} = product({a}, {b}, {total}, PRECISION)")
         else:
             self(f"{total} = tl.dot({a}, {b}, {total}, input_precision=PRECISION)")
 
@@ -378,10 +378,11 @@ def convolution_source(layout: Scheme, language: str, f16x2: bool, group: int) -
         if language == "gl":
             write(
                 """
-                HALVES: gl.constexpr = gl.BlockedLayout([2, 1], [4, 8], [1, WARPS], [0, 1])
+                SIDE: gl.constexpr = 4 // (spectrum.dtype.element_ty.primitive_bitwidth // 8)
+                HALVES: gl.constexpr = gl.BlockedLayout([SIDE, 1], [4, 8], [1, WARPS], [0, 1])
                 SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-                LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-                RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+                LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, SIDE)
+                RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, SIDE)
                 TILE: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
                 OUT: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [1, WARPS], [1, 0])
                 """
@@ -550,10 +551,11 @@ def gradient_source(layout: Scheme, number: int, kernel: int, language: str, f16
         if language == "gl":
             write(
                 """
-                HALVES: gl.constexpr = gl.BlockedLayout([2, 1], [4, 8], [1, 1], [0, 1])
+                SIDE: gl.constexpr = 4 // (spectrum.dtype.element_ty.primitive_bitwidth // 8)
+                HALVES: gl.constexpr = gl.BlockedLayout([SIDE, 1], [4, 8], [1, 1], [0, 1])
                 SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
-                LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-                RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+                LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, SIDE)
+                RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, SIDE)
                 """
             )
         voxel = write.arange("VOXELS", "gl.SliceLayout(1, HALVES)", "[:, None]")
@@ -621,35 +623,29 @@ def _pairs(write: _Writer, plan: SpectralPlan) -> Callable[[int, int], dict[int,
     """
     reach, lang = plan.basis.size // 2, write.language
 
+    def of_pair(place: str) -> str:
+        """Two neighbours from an even place on."""
+        inside = f"voxel // 2 * {2 * FIELDS} + eight * 2 + voxel % 2"
+        return f"{lang}.load(p + ({place}) * {FIELDS} + ({inside}))"
+
     def line(z: int, y: int) -> dict[int, str]:
         names = {}
-        write(f"from_ = start + ({reach + z} * plane + {reach + y} * row) * dilation")
+        write(f"line = start + ({reach + z} * plane + {reach + y} * row) * dilation")
         for x in range(-reach, reach + 1):
             t = reach + x
-            names[x] = f"t{t}_{reach + y}"
-            if lang == "gl" and t % 2:
+            name = names[x] = f"t{t}_{reach + y}"
+            place = f"line + {t} * dilation"
+            if t % 2 and write.f16x2:
                 with write.block("if ODD:"):
-                    ends = []
-                    for side, end in ((-1, "l"), (1, "r")):
-                        place = f"from_ + {t} * dilation + {side} + voxel"
-                        write(f"{end} = {_of_pair(lang, place, side < 0)}")
-                        ends.append(end)
-                    write(f"{names[x]} = {write.asm('prmt.b32 $0, $1, $2, 0x5432;', *ends)}")
+                    sides = of_pair(f"{place} - 1"), of_pair(f"{place} + 1")
+                    write(f"{name} = {write.asm('prmt.b32 $0, $1, $2, 0x5432;', *sides)}")
                 with write.block("else:"):
-                    write(f"{names[x]} = {_of_pair(lang, f'from_ + {t} * dilation + voxel')}")
+                    write(f"{name} = {of_pair(place)}")
+            elif t % 2:
+                write(f"v = {place} + voxel")
+                write(f"{name} = {lang}.load(p + (v // 2 * {2 * FIELDS} + eight * 2 + v % 2))")
             else:
-                write(f"{names[x]} = {_of_pair(lang, f'from_ + {t} * dilation + voxel')}")
+                write(f"{name} = {of_pair(place)}")
         return names
-
-    def _of_pair(lang: str, place: str, _left: bool = False) -> str:
-        if lang == "gl":  # pairs lie as they are counted from an even place
-            scalar = place.removesuffix(" + voxel")
-            return (
-                f"gl.load(p + ({scalar}) * {FIELDS}"
-                f" + (voxel // 2 * {2 * FIELDS} + eight * 2 + voxel % 2))"
-            )
-        return (
-            f"tl.load(p + (({place}) // 2 * {2 * FIELDS} + eight * 2 + ({place}) % 2))"
-        )
 
     return line
