@@ -368,13 +368,13 @@ def convolution_source(layout: Scheme, language: str, f16x2: bool, group: int) -
     plan, write = layout.plan, _Writer(language, f16x2)
     order = plan.synthesis.shape[0]
     arguments = (
-        "spectrum, weights, y, scales, w_largest, total, depth, height, width, positions, sample,"
+        "spectrum, weights, y, scales, w_largest, depth, height, width, deep, along, across, positions, sample,"
         " plane, row, down, dilation, chunks, begin, out_fields, y_sample, y_channel, y_plane, y_row,"
         " y_column"
     )
-    general = "total depth height width positions sample plane row begin out_fields"
+    general = "depth height width deep along across positions sample plane row begin out_fields"
     lang = language
-    with write.function("forward", arguments, "VOXELS WARPS PRECISION", general):
+    with write.function("forward", arguments, "VOXELS LINES PLANES WARPS PRECISION", general):
         if language == "gl":
             write(
                 """
@@ -392,12 +392,20 @@ def convolution_source(layout: Scheme, language: str, f16x2: bool, group: int) -
                 " [1, WARPS, 1], [2, 1, 0])"
             )
         voxel = write.arange("VOXELS", "gl.SliceLayout(0, HALVES)", "[None, :]")
-        write(f"n = {lang}.program_id(0) * VOXELS + {voxel}")
-        _voxels(write)
+        write(
+            f"""
+            tile = {lang}.program_id(0)
+            first_x = tile % across * (VOXELS // (LINES * PLANES))
+            first_y = tile // across % along * LINES
+            first_z = tile // (across * along) % deep * PLANES
+            image = tile // (across * along * deep)
+            """
+        )
+        _voxels(write, voxel)
         write("place = image * sample + z * down * plane + y_ * down * row + x * down")
         eight = write.arange(FIELDS, "gl.SliceLayout(1, HALVES)", "[:, None]")
-        write(f"at = {lang}.where(n < total, place, 0) * {FIELDS} + {eight}")
-        write(f"tile = {write.arange(256, 'TILE')}")
+        write(f"at = {lang}.where(inside, place, 0) * {FIELDS} + {eight}")
+        write(f"entry = {write.arange(256, 'TILE')}")
         write(f"out_chunk = {lang}.program_id(1)")
         for number, block in enumerate(plan.blocks):
             for r in range(block.rows):
@@ -429,13 +437,15 @@ def convolution_source(layout: Scheme, language: str, f16x2: bool, group: int) -
     return write.text()
 
 
-def _voxels(write: _Writer) -> None:
+def _voxels(write: _Writer, numbers: str) -> None:
+    """Where the voxels of a tile lie: along x, then y, then z."""
     write(
-        """
-        x = n % width
-        y_ = n // width % height
-        z = n // (width * height) % depth
-        image = n // (width * height * depth)
+        f"""
+        n = {numbers}
+        x = first_x + n % (VOXELS // (LINES * PLANES))
+        y_ = first_y + n // (VOXELS // (LINES * PLANES)) % LINES
+        z = first_z + n // (VOXELS // PLANES)
+        inside = (x < width) & (y_ < height) & (z < depth)
         """
     )
 
@@ -472,7 +482,7 @@ def _multiply(
         # As the threads of a warp keep it: row % 8, column // 2 % 4, column // 8, row // 8, two.
         write(
             f"""
-            w = {lang}.reshape({lang}.load(matrices + {number * 256} + tile), [8, 4, 2, 2, 2])
+            w = {lang}.reshape({lang}.load(matrices + {number * 256} + entry), [8, 4, 2, 2, 2])
             w = {lang}.reshape({lang}.permute(w, (3, 0, 2, 1, 4)), [16, 16])
             """
         )
@@ -483,12 +493,9 @@ def _multiply(
 
 def _store(write: _Writer, layout: Scheme, group: int, order: int) -> None:
     plan, lang = layout.plan, write.language
-    voxel = write.arange("VOXELS", "gl.SliceLayout(0, OUT)", "[None, :]")
-    write(f"n = {lang}.program_id(0) * VOXELS + {voxel}")
-    _voxels(write)
     write(
         f"""
-        power = exponent({lang}.load(scales + begin + {lang}.where(n < total, image, 0)))
+        power = exponent({lang}.load(scales + begin + image))
         power += exponent({lang}.load(w_largest)) - {layout.headroom + WEIGHT_HEADROOM}
         scale = two_to(power)
         """
@@ -511,16 +518,14 @@ def _store(write: _Writer, layout: Scheme, group: int, order: int) -> None:
     outer = "gl.SliceLayout(1, gl.SliceLayout(2, STORED))"
     inner = "gl.SliceLayout(0, gl.SliceLayout(2, STORED))"
     last = "gl.SliceLayout(0, gl.SliceLayout(0, STORED))"
-    write(f"n = {lang}.program_id(0) * VOXELS + {write.arange('VOXELS', inner, '[None, :]')}")
-    write("n = n[:, :, None]")
-    _voxels(write)
+    _voxels(write, f"({write.arange('VOXELS', inner, '[None, :]')})[:, :, None]")
     field = write.arange(FIELDS, outer, "[:, None]")
     member = write.arange(group, last, "[None, :]")
     write(
         f"""
         field = out_chunk * {FIELDS} + ({field})[:, :, None]
         member = ({member})[None, :, :]
-        known = (n < total) & (field < out_fields) & (member < {group})
+        known = inside & (field < out_fields) & (member < {group})
         into = y + image.to({lang}.int64) * y_sample + z.to({lang}.int64) * y_plane
         into = into + (y_ * y_row + x * y_column) + (field * {order} + member) * y_channel
         """

@@ -64,15 +64,15 @@ if _GLUON:
     @gluon.jit
     def product(a, b, total, PRECISION: gl.constexpr):
         """The sum and a product; of float32 in one or in three of tf32."""
-        if a.dtype == gl.float16:
-            return mma_v2(a, b, total)
-        if PRECISION == "tf32":
-            return mma_v2(a, b, total, "tf32")
-        a_high = (a.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
-        b_high = (b.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
-        total = mma_v2(a - a_high, b_high, total, "tf32")
-        total = mma_v2(a_high, b - b_high, total, "tf32")
-        return mma_v2(a_high, b_high, total, "tf32")
+        if PRECISION == "tf32x3":
+            a_high = (a.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
+            b_high = (b.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
+            total = mma_v2(a - a_high, b_high, total, "tf32")
+            total = mma_v2(a_high, b - b_high, total, "tf32")
+            total = mma_v2(a_high, b_high, total, "tf32")
+        else:
+            total = mma_v2(a, b, total, "tf32")
+        return total
 
 
 class Tiles(NamedTuple):
@@ -83,6 +83,10 @@ class Tiles(NamedTuple):
     voxels: int = 0
     """Of each warp of the convolution; 0: as many as its registers hold."""
     warps: int = 4
+    lines: int = 2
+    """Of a tile of the convolution: along y; the rest of its voxels lie along x."""
+    planes: int = 2
+    """The same along z."""
     registers: int = 0
     """Of each thread of the convolution, at most; 0: as many as there are."""
     gradient_registers: int = 0
@@ -352,7 +356,9 @@ class Convolution:
         warps = tiles.warps
         each = tiles.voxels or (16 if layout.matrices_of_a_voxel <= 8 else 8)
         voxels = each * warps if language == "gl" else 32
-        options = {"VOXELS": voxels, "WARPS": warps, "PRECISION": precision, "num_warps": warps}
+        block = (tiles.planes, tiles.lines, voxels // (tiles.lines * tiles.planes))
+        options = {"VOXELS": voxels, "LINES": block[1], "PLANES": block[0], "WARPS": warps}
+        options |= {"PRECISION": precision, "num_warps": warps}
         if tiles.registers:
             options["maxnreg"] = tiles.registers
         y = torch.empty(self.shape, device="meta", memory_format=self.format)
@@ -375,10 +381,10 @@ class Convolution:
                     break
                 images, depth = (units(images, 2), depth) if images > 1 else (1, units(depth, 2))
             places = (grid.size, grid.sample, grid.plane, grid.row, geometry.down, geometry.dilation)
-            pixels = images * part.pixels
-            numbers = (pixels, *part.sizes, *places, chunks, OVERALL + first, out_fields)
+            cut = [units(size, side) for size, side in zip(part.sizes, block, strict=True)]
+            numbers = (*part.sizes, *cut, *places, chunks, OVERALL + first, out_fields)
             numbers = (*numbers, *y.stride())
-            launch = Launch(kernel, (units(pixels, voxels), out_chunks), numbers, **options)
+            launch = Launch(kernel, (images * math.prod(cut), out_chunks), numbers, **options)
             samples, planes = slice(first, first + images), slice(start, start + depth)
             self.groups.append((samples, planes, offset if inside else -1, own, launch))
             self.own = max(self.own, 0 if inside else own.numbers)
