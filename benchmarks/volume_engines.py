@@ -63,7 +63,9 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=["dense", "spectral", "spectral/torch"])
     parser.add_argument("--groups", nargs="+", help="only these; by default all")
     parser.add_argument("--seconds", type=float, default=20.0, help="at most, for each layer")
-    parser.add_argument("--tiles", nargs="*", default=[], help="on a GPU, such as voxels=16,warps=2")
+    parser.add_argument(
+        "--tiles", nargs="*", default=[], help="on a GPU, such as voxels=16,warps=2"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.threads:

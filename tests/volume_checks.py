@@ -69,9 +69,13 @@ def test_outputs_and_gradients_equal_the_reference(options):
         assert error(ours, theirs) <= FLOAT32
 
 
-GROUPS = [("C1", {}), ("C3v", {}), ("T", {}), ("D4", {}), ("O", {}), ("I", {"fields": (1, 1)})]
+GROUPS = [("C1", {}), ("C3v", {}), ("T", {}), ("D4", {}), ("O", {"fields": (1, 1)})]
+GROUPS += [] if INTERPRETED else [("I", {})]  # which takes minutes
 GROUPS += [("Th", {}), ("D3d", {"stencils": "central"}), ("C4", {"stencils": "gaussian"})]
-GROUPS += [("D2", {"size": 5, "fields": (1, 1), "shape": (1, 5, 5, 6)}), ("C2", {"operators": "order<=3", "size": 5, "shape": (1, 5, 5, 5)})]
+GROUPS += [
+    ("D2", {"size": 5, "fields": (1, 1), "shape": (1, 5, 5, 6)}),
+    ("C2", {"operators": "order<=3", "size": 5, "shape": (1, 5, 5, 5)}),
+]
 
 
 @pytest.mark.parametrize(("group", "options"), GROUPS)

@@ -13,12 +13,18 @@ import hashlib
 import linecache
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import triton
 import triton.language as tl
 
 from econv.engines.spectral.triton.scheme import Scheme
+from econv.plan import SpectralPlan
+
+
+class _Planned(Protocol):
+    @property
+    def plan(self) -> SpectralPlan: ...
 
 
 class Kernels(NamedTuple):
@@ -39,7 +45,7 @@ def generated(write: Callable[..., str], layout: Scheme, *options: Any) -> Kerne
     return Kernels((space["analyse"], space["analyse_activated"]), **others)
 
 
-def read_source(source: str, layout: Scheme, names: dict[str, Any]) -> dict[str, Any]:
+def read_source(source: str, layout: _Planned, names: dict[str, Any]) -> dict[str, Any]:
     """What a text defines, where these names are known."""
     digest = hashlib.sha256(source.encode()).hexdigest()
     name = f"<econv {layout.plan.basis.group.name} {digest}>"

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,7 +88,9 @@ class Scheme:
                 ]
                 for b in blocks
             }
-            family = Family(starts[these[0]], len(copies[these[0]].basis), len(these), couplings, inner)
+            family = Family(
+                starts[these[0]], len(copies[these[0]].basis), len(these), couplings, inner
+            )
             for copy in range(family.copies):
                 self._check(family, copy)
             found.append(family)
@@ -277,7 +279,7 @@ def _derivatives(
     reach = size // 2
     known: set[int] = set()
 
-    def folded(plus: str, minus: str | None, into: str, wanted: np.ndarray) -> list[str | None]:
+    def folded(plus: str, minus: str | None, into: str, wanted: Any) -> list[str | None]:
         """A middle one, or the sum and the difference, as far as they are wanted."""
         if minus is None:
             return [plus if wanted[0] else None]
@@ -368,9 +370,9 @@ def convolution_source(layout: Scheme, language: str, f16x2: bool, group: int) -
     plan, write = layout.plan, _Writer(language, f16x2)
     order = plan.synthesis.shape[0]
     arguments = (
-        "spectrum, weights, y, scales, w_largest, depth, height, width, deep, along, across, positions, sample,"
-        " plane, row, down, dilation, chunks, begin, out_fields, y_sample, y_channel, y_plane, y_row,"
-        " y_column"
+        "spectrum, weights, y, scales, w_largest, depth, height, width, deep, along, across,"
+        " positions, sample, plane, row, down, dilation, chunks, begin, out_fields, y_sample,"
+        " y_channel, y_plane, y_row, y_column"
     )
     general = "depth height width deep along across positions sample plane row begin out_fields"
     lang = language
@@ -465,9 +467,7 @@ def _taps(write: _Writer, plan: SpectralPlan, m: int) -> Callable[[int, int], di
     return line
 
 
-def _multiply(
-    write: _Writer, layout: Scheme, family: Family, products: list[Product]
-) -> None:
+def _multiply(write: _Writer, layout: Scheme, family: Family, products: list[Product]) -> None:
     lang = write.language
     for number, (block, couplings, columns) in enumerate(products):
         rows = family.couplings[block]
@@ -584,7 +584,9 @@ def gradient_source(layout: Scheme, number: int, kernel: int, language: str, f16
         )
         for block, k, two in own:
             write(f"a{block}_{k}_{two[0]} = {write.zeros('[16, 8]', 'SUMS')}")
-        with write.block(f"for step in range(split * each, {lang}.minimum(split * each + each, steps)):"):
+        with write.block(
+            f"for step in range(split * each, {lang}.minimum(split * each + each, steps)):"
+        ):
             write("start = step * VOXELS")
             for m in range(family.size):
                 write(f"p = spectrum + (first + {m} * chunks) * size")

@@ -139,7 +139,9 @@ def analyse(
     found = tl.dot(value.to(factors.dtype), factors, input_precision=PRECISION)
     size = positions.to(tl.int64) * EIGHT
     into = out + (slot * chunks + tl.program_id(1)) * size + tl.program_id(0) * BP * EIGHT
-    tl.store(into[None, :] + r[:, None], found.to(out.dtype.element_ty), mask=(slot < SLOTS)[None, :])
+    tl.store(
+        into[None, :] + r[:, None], found.to(out.dtype.element_ty), mask=(slot < SLOTS)[None, :]
+    )
 
 
 @triton.jit
@@ -156,12 +158,14 @@ def arrange(
     o = chunk // chunks * 8 + place % 256 // 32
     i = chunk % chunks * 8 + place // 8 % 4 * 2 + place % 2
     known = kept & (o < out_fields) & (i < in_fields) & (entry >= 0)
-    value = tl.load(placed + o.to(tl.int64) * out_stride + i * in_stride + entry, mask=known, other=0.0)
+    value = tl.load(
+        placed + o.to(tl.int64) * out_stride + i * in_stride + entry, mask=known, other=0.0
+    )
     value *= two_to(HEADROOM - exponent(tl.load(largest)))
     tl.store(out + n, value.to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "before", "again"])
 def add_up(
     partial, out, splits, several, copies, count, before, again,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr
@@ -198,7 +202,7 @@ class Grid(NamedTuple):
     def of(
         images: int, lengths: Sequence[int], geometry: Geometry, size: int, above: int | None = None
     ) -> Grid:
-        """For so many samples; ``above`` are planes before the first, where it is another number."""
+        """For so many samples; ``above``: planes before the first, if not `Geometry.before`."""
         reach = geometry.dilation * (size - 1)
         pitches = []
         every = geometry.before if above is None else above, geometry.before, geometry.before
@@ -252,21 +256,22 @@ def _padded(length: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _kernel(plan: SpectralPlan, dtype: torch.dtype, language: str, *which: Any) -> Any:
+def _kernel(
+    plan: SpectralPlan, dtype: torch.dtype, language: str, sums: tuple[int, int] | None = None
+) -> Any:
     """A kernel of a plan: the convolution, or some sums of the weight's gradient."""
     layout = scheme(plan)
     halves = dtype == torch.float16 and not INTERPRETED
-    if which:
-        source = gradient_source(layout, *which, language, halves)
-    else:
-        order = plan.synthesis.shape[0]
-        group = math.gcd(order, 8)
+    if sums is None:
+        group = math.gcd(plan.synthesis.shape[0], 8)  # channels that are stored together
         source = convolution_source(layout, language, halves, group)
+    else:
+        source = gradient_source(layout, *sums, language, halves)
     names = {"triton": triton, "tl": tl, "exponent": exponent, "two_to": two_to}
     if language == "gl":
         names |= {"gluon": gluon, "gl": gl, "product": product}
         names |= {one.__name__: gluon.jit(one.fn) for one in (exponent, two_to)}
-    return read_source(source, layout, names)["weight_gradient" if which else "forward"]
+    return read_source(source, layout, names)["forward" if sums is None else "weight_gradient"]
 
 
 def _language(tiles: Tiles) -> str:
@@ -284,7 +289,14 @@ class _Analysis:
     """Some samples on the way to their spectrum."""
 
     def __init__(
-        self, x: Like, images: int, plan: SpectralPlan, up: int, before: tuple[int, int], grid: Grid, first: int | None
+        self,
+        x: Like,
+        images: int,
+        plan: SpectralPlan,
+        up: int,
+        before: tuple[int, int],
+        grid: Grid,
+        first: int | None,
     ) -> None:
         """``before``: positions before the first plane, and before rows and columns.
 
@@ -358,7 +370,7 @@ class Convolution:
         voxels = each * warps if language == "gl" else 32
         block = (tiles.planes, tiles.lines, voxels // (tiles.lines * tiles.planes))
         options = {"VOXELS": voxels, "LINES": block[1], "PLANES": block[0], "WARPS": warps}
-        options |= {"PRECISION": precision, "num_warps": warps}
+        options |= {"num_warps": warps}
         if tiles.registers:
             options["maxnreg"] = tiles.registers
         y = torch.empty(self.shape, device="meta", memory_format=self.format)
@@ -380,11 +392,19 @@ class Convolution:
                 if inside or images == depth == 1 or own.numbers * itemsize <= spare:
                     break
                 images, depth = (units(images, 2), depth) if images > 1 else (1, units(depth, 2))
-            places = (grid.size, grid.sample, grid.plane, grid.row, geometry.down, geometry.dilation)
+            places = (
+                grid.size,
+                grid.sample,
+                grid.plane,
+                grid.row,
+                geometry.down,
+                geometry.dilation,
+            )
             cut = [units(size, side) for size, side in zip(part.sizes, block, strict=True)]
+            programs = (images * math.prod(cut), out_chunks)
             numbers = (*part.sizes, *cut, *places, chunks, OVERALL + first, out_fields)
             numbers = (*numbers, *y.stride())
-            launch = Launch(kernel, (images * math.prod(cut), out_chunks), numbers, **options)
+            launch = Launch(kernel, programs, numbers, PRECISION=precision, **options)
             samples, planes = slice(first, first + images), slice(start, start + depth)
             self.groups.append((samples, planes, offset if inside else -1, own, launch))
             self.own = max(self.own, 0 if inside else own.numbers)
@@ -450,7 +470,7 @@ class WeightGradient:
             if images == 1 or bytes_ <= max(LEAST, x.bytes):
                 break
             images = units(images, 2)
-        self.partial = 0
+        self.partial, adding = 0, {"SPLITS": 128, "BLOCK": 32, "num_warps": 8}
         while first < x.shape[0]:
             images = min(images, x.shape[0] - first)
             grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
@@ -463,14 +483,13 @@ class WeightGradient:
                 each = units(steps, min(steps, units(tiles.programs, programs)))
                 splits = units(steps, each)
                 for part, own in enumerate(layout.sums(family)):
-                    kernel = _kernel(plan, self.dtype, language, number, part)
+                    kernel = _kernel(plan, self.dtype, language, (number, part))
                     numbers = (*places, steps, each)
                     launch = Launch(kernel, (programs, splits), numbers, **options)
                     copies = family.copies * len(own) * _SUM
                     total = chunks * out_chunks * copies
-                    numbers = (splits, chunks * out_chunks, copies, layout.count * _SUM)
-                    numbers = (*numbers, before, int(first > 0))
-                    last = Launch(add_up, (units(total, 32),), numbers, SPLITS=128, BLOCK=32, num_warps=8)
+                    where = (chunks * out_chunks, copies, layout.count * _SUM, before)
+                    last = Launch(add_up, (units(total, 32),), (splits, *where, first), **adding)
                     several.append((launch, last))
                     before += copies
                     self.partial = max(self.partial, splits * total)
