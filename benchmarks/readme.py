@@ -772,8 +772,10 @@ def volume_speed(found: dict[str, Any]) -> str:
     return "\n".join([*table(head, cells), "", note])
 
 
-def volume_speed_on_a_gpu(found: dict[str, Any]) -> str:
+def volume_speed_on_a_gpu(found: dict[str, Any] | None) -> str:
     """Passes of single layers for volumes as CUDA graphs: dense over spectral."""
+    if found is None:
+        return ""
     cells = []
     for row in found["rows"]:
         group, fields, batch, size = row["case"]
