@@ -51,7 +51,7 @@ help:
 	@echo "ARGS=--fresh        further arguments for run, test, test-all and examples, such as ARGS='-k groups'"
 
 run: $(STAMP)
-	@$(RUN) -m econv.cli demo --output outputs $(ARGS)
+	@$(RUN) -m econv_command demo --output outputs $(ARGS)
 
 test: $(STAMP)
 	@ECONV_GATE=test OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m "not slow" $(ARGS)

@@ -31,7 +31,7 @@ import econv
 from econv.layers import norm_relu_conv
 from econv.train.capture import captured
 from recording import Growing, origin
-from timing import isolated, kernels, medians, rounded
+from timing import ISOLATED, isolated, kernels, medians, rounded
 
 ENGINES = ("dense", "spectral")
 MEASURED = (*ENGINES, "auto")
@@ -112,7 +112,7 @@ def compiled(case: Case, engine: str, x: Tensor, gradient: Tensor) -> Callable[[
     return step
 
 
-def measure(case: Case, device: str, seconds: float) -> dict[str, Any]:
+def measure(case: Case, device: str, seconds: float, alone: float = ISOLATED) -> dict[str, Any]:
     """Times of a layer, once the engines were seen to compute the same."""
     torch.manual_seed(0)
     layer, x = case.layer(device), case.image(device).requires_grad_()
@@ -135,9 +135,9 @@ def measure(case: Case, device: str, seconds: float) -> dict[str, Any]:
     if device == "cuda":
         graphs = {engine: captured(run, ()) for engine, run in runs.items()}
         record[name]["graph"] = medians(graphs, device, seconds=seconds)["median"]
-        record[name]["isolated"] = isolated(graphs)
+        record[name]["isolated"] = isolated(graphs, seconds=alone)
         steps = {engine: compiled(case, engine, x, gradient) for engine in MEASURED}
-        record[name]["compile"] = isolated(steps)
+        record[name]["compile"] = isolated(steps, seconds=alone)
         record["auto_over_better"] = {
             "graph": over_better(record[name]["isolated"]["median"]),
             "compile": over_better(record[name]["compile"]["median"]),
@@ -198,7 +198,7 @@ class PreActivated(nn.Module):
         return result
 
 
-def compared(modules: dict[str, nn.Module], case: Case) -> dict[str, Any]:
+def compared(modules: dict[str, nn.Module], case: Case, alone: float) -> dict[str, Any]:
     """Training steps as isolated CUDA graphs, and their memory, for each way."""
     found: dict[str, Any] = {"peak_bytes": {}}
     graphs, kept = {}, []
@@ -209,10 +209,10 @@ def compared(modules: dict[str, nn.Module], case: Case) -> dict[str, Any]:
         found["peak_bytes"][name] = cuda_peak(step)
         graphs[name] = captured(step, ())
         kept.append(step)  # with all that its graph reads
-    return found | isolated(graphs)
+    return found | isolated(graphs, seconds=alone)
 
 
-def beyond_time(case: Case) -> dict[str, Any]:
+def beyond_time(case: Case, alone: float = ISOLATED) -> dict[str, Any]:
     """Memory, errors and kernels of a layer, and its time with a norm and ReLU before it."""
     torch.manual_seed(0)
     steps = {
@@ -226,7 +226,7 @@ def beyond_time(case: Case) -> dict[str, Any]:
         "peak_bytes": {engine: cuda_peak(step) for engine, step in steps.items()},
         "errors": errors(case),
         "kernels": {engine: of_each_kernel(step) for engine, step in steps.items()},
-        "after_norm_and_relu": compared(before, case),
+        "after_norm_and_relu": compared(before, case, alone),
     }
 
 
@@ -323,6 +323,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, nargs="+", help="which ones, from 0 (default: all)")
     parser.add_argument("--threads", type=int, help="threads of torch (default: its choice)")
     parser.add_argument("--seconds", type=float, default=10.0, help="for a median, at most")
+    parser.add_argument("--isolated", type=float, default=ISOLATED, help="seconds (%(default)s)")
     parser.add_argument("--limit", type=float, metavar="SECONDS", default=math.inf)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record to FILE")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
@@ -360,9 +361,9 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"stopped after {args.limit:.0f} s")
             break
         case = cases[number]
-        found = measure(case, args.device, args.seconds)
+        found = measure(case, args.device, args.seconds, args.isolated)
         if args.device == "cuda":
-            found |= beyond_time(case)
+            found |= beyond_time(case, args.isolated)
             torch._dynamo.reset()
             torch.cuda.empty_cache()
         elif Path("/proc/self/status").exists():

@@ -133,6 +133,7 @@ def train(made: nn.Module, data: dict[str, Any], job: dict[str, Any]) -> dict[st
         history.append(error)
         if best is None or (error, loss) < best:
             best = (error, loss)
+            made.train()  # escnn's layers have other tensors in eval mode
             kept = {name: tensor.clone() for name, tensor in made.state_dict().items()}
     made.train()
     made.load_state_dict(kept)

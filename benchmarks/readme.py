@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from econv import records, report
+from econv.weights import Weights
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+WEIGHTS = "weights"  # what was published
 RECORDS = "records"  # in the place of a file of results: what was trained
 
 # Rows of the table, as the benchmark calls them and as a reader should.
@@ -314,7 +316,8 @@ def conversion_table(found: dict[str, Any]) -> str:
     """A network and its converted version at every angle: mean ± deviation over the seeds."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for row in found["rows"]:
-        runs.setdefault(row["network"], []).append(row)
+        if "tried" not in row:
+            runs.setdefault(row["network"], []).append(row)
 
     def percent(values: list[float]) -> str:
         mean = f"{statistics.mean(values):.1f}"
@@ -332,17 +335,77 @@ def conversion_table(found: dict[str, Any]) -> str:
         for name, same in runs.items()
         if "epoch" not in name
     ]
-    count = len(found["rows"][0]["error_percent"])
+    count = len(runs["source"][0]["error_percent"])
+    chosen = "was chosen on these test digits, by the first seed"
+    if any("tried" in row for row in found["rows"]):
+        chosen = "of each was chosen by a quarter of the training digits, upright, and one seed"
     seeds = min(map(len, runs.values()))
     note = (
         f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
         f"{found['arguments']['epochs']} epochs, no augmentation, {seeds} "
         f"seed{'s' * (seeds > 1)}; "
-        f"{code(found)}; `benchmarks/convert_and_rotate.py`. The learning rate was chosen on these "
-        "test digits, by the first seed.)"
+        f"{code(found)}; `benchmarks/convert_and_rotate.py`. The learning rate {chosen}.)"
     )
     head = ["trained on upright digits", "parameters", *angles, f"mean of {count} angles"]
     return "\n".join([*table(head, rows), "", note])
+
+
+def upright_table(found: dict[str, Any]) -> str:
+    """Settings of the upright recipes, on turned validation images."""
+    rows = [
+        [code_of(row["trial"]), f"{row['parameters']:,}", f"{row['angle_errors'][0]:.2f}"]
+        + [f"{row[key]:.2f}" for key in ("mean", "worst")]
+        for row in sorted(found["rows"], key=lambda row: row["mean"])
+    ]
+    epochs = sorted({row["epochs"] for row in found["rows"]})
+    note = (
+        f"(Error in % on 5,000 validation digits, upright and turned by 24 angles, "
+        f"{' or '.join(map(str, epochs))} epochs, one seed; {found['device']}; {code(found)}; "
+        "`benchmarks/upright.py`.)"
+    )
+    head = ["change", "parameters", "upright", "mean", "worst"]
+    return "\n".join([*table(head, rows), "", note])
+
+
+def code_of(trial: str) -> str:
+    """What a trial changes, as code."""
+    return "none" if trial == "base" else ", ".join(f"`{part}`" for part in trial.split(";"))
+
+
+def every_angle_table(found: dict[str, Any]) -> str:
+    """Upright digits learned, turned digits told, by library."""
+    rows = [(*row["key"], row) for row in found["rows"]]
+    names = list(dict.fromkeys(name for what, name, _, _, _ in rows if what == "test"))
+    twin = next(name for name in names if "CNN" in name)
+    step = {name: row["step"] for what, name, _, _, row in rows if what == "time"}
+
+    def cells(name: str) -> list[str]:
+        same = [row for what, of, _, _, row in rows if (what, of) == ("test", name)]
+        by_angle = [list(row["error_percent"].values()) for row in same]
+        upright = [row["error_percent"]["0"] for row in same]
+        diagonal = [row["error_percent"]["45"] for row in same]
+        means, worst = list(map(statistics.mean, by_angle)), list(map(max, by_angle))
+        turned = [row["full_turn"] for row in same]
+        errors = [upright, diagonal, means, worst, turned]
+        time = f"{step[name] / step[twin]:.1f}×" if name in step else "–"
+        parameters = f"{same[0]['parameters']:,}"
+        return [name, parameters, *(f"{statistics.mean(e):.1f}" for e in errors), time]
+
+    seeds = len({seed for what, _, seed, _, _ in rows if what == "test"})
+    version = found["layout"].get("escnn, C8")
+    note = (
+        f"(Test error in %, {found['arguments']['images']:,} upright digits of MNIST, "
+        f"{found['arguments']['epochs']} epochs, no augmentation, mean of {seeds} "
+        f"seed{'s' * (seeds > 1)}"
+        f"{f'; escnn {version}' if version else ''}; steps on one thread, over the CNN's; the "
+        "learning rate was chosen by a thousand other upright digits; "
+        f"{code(found)}; `benchmarks/every_angle.py`. The settings of econv's network had been "
+        "chosen on digits of the same kind, those of escnn's are its documentation's.)"
+    )
+    count = len(found["angles"])
+    head = ["network", "parameters", "upright", "by 45°", f"mean of {count} angles", "worst"]
+    head += ["upright, after a full turn in steps", "training step"]
+    return "\n".join([*table(head, [cells(name) for name in names]), "", note])
 
 
 def pretrained_table(found: dict[str, Any]) -> str:
@@ -430,8 +493,8 @@ def cpu_layers(found: dict[str, Any]) -> str:
 
 
 def isolated(times: dict[str, Any]) -> dict[str, Any]:
-    """What was measured in isolation; older records call it alone."""
-    found: dict[str, Any] = times.get("isolated") or times.get("alone") or times
+    """What was measured in isolation."""
+    found: dict[str, Any] = times.get("isolated") or times
     return found
 
 
@@ -591,9 +654,15 @@ def training_speed(found: dict[str, Any]) -> str:
         )
     head = ["recipe", "operators", "parameters", "batch", *found["runs"][0]["images_per_second"]]
     head += ["spectral / dense", "auto / dense"]
+    codes: dict[str, list[str]] = {}
+    for run in found["runs"]:
+        codes.setdefault(code({**found, **run}), []).append(run["recipe"].partition("+")[0])
+    by = "; ".join(
+        of if len(codes) == 1 else f"{' and '.join(names)}: {of}" for of, names in codes.items()
+    )
     note = (
         f"(Images a second, and over the dense engine's; {found['device']}, "
-        f"{found['precision']}, {code(found)}; `benchmarks/training_speed.py`.)"
+        f"{found['precision']}, {by}; `benchmarks/training_speed.py`.)"
     )
     return "\n".join([*table(head, rows), "", note])
 
@@ -671,6 +740,19 @@ def lag_of_norms(found: dict[str, Any]) -> str:
             ],
         )
     )
+
+
+def weights(found: list[Weights]) -> str:
+    """What is published, and how large it is."""
+    rows = []
+    for each in found:
+        size = sum(path.stat().st_size for path in each.folder.iterdir()) / 1e6
+        images = each.dataset + ", re-created" * each.recreated
+        error = f"{each.metrics['test_error']:.2f}"
+        row = [f"`{each.name}`", f"`{each.model}`", f"{each.parameters:,}", images, error]
+        rows.append([*row, each.dtype, f"{size:.2f}"])
+    head = ["weights", "network", "parameters", "data", "test error, %", "stored as", "MB"]
+    return "\n".join(table(head, rows))
 
 
 def heads(found: dict[str, Any]) -> str:
@@ -817,20 +899,74 @@ def tetris(found: dict[str, Any]) -> str:
     for size in sorted({row["size"] for row in found["runs"]}):
         own = [row for row in found["runs"] if row["size"] == size]
         shares = [100 * row["accuracy"] for row in own]
-        spread = f" ± {statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
+        pair = [100 * statistics.mean(row["each"][:2]) for row in own]
         cells.append(
             [
                 f"{size}³",
                 f"{own[0]['parameters']:,}",
                 str(len(own)),
-                f"{statistics.mean(shares):.1f}{spread} %",
+                f"{report.spread(shares)} %",
+                f"{report.spread(pair)} %",
             ]
         )
-    head = ["stencils", "parameters", "seeds", "right under all rotations"]
+    head = ["stencils", "parameters", "seeds", "right under all rotations", "the chiral pair"]
     note = (
-        f"(Group {found['group']}, {found['stencils']} stencils, {found['steps']} steps on the "
-        f"eight upright pieces; the test has {found['copies']} of each, turned by cubic splines; "
-        f"{code(found)}; `benchmarks/tetris.py`. Settings were chosen on turned pieces.)"
+        f"(Group I, isotropic stencils, {found['steps']} steps on the eight upright pieces; the "
+        f"test has {found['copies']} of each, turned by cubic splines; mean ± deviation over the "
+        f"seeds; {code(found)}; `benchmarks/tetris.py`.)"
+    )
+    return "\n".join([*table(head, cells), "", note])
+
+
+def tetris_candidates(found: dict[str, Any]) -> str:
+    """What was tried, and how it did in validation."""
+    sizes = sorted({row["size"] for row in found["tries"]})
+    by_name: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in found["tries"]:
+        by_name.setdefault(row["name"], {})[row["size"]] = row
+    cells = []
+    for name, rows in by_name.items():
+        own = [rows.get(size) for size in sizes]
+        cells.append(
+            [name]
+            + [f"{100 * row['accuracy']:.1f} %" if row else "–" for row in own]
+            + [f"{100 * statistics.mean(row['each'][:2]):.0f} %" if row else "–" for row in own]
+        )
+    head = ["network", *(f"{size}³" for size in sizes), *(f"the pair, {size}³" for size in sizes)]
+    return "\n".join(table(head, cells))
+
+
+def volume_records(rows: list[report.Row]) -> str:
+    """ModelNet10 in every orientation."""
+    cells = []
+    for row in rows:
+        if row.recipe.table == 5:
+            errors = [100 - record.test_error for record in row.records]
+            share = f"{report.spread(errors)} %" if errors else "–"
+            count = f"{row.records[0].parameters:,}" if errors else "–"
+            cells.append(
+                [row.recipe.row.replace(", ModelNet10", ""), count, str(len(errors)), share]
+            )
+    return "\n".join(table(["network", "parameters", "seeds", "right, turned"], cells))
+
+
+def nodules(found: dict[str, Any]) -> str:
+    """Areas under the curve, by how many nodules were learned from."""
+    counts = sorted({row["count"] for row in found["runs"]})
+    cells = []
+    for name in dict.fromkeys(row["network"] for row in found["runs"]):
+        own = [row for row in found["runs"] if row["network"] == name]
+        line = [name, f"{own[0]['parameters']:,}"]
+        for count in counts:
+            areas = [row["auc"] for row in own if row["count"] == count]
+            line.append(f"{statistics.mean(areas):.3f} ± {statistics.stdev(areas):.3f}")
+        cells.append(line)
+    seeds = len({row["seed"] for row in found["runs"]})
+    head = ["network", "parameters", *(f"{count:,} nodules" for count in counts)]
+    note = (
+        f"(Area under the curve on {found['test']} nodules of other patients, mean ± deviation "
+        f"over {seeds} seeds; the size of the nodule alone has {found['by_size']:.3f}; "
+        f"{code(found)}; `benchmarks/nodules.py`.)"
     )
     return "\n".join([*table(head, cells), "", note])
 
@@ -849,6 +985,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         "equivariance": ("equivariance.json", equivariance_table),
         "compatibility": ("compatibility.json", compatibility_summary),
         "conversion": ("convert_and_rotate.json", conversion_table),
+        "every angle": ("every_angle.json", every_angle_table),
         "costs": ("build_and_size.json", costs_table),
         "cpu layers": ("engines_cpu.json", cpu_layers),
         "training on a cpu": ("training_cpu.json", training_speed),
@@ -856,6 +993,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         "gpu layers": ("engines_cuda.json", gpu_layers),
         "training on a gpu": ("training_cuda.json", training_speed),
         "networks on a gpu": ("networks_cuda.json", networks),
+        "networks of equal work": ("networks_cuda_flops.json", networks),
         "time of networks": (
             "networks_cuda.json",
             lambda found: time_of_networks(found, read("networks_cuda_before.json")),
@@ -872,6 +1010,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         "learning rates": ("learning_rates.json", learning_rates),
         "lag of norms": ("learning_rates.json", lag_of_norms),
         "heads": ("learning_rates.json", heads),
+        "weights": (WEIGHTS, weights),
     },
     "docs/choosing.md": {
         "depth": ("depth.json", depth_by_activation),
@@ -879,11 +1018,14 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
     },
     "docs/migrating.md": {"migrating": ("migrating.json", migrating_table)},
     "docs/converting.md": {"pretrained": ("pretrained.json", pretrained_table)},
-    "docs/zoo.md": {"zoo": ("zoo.json", zoo)},
+    "docs/zoo.md": {"zoo": ("zoo.json", zoo), "zoo of volumes": ("zoo_volumes.json", zoo)},
     "docs/volumes.md": {
         "equivariance of volumes": ("volumes.json", volume_errors),
         "speed of volumes": ("volume_engines_cpu.json", volume_speed),
         "tetris": ("tetris.json", tetris),
+        "tetris candidates": ("tetris.json", tetris_candidates),
+        "modelnet": (RECORDS, volume_records),
+        "nodules": ("nodules.json", nodules),
     },
 }
 # What needs a machine that there may have been none of.
@@ -892,6 +1034,7 @@ NOT_EVERYWHERE = (
     "networks_cpu.json",
     "networks_cuda.json",
     "networks_cuda_before.json",
+    "networks_cuda_flops.json",
     "volume_engines_cuda.json",
 )
 
@@ -900,6 +1043,10 @@ def read(results: str) -> Any:
     """What a benchmark found, or nothing where it may be missing and is; rows of the records."""
     if results == RECORDS:
         return report.rows(records.load_all(ROOT / "records"))
+    if results == WEIGHTS:
+        return [
+            Weights.find(path.parent) for path in sorted((ROOT / WEIGHTS).glob("*/config.json"))
+        ]
     path = RESULTS / results
     if results in NOT_EVERYWHERE and not path.exists():
         return None

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -79,3 +79,34 @@ class Growing:
             rows = ",\n".join(json.dumps(row) for row in self.rows)
             text = f'{about[:-1]}, "{self.name}": [\n{rows}\n]}}\n'
             write_atomically(self.path, text.encode())
+
+
+def joined(path: Path, parts: Iterable[Path], rows: str, key: Callable[[Any], Any]) -> Growing:
+    """One record of several that differ in their rows alone: those of runs side by side.
+
+    Other lists than the rows, such as what was tried before, are put together as well.
+    """
+    records = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
+    passing = ("finished", "load")
+    heads = [
+        {k: v for k, v in one.items() if k not in passing and not _of_rows(v)} for one in records
+    ]
+    for other in heads[1:]:
+        differs = [name for name in heads[0] if other.get(name) != heads[0][name]]
+        if differs:
+            raise ValueError(f"expected records with the same {', '.join(differs)}")
+    more: dict[str, list[Any]] = {}
+    for one in records:
+        for name, value in one.items():
+            if name != rows and _of_rows(value):
+                more.setdefault(name, []).extend(v for v in value if v not in more.get(name, []))
+    found = Growing(None, heads[0], rows, key)
+    for row in sorted((row for one in records for row in one[rows]), key=key):
+        found.keep(row)
+    found.path = path
+    found.write(**more)
+    return found
+
+
+def _of_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)

@@ -1,19 +1,27 @@
 """3-D Tetris: trained on eight upright pieces alone, tested under rotations of every kind.
 
     python benchmarks/tetris.py
-    python benchmarks/tetris.py --stencils 3 5 --seeds 5 --json benchmarks/results/tetris.json
+    python benchmarks/tetris.py --try "one grid" "four layers" --json tries.json
+    python benchmarks/tetris.py --tries tries.json --seeds 5 --json benchmarks/results/tetris.json
 
 The task of PDO-s3DCNNs (ICML 2022): eight pieces of four cubes on a grid of 4³, two of which are
 mirror images of each other. Every cube becomes 5³ voxels, and ten voxels of nothing are put on
 each side: volumes of 40³. The eight are all there is to train on; the test has 100 copies of each,
 turned by rotations uniform in SO(3) with cubic splines. Their networks reach 18.2 % with finite
 differences on 3³, 30.0 % with derivatives of Gaussians on 3³ and 99.04 % with those on 5³.
+
+`--try` trains networks on the upright pieces and looks at them on 20 draws of each piece, of other
+rotations than the test's; `--tries` takes the best of these for each size, and reads the test once
+for each seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -33,7 +41,8 @@ from econv import (
 )
 from econv.layers.normalisation import calibrate
 from econv.testing import random_rotations
-from recording import Growing, origin
+from econv.train.execution import Execution, convolution_precision
+from recording import Growing, joined, origin
 
 PIECES: dict[str, tuple[tuple[int, int, int], ...]] = {
     "chiral, one hand": ((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 1, 0)),
@@ -47,7 +56,9 @@ PIECES: dict[str, tuple[tuple[int, int, int], ...]] = {
 }
 """Where the cubes of each piece are, as (x, y, z)."""
 
-CELLS, VOXELS, EMPTY = 4, 5, 10
+CELLS, VOXELS, EMPTY, CUT = 4, 5, 10, 4
+VALIDATION = 20
+"""Draws of each piece that networks are chosen on; they are not those of the test."""
 
 
 def volumes() -> Tensor:
@@ -63,24 +74,66 @@ def volumes() -> Tensor:
 
 
 def turned(pieces: Tensor, rotations: np.ndarray) -> Tensor:
-    """Every piece turned by rotations of its own, ``[pieces, n, d, d]``, by cubic splines."""
-    from scipy.ndimage import affine_transform
+    """Every piece turned by rotations of its own, ``[pieces, n, d, d]``, by cubic splines.
 
+    As SciPy's `affine_transform` does it with its defaults, on any device.
+    """
+    n, device = pieces.shape[-1], pieces.device
+    matrix = torch.eye(n, dtype=torch.float64) * 4 / 6
+    matrix += torch.diag(torch.full((n - 1,), 1 / 6, dtype=torch.float64), 1)
+    matrix += torch.diag(torch.full((n - 1,), 1 / 6, dtype=torch.float64), -1)
+    matrix[0, 1] = matrix[-1, -2] = 2 / 6  # mirrored at the border voxels
+    spline = torch.linalg.inv(matrix).to(device)
+    line = torch.arange(n, dtype=torch.float64, device=device) - (n - 1) / 2
+    points = torch.stack(torch.meshgrid(line, line, line, indexing="ij"), -1).view(-1, 3)
     down = np.array([1.0, -1.0, 1.0])  # from (x, y up, z) to indices along (z, y, x)
     found = []
-    for piece, own in zip(pieces[:, 0].numpy(), rotations, strict=True):
-        middle = (np.array(piece.shape) - 1) / 2
+    for piece, own in zip(pieces[:, 0].double(), rotations, strict=True):
+        coefficients = torch.einsum("zyx,az,by,cx->abc", piece, spline, spline, spline).flatten()
         for rotation in own:
-            inverse = (rotation.T * down * down[:, None])[::-1, ::-1]
-            found.append(affine_transform(piece, inverse, middle - inverse @ middle, order=3))
-    return torch.from_numpy(np.stack(found))[:, None]
+            inverse = np.ascontiguousarray((rotation.T * down * down[:, None])[::-1, ::-1])
+            at = points @ torch.from_numpy(inverse).to(device).T + (n - 1) / 2
+            base = at.floor()
+            t = at - base
+            weights = [(1 - t) ** 3, 4 - 6 * t**2 + 3 * t**3, 1 + 3 * t + 3 * t**2 - 3 * t**3, t**3]
+            index = [(base.long() + k - 1).abs() for k in range(4)]
+            index = [torch.minimum(i, 2 * (n - 1) - i).clamp(0, n - 1) for i in index]
+            value = torch.zeros(len(at), dtype=torch.float64, device=device)
+            for i, j, k in itertools.product(range(4), repeat=3):
+                place = (index[i][:, 0] * n + index[j][:, 1]) * n + index[k][:, 2]
+                share = weights[i][:, 0] * weights[j][:, 1] * weights[k][:, 2] / 216
+                value += share * coefficients[place]
+            inside = ((at >= 0) & (at <= n - 1)).all(1)
+            found.append(torch.where(inside, value, 0).view(n, n, n).to(pieces.dtype))
+    return torch.stack(found)[:, None]
+
+
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "two grids": {"fine": 1},
+    "one grid": {},
+    "one grid, more noise": {"noise": 1.0},
+    "one grid, max": {"reduce": "max"},
+    "four layers": {"fields": (2, 2, 4, 8), "fine": 4},
+}
+"""Networks to choose from: what is other than in `DEFAULTS`."""
+DEFAULTS: dict[str, Any] = {
+    "group": "I",
+    "kind": "isotropic",
+    "fields": (2, 4, 8),
+    "activation": "silu",
+    "reduce": "mean+std",
+    "blur": 2.0,
+    "fine": 3,
+    "noise": 0.3,
+    "rate": 0.02,
+}
 
 
 class Network(nn.Module):
-    """A lift and group convolutions, first on half of the grid's points, then on a quarter.
+    """A lift and group convolutions on half of the grid's points, or later ones on a quarter.
 
     What goes in is blurred, so that upright pieces have edges like turned ones, and stencils find
-    what they can turn.
+    what they can turn. The outermost voxels, which no piece reaches however it turns, are cut off.
     """
 
     def __init__(
@@ -97,6 +150,7 @@ class Network(nn.Module):
         super().__init__()
         options: Any = {"size": size, "stencils": stencils, "operators": "order<=2"}
         layers: list[nn.Module] = [GroupActivation3d("identity", width=blur)]
+        layers.append(nn.ConstantPad3d(-CUT, 0.0))
         before = 1
         for number, width in enumerate(fields):
             if number in (0, fine):
@@ -115,93 +169,138 @@ class Network(nn.Module):
         return found
 
 
+def made(settings: dict[str, Any], size: int) -> Network:
+    first = (settings["group"], size, settings["kind"], tuple(settings["fields"]))
+    return Network(*first, *(settings[name] for name in ("activation", "reduce", "blur", "fine")))
+
+
 def train(network: nn.Module, pieces: Tensor, steps: int, rate: float, noise: float) -> float:
     """Learn the eight by heart, with white noise on every voxel; the last loss."""
     optimiser = torch.optim.Adam(network.parameters(), lr=rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, total_steps=steps)
     labels = torch.arange(len(pieces), device=pieces.device)
     network.train()
-    for _ in range(steps):
+    for step in range(steps):
+        part = (step + 0.5) / steps
+        for group in optimiser.param_groups:  # up for a tenth of the steps, and down
+            group["lr"] = rate * min(part / 0.1, 0.5 + 0.5 * math.cos(math.pi * part))
         noisy = pieces + noise * torch.randn_like(pieces)
         loss = functional.cross_entropy(network(noisy), labels)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()
-        schedule.step()
-    calibrate(network, pieces)
     return float(loss.detach())
 
 
 @torch.no_grad()
-def accuracy(network: nn.Module, test: Tensor, copies: int) -> list[float]:
-    """The share that is told right, of each piece."""
+def judged(network: nn.Module, test: Tensor, copies: int) -> tuple[list[float], float]:
+    """The share that is told right, of each piece; the mean loss."""
     network.eval()
-    found = torch.cat([network(part).argmax(1) for part in test.split(8)])
-    right = found.view(-1, copies) == torch.arange(len(test) // copies)[:, None]
-    return [float(share) for share in right.double().mean(1)]
+    scores = torch.cat([network(part) for part in test.split(8)]).double()
+    labels = torch.arange(len(test) // copies, device=test.device).repeat_interleave(copies)
+    right = (scores.argmax(1) == labels).view(-1, copies)
+    shares = [float(share) for share in right.double().mean(1)]
+    return shares, float(functional.cross_entropy(scores, labels))
+
+
+def draws(pieces: Tensor, copies: int, seed: int) -> Tensor:
+    rotations = random_rotations(len(PIECES) * copies, seed=seed)
+    return turned(pieces, rotations.reshape(len(PIECES), copies, 3, 3))
+
+
+def row_of(
+    settings: dict[str, Any], size: int, seed: int, steps: int, pieces: Tensor, seen: Tensor
+) -> dict[str, Any]:
+    """One network, trained on the upright pieces and judged on turned ones."""
+    torch.manual_seed(seed)
+    network = made(settings, size).to(pieces.device)
+    start = time.perf_counter()
+    fast, exact = ("tf32" if pieces.is_cuda else "float32", "float32")
+    with convolution_precision(Execution(pieces.device, "eager", fast, False)):
+        loss = train(network, pieces, steps, settings["rate"], settings["noise"])
+    trained = time.perf_counter() - start
+    with convolution_precision(Execution(pieces.device, "eager", exact, False)):
+        calibrate(network, pieces)
+        upright = judged(network, pieces, 1)[0]
+        shares, test_loss = judged(network, seen, len(seen) // len(PIECES))
+    return {
+        "size": size,
+        "seed": seed,
+        "settings": {**settings, "fields": list(settings["fields"])},
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "loss": loss,
+        "upright": statistics.mean(upright),
+        "accuracy": statistics.mean(shares),
+        "turned_loss": test_loss,
+        "each": shares,
+        "training_s": round(trained, 1),
+    }
+
+
+def best(tries: list[dict[str, Any]], size: int) -> dict[str, Any]:
+    """The settings that were right most often on the draws for validation; then of least loss."""
+    own = [row for row in tries if row["size"] == size]
+    if not own:
+        raise SystemExit(f"expected a try with stencils of {size} voxels; there is none")
+    chosen = max(own, key=lambda row: (row["accuracy"], -row["turned_loss"]))
+    found: dict[str, Any] = chosen["settings"]
+    return found
+
+
+def key(row: dict[str, Any]) -> tuple[int, int, str]:
+    return row["size"], row["seed"], row.get("name", "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--stencils", type=int, nargs="+", default=[3, 5], help="their sides")
-    parser.add_argument("--kind", default="isotropic", help="how stencils are designed")
-    parser.add_argument("--group", default="I")
-    parser.add_argument("--fields", type=int, nargs="+", default=[2, 4, 6])
-    parser.add_argument("--activation", default="silu")
-    parser.add_argument("--reduce", default="mean")
-    parser.add_argument("--blur", type=float, default=2.0, help="of what goes in, in voxels")
-    parser.add_argument("--noise", type=float, default=0.3, help="deviation, in training")
-    parser.add_argument("--fine", type=int, default=1, help="layers on the finer grid")
+    parser.add_argument("--try", nargs="+", dest="tried", choices=list(CANDIDATES), default=[])
+    parser.add_argument("--tries", type=Path, nargs="+", default=[], help="what --try wrote")
+    for name, value in DEFAULTS.items():
+        several = {"nargs": "+", "type": int} if name == "fields" else {"type": type(value)}
+        parser.add_argument(f"--{name}", default=value, **several)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--first", type=int, default=0, help="the first of the seeds")
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--copies", type=int, default=100, help="of each piece in the test")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--join", type=Path, nargs="+", help="put records together, and stop")
     given = parser.parse_args()
+    if given.join:
+        joined(given.json, given.join, "runs", key)
+        return
     torch.set_num_threads(given.threads)
-    pieces = volumes()
-    rotations = random_rotations(len(PIECES) * given.copies, seed=2022)
-    test = turned(pieces, rotations.reshape(len(PIECES), given.copies, 3, 3))
-    settings = {
-        "group": given.group,
-        "stencils": given.kind,
-        "fields": given.fields,
-        "activation": given.activation,
-        "reduce": given.reduce,
-        "blur": given.blur,
-        "fine": given.fine,
-        "noise": given.noise,
+    pieces = volumes().to(given.device)
+    tries = [row for path in given.tries for row in json.loads(path.read_text())["tries"]]
+    head = {
+        "schema": 2,
         "steps": given.steps,
-        "rate": given.rate,
         "copies": given.copies,
         "pieces": list(PIECES),
+        **origin(given.device.partition(":")[0]),
     }
-    head = {"schema": 1, **settings, **origin("cpu")}
-    record = Growing(given.json, head, "runs", lambda row: (row["size"], row["seed"]))
-    for seed in range(given.seeds):
-        for size in given.stencils:
-            torch.manual_seed(seed)
-            options = (given.group, size, given.kind, tuple(given.fields))
-            more = (given.activation, given.reduce, given.blur, given.fine)
-            network = Network(*options, *more)
-            parameters = sum(p.numel() for p in network.parameters())
-            start = time.perf_counter()
-            loss = train(network, pieces, given.steps, given.rate, given.noise)
-            trained = time.perf_counter() - start
-            shares = accuracy(network, test, given.copies)
-            row = {
-                "size": size,
-                "seed": seed,
-                "parameters": parameters,
-                "loss": loss,
-                "upright": sum(accuracy(network, pieces, 1)) / len(PIECES),
-                "accuracy": sum(shares) / len(shares),
-                "each": shares,
-                "training_s": round(trained, 1),
-            }
-            record.keep(row)
-            print(json.dumps(row), flush=True)
+    if given.tried:
+        record = Growing(given.json, head, "tries", key)
+        seen = draws(pieces, VALIDATION, seed=1)
+        for name, size in itertools.product(given.tried, given.stencils):
+            settings = {**DEFAULTS, **CANDIDATES[name]}
+            row = row_of(settings, size, 1000, given.steps, pieces, seen)
+            record.keep({"name": name, **row})
+            print(json.dumps(record.rows[-1]), flush=True)
+        return
+    record = Growing(given.json, head, "runs", key)
+    done = {key(row) for row in record.rows}
+    seen = None
+    for seed, size in itertools.product(
+        range(given.first, given.first + given.seeds), given.stencils
+    ):
+        if (size, seed, "") in done:
+            continue
+        own = best(tries, size) if tries else {name: getattr(given, name) for name in DEFAULTS}
+        seen = draws(pieces, given.copies, seed=2022) if seen is None else seen
+        record.keep(row_of(own, size, seed, given.steps, pieces, seen), tries=tries)
+        print(json.dumps(record.rows[-1]), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from econv import filter_basis
 from econv.engines import ENGINES
 from econv.engines.problem import Geometry
 from econv.engines.spectral.operator import Saved, Task
-from econv.engines.spectral.triton import launch as triton_launch
+from econv.gpu import launch as triton_launch
 from econv.layers.norm_kernels import activated, field_statistics, norm_gradient
 from econv.plan import spectral_plan
 

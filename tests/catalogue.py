@@ -8,7 +8,10 @@ from econv import GroupBatchNorm2d, GroupConv2d, LiftConv2d, convert
 from econv.models import ConvNet, ResNet
 from test_layers import CHANNELS, LAYERS, EveryLayer
 
-__all__ = ["CASES", "CHANNELS", "LAYERS", "MODES", "NETWORKS", "case", "outputs", "run", "trained"]
+__all__ = [
+    *("CASES", "CHANNELS", "LAYERS", "MODES", "NETWORKS", "WITH_MODES"),
+    *("case", "grid", "has_modes", "outputs", "run", "trained"),
+]
 
 MODES = pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 
@@ -78,6 +81,32 @@ def outputs(network, x):
 
 
 CASES = {**{name: (make, (2, CHANNELS, 12, 13)) for name, make in LAYERS.items()}, **NETWORKS}
+
+
+def has_modes(module):
+    """Whether code of a part of a module asks for ``training``: other modules have one mode."""
+    classes = {kind for part in module.modules() for kind in type(part).__mro__}
+    members = [one for kind in classes - {*nn.Module.__mro__} for one in vars(kind).values()]
+    return any("training" in one.__code__.co_names for one in members if hasattr(one, "__code__"))
+
+
+# Making all of them to find out takes longer than a collection may.
+WITH_MODES = [*NETWORKS, "GroupBatchNorm2d", "GroupBatchNorm2d eval", "SyncGroupBatchNorm2d"]
+WITH_MODES += ["GroupInstanceNorm2d", "GroupDropout2d"]
+
+
+def grid(slow):
+    """Every case in both modes, fast where it adds to the others; those that are slow by name."""
+    return [
+        pytest.param(
+            name,
+            train,
+            id=f"{name}-{'train' if train else 'eval'}",
+            marks=() if name not in slow and (train or name in WITH_MODES) else pytest.mark.slow,
+        )
+        for name in CASES
+        for train in (True, False)
+    ]
 
 
 def case(name, train, dropout=True, dtype=torch.float32):

@@ -18,9 +18,9 @@ from econv.engines.spectral.hopper import kernels as hopper_kernels
 from econv.engines.spectral.hopper import schedule
 from econv.engines.spectral.hopper.schedule import early_taps, fits, magnitudes
 from econv.engines.spectral.triton import kernels as triton_kernels
-from econv.engines.spectral.triton import launch as triton_launch
-from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton.scheme import halves, scheme
+from econv.gpu import launch as triton_launch
+from econv.gpu import passes
 from econv.plan import spectral_plan
 from gluon_interpreter import Deadlock, Gluon, OutOfBounds, Race
 from triton_checks import (
@@ -142,7 +142,17 @@ HALVES = {
 }
 
 
-@pytest.mark.parametrize("options", HALVES.values(), ids=HALVES.keys())
+# Of which others have the group, its kind or the size.
+LARGER = ("p28", "p32", "p32, 3×3", "p16m, more fields")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.slow] * (name in LARGER))
+        for name, options in HALVES.items()
+    ],
+)
 def test_two_launches_make_a_layer_by_halves(interpret, options):
     """The second one finds what the first one left in the output."""
     gluon = interpret()
@@ -249,7 +259,7 @@ def test_halves_in_groups_of_images_find_what_is_theirs(interpret, monkeypatch):
     interpret()
     wanted = warp_specialised(layer, x, probe, halves=1)
     monkeypatch.setattr(
-        triton_launches,
+        passes,
         "empty",
         lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )
@@ -387,7 +397,7 @@ def test_buffers_are_filled_before_they_are_read(interpret, monkeypatch):
     interpret()
     wanted = warp_specialised(layer, x, probe)
     monkeypatch.setattr(
-        triton_launches,
+        passes,
         "empty",
         lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )

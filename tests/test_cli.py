@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -352,7 +353,44 @@ def rows(): return nn.Sequential(nn.Conv2d(1, 2, 3), Rows())
 
 def test_the_command_is_installed_under_its_name():
     pyproject = Path(__file__).parents[1] / "pyproject.toml"
-    assert 'econv = "econv.cli:main"' in pyproject.read_text(encoding="utf-8")
+    assert 'econv = "econv_command:main"' in pyproject.read_text(encoding="utf-8")
+
+
+# In place of econv: it says when it is being imported, and takes long where it is told to.
+IMPORTED = """
+import sys, time
+print("importing", flush=True)
+time.sleep(60 if sys.argv[1:] == ["slow"] else 0)
+"""
+CLI = """
+import signal
+def main():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        return 130
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no fork on this system")
+def test_ctrl_c_ends_the_command_quietly_from_its_first_import_on(tmp_path):
+    (tmp_path / "econv").mkdir()
+    (tmp_path / "econv" / "__init__.py").write_text(IMPORTED)
+    (tmp_path / "econv" / "cli.py").write_text(CLI)
+    source = Path(econv.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, source)))}
+    # A shell has SIGINT ignored where it starts tests in the background.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", heard + "import econv_command as c; exit(c.main())"]
+    for speed, status in (("slow", -signal.SIGINT), ("fast", 130)):
+        process = subprocess.Popen(
+            [*command, speed], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert process.stdout.readline() == b"importing\n"
+        if speed == "slow":
+            process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == b""
+        assert process.returncode == status
 
 
 def test_an_output_that_is_not_exact_is_said(capsys, model):

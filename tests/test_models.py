@@ -271,6 +271,8 @@ def test_an_ordinary_network_has_no_orientations(options):
 def test_images_that_vanish_are_an_error():
     with pytest.raises(ValueError, match=r"larger images.*12 pixels"):
         create_model("convnet6_p8", image_size=12)
+    with pytest.raises(ValueError, match="expected image_size: a whole number"):
+        create_model("convnet6_p8", image_size=torch.zeros(2, 3))
 
 
 # What networks answer
@@ -410,6 +412,8 @@ def test_an_ordinary_imagenet_resnet_halves_five_times():
 def test_an_imagenet_depth_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match=r"expected a depth of \[10, 18, 34.*got 20"):
         ImageNetResNet("p4", depth=20)
+    with pytest.raises(ValueError, match=r"expected a depth of .*got \{'a': 1\}"):
+        ImageNetResNet("p4", depth={"a": 1})
     with pytest.raises(ValueError, match="four stages"):
         ImageNetResNet("p4", fields=(1, 2))
 
@@ -521,6 +525,17 @@ def test_smooth_networks_are_saved_with_what_they_are(tmp_path):
     assert torch.equal(again.eval()(x), network.eval()(x))
 
 
+def test_what_touches_the_border_does_not_reach_into_the_margin():
+    network = create_model("convnet6_p4", fields=(1,) * 6, margin=3, pool="max", **SMOOTH).double()
+    x = torch.full((1, 1, 28, 28), 0.5, dtype=torch.float64)
+    x[..., 10:14, :] = 2.0
+    wide = torch.full((1, 1, 34, 34), 0.5, dtype=torch.float64)
+    wide[..., 3:-3, 3:-3] = x
+    same = create_model("convnet6_p4", image_size=34, fields=(1,) * 6, pool="max", **SMOOTH)
+    same.double().load_state_dict(network.state_dict())
+    torch.testing.assert_close(network.eval()(x), same.eval()(wide), rtol=0, atol=1e-12)
+
+
 def test_initial_weights_know_their_activation():
     plain, smooth = create_model("cifar_resnet8_p4"), create_model("cifar_resnet8_p4", **SMOOTH)
     assert (plain.lift.init, smooth.lift.init) == ("relu", "silu")
@@ -610,6 +625,23 @@ def test_networks_of_volumes_are_exact_under_the_symmetries_of_the_cube(name, si
         assert_equivariant(network, volume, elements=elements, tolerance=1e-12)
 
 
+@pytest.mark.parametrize(("name", "group"), [("unet_3d_O", "p4"), ("resnet10_3d_O", "p4m")])
+def test_a_group_of_the_plane_for_a_network_of_volumes_is_refused(name, group):
+    with pytest.raises(ValueError, match=f"expected a group of space, .* got '{group}'"):
+        create_model(name, group=group)
+
+
+def test_features_of_a_network_of_volumes():
+    network = small_3d("resnet10_3d_T", features_only=True, out_indices=(1, 4)).double().eval()
+    volume = torch.randn(1, 1, 33, 33, 33, dtype=torch.float64)
+    maps = network(volume)
+    assert [m.shape[1] for m in maps] == network.feature_info.channels()
+    assert [round(33 / m.shape[2]) for m in maps] == [2, 11]
+    turned = network(volume.rot90(2, (2, 3)))
+    for straight, there in zip(maps, turned, strict=True):
+        torch.testing.assert_close(there, straight.rot90(2, (2, 3)), rtol=0, atol=1e-12)
+
+
 def test_another_stride_in_a_network_of_volumes_is_noticed():
     network = small_3d("resnet10_3d_T", exact=False)
     volume = torch.randn(1, 1, 34, 34, 34, dtype=torch.float64)
@@ -683,3 +715,81 @@ def test_ordinary_resnets_are_as_wide_as_everybody_knows_them():
         assert create_model("resnet18").config["fields"] == [64, 128, 256, 512]
         # As many parameters: p8 has eight orientations of √8 times fewer fields.
         assert create_model("resnet18_p8").config["fields"] == [23, 45, 91, 181]
+
+
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [("wrn10_1_p8m_p4m_p1m", "p1m"), ("wrn10_1_p8m", "p8m"), ("wrn10_1_p8_p4_p4", "p4")],
+)
+def test_wide_resnets_turn_under_the_group_of_their_last_stage(name, last):
+    torch.manual_seed(0)
+    network = create_model(name, fields=(1, 2, 2), stem=1).double().eval()
+    assert network.group.name == last
+    x = torch.randn(1, 3, 21, 21, dtype=torch.float64)
+    assert_equivariant(network, x, elements=network.group.grid_symmetries)
+    assert_equivariant(network, x[..., :20, :20], elements=network.group.grid_symmetries)
+
+
+def test_a_restriction_gives_up_the_turns_that_it_says():
+    torch.manual_seed(0)
+    network = create_model("wrn10_1_p4m_p4m_p1m", fields=(1, 2, 2), stem=1).double().eval()
+    x = torch.randn(1, 3, 20, 20, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="not equivariant"):
+        assert_equivariant(network, x, "p4", elements=(1,))
+    with pytest.raises(ValueError, match="network of one group for its maps"):
+        create_model("wrn10_1_p4m_p4m_p1m", features_only=True)
+
+
+@pytest.mark.parametrize("name", ["wrn16_8", "wrn28_10"])
+def test_wide_resnets_have_the_papers_parameters_and_ours_about_as_many(name):
+    with torch.device("meta"):
+        counts = [
+            sum(p.numel() for p in create_model(name + end).parameters())
+            for end in ("", "_p4m", "_p8m", "_p8m_p4m_p1m")
+        ]
+    # Zagoruyko & Komodakis (2016), table 4: 11.0M and 36.5M.
+    assert round(counts[0] / 1e6, 1) == {"wrn16_8": 11.0, "wrn28_10": 36.5}[name]
+    assert all(0.9 < count / counts[0] < 1.15 for count in counts)
+
+
+def test_a_restricted_network_is_saved_and_made_again(tmp_path):
+    pytest.importorskip("safetensors")
+    network = create_model("wrn10_1_p4m_p4_p2", fields=(1, 1, 2), stem=1).eval()
+    network.save_pretrained(tmp_path)
+    x = torch.randn(1, 3, 20, 20)
+    torch.testing.assert_close(from_pretrained(tmp_path)(x), network(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("wrn16_8_p4_p8_p4", {}, "p8 is not a subgroup of p4"),
+        ("wrn16_8_p4_p2", {}, "those of three stages"),
+        ("wrn15_8", {}, r"expected a Wide ResNet of 6n \+ 4 layers"),
+        ("wrn10_1_p4", {"restrict": "p2"}, "expected restrict as the groups of two stages"),
+        ("wrn10_1", {"restrict": ("p2", "p1")}, "expected a group to restrict"),
+    ],
+)
+def test_restrictions_that_do_not_fit_are_named(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        create_model(name, **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["convnet6_3d", "convnet6_3d_O", "convnet6_3d_I", "convnet6_3d_Oh"]
+)
+def test_stacks_for_volumes_have_as_many_parameters_whatever_the_group(name):
+    count = sum(p.numel() for p in create_model(name).parameters())
+    assert abs(count / 208_000 - 1) < 0.03
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "silu", "antialias": 0.7, "margin": 1}])
+def test_a_stack_for_volumes_keeps_its_scores_under_the_symmetries_of_the_grid(options):
+    small = {"fields": (1, 1, 1), "pooled_after": (1,), "num_classes": 3}
+    network = create_model("convnet6_3d_T", **small, **options).double().eval()
+    x = torch.randn(1, 1, 8, 8, 8, dtype=torch.float64)
+    scores = network(x)
+    assert scores.shape == (1, 3)
+    for element in range(1, 12):
+        torch.testing.assert_close(network(transform(x, "T", element)), scores, rtol=0, atol=1e-12)
+    assert create_model("convnet6_3d", **small)(x.float()).shape == (1, 3)

@@ -29,6 +29,10 @@ LIMITS = {
     "mnist_rot_p8_large": 650_000,
     "cifar10_resnet26_p6": 370_000,
     "cifar10_resnet26_p6m": 380_000,
+    "cifar100_resnet26_p6": 365_000,
+    "cifar100_resnet26_p6m": 375_000,
+    "cifar100_resnet44_p8": 2_625_000,
+    "cifar100_resnet26_p8": 4_650_000,
 }
 
 
@@ -74,6 +78,22 @@ def test_parameters_stay_within_the_papers(name: str) -> None:
     assert parameters(RECIPES[name]) <= LIMITS[name]
 
 
+@pytest.mark.parametrize("data", ["cifar10", "cifar100"])
+def test_controls_are_trained_as_ours_of_their_size(data: str) -> None:
+    ours = RECIPES[f"{data}_resnet44_p8"]
+    for name in ("resnet44", "resnet44_p4m", "wide_resnet26")[: 3 if data == "cifar10" else 2]:
+        control = RECIPES[f"{data}_{name}"]
+        assert (control.minimum_seeds, control.note) == (1, "control")
+        own = ("name", "model", "model_options")
+        for key, value in ours.settings().items():
+            assert key in own or control.settings()[key] == value
+    layer = create_model(
+        "paper_resnet44_p4m", **dict(RECIPES[f"{data}_resnet44_p4m"].model_options)
+    )
+    basis = layer.lift.basis
+    assert (basis.size, np.linalg.matrix_rank(basis.turned[0].reshape(9, 9))) == (3, 9)
+
+
 def test_the_twin_of_the_digits_has_as_many_parameters_and_the_same_recipe() -> None:
     ours, twin = RECIPES["digits_p8"], RECIPES["digits_cnn"]
     assert 0.95 * parameters(twin) < parameters(ours) <= parameters(twin)
@@ -83,6 +103,17 @@ def test_the_twin_of_the_digits_has_as_many_parameters_and_the_same_recipe() -> 
     own = ("fields", "pool", "activation", "antialias")
     for name, value in dict(ours.model_options).items():
         assert name in own or dict(twin.model_options)[name] == value
+
+
+@pytest.mark.parametrize("kind", ["rot", "upright"])
+def test_twins_for_volumes_have_as_many_parameters_and_the_same_recipe(kind: str) -> None:
+    ours, twin = RECIPES[f"modelnet10_{kind}_O"], RECIPES[f"modelnet10_{kind}_cnn"]
+    assert 0.97 * parameters(twin) < parameters(ours) <= parameters(twin)
+    own = ("name", "model", "model_options")
+    assert {k: v for k, v in ours.settings().items() if k not in own} == {
+        k: v for k, v in twin.settings().items() if k not in own
+    }
+    assert Augmentation(**dict(ours.augmentation)).rotate == (kind == "rot")
 
 
 def test_the_papers_p8_network_has_its_number_of_parameters() -> None:

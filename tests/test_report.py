@@ -125,6 +125,16 @@ def test_a_recipe_that_was_changed_after_its_test_error_was_seen_says_so() -> No
     assert report.earlier(report.rows(now)) == []
 
 
+def test_settings_of_strangers_steer_no_terminal_and_are_no_markup() -> None:
+    settings = RECIPES["mnist_rot_p8"].settings() | {"batch_size": "<script>\x1b[2J", "\x1b[1m": 1}
+    found = report.rows([made(settings=settings, finished="2026-01-01T00:00:00+00:00")])
+    text = report.updated(f"{report.EARLIER}\n{report.END}\n", found)
+    assert "batch_size &lt;script>?[2J → 128" in text
+    for shown in (report.as_text(found), text, report.as_html(found)):
+        assert "\x1b" not in shown
+    assert "<script>?" not in text + report.as_html(found)
+
+
 def test_runs_of_several_codes_all_count_and_each_code_has_its_mean() -> None:
     ran = [made(seed=s, test_error=1.0, revision="a" * 40) for s in range(3)]
     ran += [made(seed=s, test_error=2.0, revision="b" * 40) for s in range(2)]

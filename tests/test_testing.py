@@ -266,6 +266,9 @@ def test_interpolation_is_a_thousand_times_finer_than_bicubic_sampling():
         ((torch.zeros(1, 3, 4, 4), "p4", 1, "vector"), "multiples of 2"),
         ((torch.zeros(1, 12, 4, 4), "p8", 1, "regular"), "multiples of 8"),
         ((torch.zeros(1, 3, 4, 4), "q4", 1), "unknown group"),
+        ((torch.zeros(1, 8, 4, 4), "p1", 0, [[1, 2]]), r"pairs such as .*; got \[\[1, 2\]\]"),
+        ((torch.zeros(1, 3, 4, 4), "p4", 1, [("scalar", 1.5)]), "pairs such as"),
+        ((torch.zeros(1, 3, 4, 4), "p4", 1, [("scalar", 4), ("scalar", -1)]), r"for \["),
     ],
 )
 def test_transform_refuses_bad_input(arguments, message):

@@ -11,23 +11,16 @@ import torch
 
 import econv
 from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
-from econv.engines import (
-    ENGINES,
-    Prologue,
-    choice,
-    devices,
-    door,
-    filter_kernel,
-    memory_format,
-)
+from econv.engines import ENGINES, Prologue, choice, door, filter_kernel, memory_format
 from econv.engines.problem import Geometry
 from econv.engines.spectral import tiling
 from econv.engines.spectral.operator import Task
 from econv.engines.spectral.triton import kernels as triton_kernels
-from econv.engines.spectral.triton import launch as triton_launch
 from econv.engines.spectral.triton import launches as triton_launches
 from econv.engines.spectral.triton.engine import Hopper, Triton
 from econv.engines.spectral.triton.kernels import INTERPRETED, OVERALL
+from econv.gpu import devices, passes
+from econv.gpu import launch as triton_launch
 from econv.layers import (
     blur,
     blur_kernel,
@@ -300,7 +293,7 @@ def test_buffers_are_filled_before_they_are_read(monkeypatch, group, dtype):
         shapes.append(shape)
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
-    monkeypatch.setattr(triton_launches, "empty", poisoned)
+    monkeypatch.setattr(passes, "empty", poisoned)
     for ours, theirs in zip(results(layer, x, probe, TRITON), wanted, strict=True):
         assert torch.equal(ours, theirs)
     assert len(shapes) == 8  # two for each convolution, four for the gradient to the weights
@@ -337,7 +330,7 @@ def poisoned_without(monkeypatch, kernel):
 
     monkeypatch.setattr(triton_launch.Launch, "__call__", call)
     monkeypatch.setattr(
-        triton_launches,
+        passes,
         "empty",
         lambda shape, dtype, device: full(shape, torch.nan, dtype=dtype, device=device),
     )
@@ -1077,7 +1070,7 @@ def test_buffers_of_an_activated_layer_are_filled_before_they_are_read(monkeypat
         shapes.append(shape)
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
-    monkeypatch.setattr(triton_launches, "empty", poisoned)
+    monkeypatch.setattr(passes, "empty", poisoned)
     for ours, theirs in zip(step(pair, x, probe), wanted, strict=True):
         assert torch.equal(ours, theirs)
     assert len(shapes) == 14  # four more for the gradients of norm and ReLU, two for statistics

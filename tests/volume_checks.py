@@ -8,7 +8,7 @@ import torch
 import econv
 from econv import GroupConv3d
 from econv.engines import ENGINES, Problem
-from econv.engines.spectral.triton import launches, volumes
+from econv.engines.spectral.triton import volumes
 from econv.engines.spectral.triton.kernels import INTERPRETED
 from test_engines import run_reference
 from triton_checks import (
@@ -109,7 +109,7 @@ def test_samples_in_groups_and_memory_full_of_nan_give_the_same(monkeypatch, dty
         shapes.append(shape)
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
-    monkeypatch.setattr(launches, "empty", poisoned)
+    monkeypatch.setattr(volumes, "empty", poisoned)
     monkeypatch.setattr(volumes, "LEAST", 0)
     forget()
     try:

@@ -46,6 +46,7 @@ from econv.layers import (
     GroupPReLU2d,
     GroupPReLU3d,
     GroupUpsampleConv2d,
+    GroupUpsampleConv3d,
     LiftConv2d,
     LiftConv3d,
     NearestResize2d,
@@ -64,11 +65,12 @@ from econv.layers import (
     group_activation,
     restrict,
 )
-from econv.models import create_model
+from econv.models import create_model, list_models
 from econv.operators import OperatorSet, Polynomial, operator_set
 from econv.parameters import parameter_groups
 from econv.pretrained import from_pretrained
 from econv.stencils import Central, Stencil, central, stencil_set
+from econv.weights import Weights
 
 __version__ = "0.1.0"
 
@@ -109,6 +111,7 @@ __all__ = [
     "GroupPool2d",
     "GroupPool3d",
     "GroupUpsampleConv2d",
+    "GroupUpsampleConv3d",
     "LiftConv2d",
     "LiftConv3d",
     "NearestResize2d",
@@ -126,6 +129,7 @@ __all__ = [
     "Upsample3d",
     "VectorConv2d",
     "VectorConv3d",
+    "Weights",
     "central",
     "checked",
     "convert",
@@ -137,6 +141,7 @@ __all__ = [
     "filter_basis",
     "from_pretrained",
     "group_activation",
+    "list_models",
     "models",
     "operator_set",
     "parameter_groups",

@@ -252,7 +252,7 @@ def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> 
     >>> operator_set("paper@22.5").angle
     22.5
     """
-    if dimension not in (1, 2, 3):
+    if not isinstance(dimension, int) or dimension not in (1, 2, 3):
         raise ValueError(f"expected 1, 2 or 3 dimensions; got {dimension!r}")
     if operators is None:
         operators = "paper" if dimension == 2 else "order<=2"

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache, wraps
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -36,7 +36,9 @@ from econv.harmonics import pieces as harmonic_pieces
 from econv.operators import Polynomial, action, monomials
 from econv.stencils import harmonic
 
-__all__ = ["Block", "ParityError", "SpectralPlan", "plan_named", "spectral_plan"]
+__all__ = ["Block", "ParityError", "SpectralPlan", "of_plan", "plan_named", "spectral_plan"]
+
+_Made = TypeVar("_Made")
 
 
 class ParityError(ValueError):
@@ -235,6 +237,11 @@ class SpectralPlan:
         _named.setdefault(name, self)
         return name
 
+    @cached_property
+    def made(self) -> dict[Any, Any]:
+        """What `of_plan` keeps of it, which goes when the plan goes."""
+        return {}
+
     def __reduce__(self) -> tuple[Any, ...]:
         return spectral_plan, (self.basis, self.source, self.target)
 
@@ -242,7 +249,21 @@ class SpectralPlan:
         return f"SpectralPlan({self.basis!r}, {self.source!r}, {self.target!r})"
 
 
-@lru_cache(maxsize=64)
+def of_plan(make: Callable[..., _Made]) -> Callable[..., _Made]:
+    """A function of a plan and more, whose results are kept for as long as the plan lasts."""
+
+    @wraps(make)
+    def kept(plan: SpectralPlan, *more: Any) -> _Made:
+        key = (make, *more)
+        if key not in plan.made:
+            plan.made[key] = make(plan, *more)
+        found: _Made = plan.made[key]
+        return found
+
+    return kept
+
+
+@lru_cache(maxsize=16)
 def spectral_plan(basis: FilterBasis, source: str, target: str) -> SpectralPlan:
     """The plan of a layer from ``source`` to ``target`` fields, made once per process."""
     for kind in (source, target):
@@ -273,7 +294,7 @@ def plan_named(name: str) -> SpectralPlan:
     return found
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _irreducible_stencils(
     basis: FilterBasis,
 ) -> tuple[tuple[Copy, ...], FloatArray, FloatArray]:

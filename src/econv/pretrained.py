@@ -12,9 +12,11 @@ import importlib
 import json
 import math
 import numbers
+import os
 import re
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +32,18 @@ from econv.groups import Group
 from econv.operators import OperatorSet, operator_set
 from econv.stencils import Central, Gaussian, Isotropic, StencilSet
 
-__all__ = ["FORMAT", "Pretrained", "Saved", "as_json", "from_json", "from_pretrained", "remade"]
+__all__ = [
+    "FORMAT",
+    "Pretrained",
+    "Saved",
+    "as_json",
+    "from_json",
+    "from_pretrained",
+    "read_config",
+    "remade",
+    "saved_folder",
+    "weights_folders",
+]
 
 FORMAT = 2
 """The version of the files; readers refuse newer ones."""
@@ -66,18 +79,24 @@ class Saved:
         ...     econv.from_pretrained(folder).group
         Group('p4')
         """
+        self._write(Path(folder))
+
+    def _write(
+        self, folder: Path, also: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """The two files, with further entries in the first and matrices as ``dtype``."""
         kind, arguments = self._made_of()
         identity = {"model_type": kind, "arguments": as_json(arguments, "config")}
         config = {"library_name": "econv", "format": FORMAT, "econv_version": _version()}
-        config.update(identity)
+        config.update(identity, **(also or {}))
         network: Any = self
-        state = {name: _own(value) for name, value in network.state_dict().items()}
+        state = {name: _own(value, dtype) for name, value in network.state_dict().items()}
         metadata = {"format": "pt", "econv": json.dumps(identity, sort_keys=True)}
         content = _safetensors().save(state, metadata)
         # Should only the first file come to be, it says that it is not the second one's.
-        write_atomically(Path(folder) / _WEIGHTS, content)
+        write_atomically(folder / _WEIGHTS, content)
         text = json.dumps(config, indent=2) + "\n"
-        write_atomically(Path(folder) / _CONFIG, text.encode())
+        write_atomically(folder / _CONFIG, text.encode())
 
     def push_to_hub(
         self,
@@ -172,13 +191,17 @@ def from_pretrained(
     source: str | Path,
     *,
     model: nn.Module | None = None,
+    num_classes: int | None = None,
     device: torch.device | str | None = None,
     **options: Any,
 ) -> Any:
     """The network in a folder or in a repository on the Hugging Face Hub, whatever its kind.
 
     Args:
-        source: a folder, or the name ``owner/name`` of a repository.
+        source: the name of weights, such as ``"digits_p8"``, as :class:`econv.Weights` finds them;
+            a folder; or the name ``owner/name`` of a repository.
+        num_classes: for a network with another number of classes: the features stay, the last layer
+            is a new one, and a warning says so.
         model: for a network that :func:`econv.convert` made, the one that it was made of, with any
             weights; it is not changed.
         device: where to put the network; the CPU by default.
@@ -198,8 +221,28 @@ def from_pretrained(
     True
     """
     if model is None:
-        return Pretrained.from_pretrained(source, device=device, **options)
-    return _from_files(str(source), options, model=model).to(device).eval()
+        network = Pretrained.from_pretrained(source, device=device, **options)
+    else:
+        network = _from_files(str(source), options, model=model).to(device).eval()
+    if num_classes is not None:
+        _reset_classes(network, num_classes, str(source))
+    return network
+
+
+def _reset_classes(network: Any, wanted: int, source: str) -> None:
+    """Another last layer, and a warning, if the network has another number of classes."""
+    if not hasattr(network, "reset_classifier"):
+        raise ValueError(
+            f"expected no num_classes: a {type(network).__name__} keeps its own; got {wanted}"
+        )
+    there = network.num_classes
+    if there != wanted:
+        network.reset_classifier(wanted)
+        warnings.warn(
+            f"{source} has {there} classes: the features are kept, the last layer for {wanted} "
+            "is new",
+            stacklevel=3,
+        )
 
 
 def _from_files(
@@ -210,7 +253,8 @@ def _from_files(
 ) -> Any:
     """The network in the files: of a class, or made of another network."""
     paths = {name: _find(source, name, options) for name in (_CONFIG, _WEIGHTS)}
-    identity = _read_config(paths[_CONFIG])
+    config = read_config(paths[_CONFIG])
+    identity = {name: config[name] for name in ("model_type", "arguments")}
     make = _maker(identity["model_type"], paths[_CONFIG], wanted, model)
     library = importlib.import_module(_safetensors().__name__.partition(".")[0])
     try:
@@ -229,6 +273,9 @@ def _from_files(
     pixels = torch.tensor(COORDINATES.index("pixels"))
     told = [n for n in network.state_dict() if n.rpartition(".")[2] == "coordinates"]
     state = {**dict.fromkeys(told, pixels), **state}
+    if "weights" in config:  # perhaps in half precision, to be small
+        like = network.state_dict()
+        state = {name: value.to(like[name].dtype) for name, value in state.items()}
     network.load_state_dict(state, assign=True)
     return network
 
@@ -267,6 +314,8 @@ def _find(source: str, name: str, options: Mapping[str, Any]) -> Path:
             there = sorted(p.name for p in folder.iterdir())
             raise ValueError(f"expected {name} in {folder}; found {there}")
         return path
+    if re.fullmatch(r"\w[\w.+=-]*", source):
+        return _weights_folder(source) / name
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         raise ValueError(
             "expected a folder, or a name such as 'owner/name' on the Hugging Face Hub; "
@@ -279,8 +328,49 @@ def _find(source: str, name: str, options: Mapping[str, Any]) -> Path:
         raise ValueError(f"cannot read {name} of {source!r} from the Hub: {reason}") from error
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """What identifies the network: ``model_type`` and ``arguments``."""
+def saved_folder(source: str | Path) -> Path:
+    """The folder with both files: by its path, the name of weights, or one of a repository."""
+    found = [_find(str(source), name, {}) for name in (_CONFIG, _WEIGHTS)]
+    return found[0].parent
+
+
+def weights_folders() -> list[Path]:
+    """Where weights are looked for by name.
+
+    The folder that the environment variable ``ECONV_WEIGHTS`` names; ``weights/`` where the program
+    runs; and the one of the checkout that this package is part of.
+    """
+    told = os.environ.get("ECONV_WEIGHTS")
+    found = [Path(told).expanduser()] if told else []
+    checkout = Path(__file__).resolve().parents[2] / "weights"
+    return [*found, Path("weights"), *([checkout] if checkout.is_dir() else [])]
+
+
+def _weights_folder(name: str) -> Path:
+    """The folder of the weights of that name; `ValueError` says where it looked, and what to do."""
+    places = weights_folders()
+    for place in places:
+        folder = place / name
+        if folder.is_dir():
+            for file in (_CONFIG, _WEIGHTS):
+                if not (folder / file).is_file():
+                    raise ValueError(f"expected {file} in {folder}: {_WHERE_FROM.format(name)}")
+            return folder
+    there = sorted({file.parent.name for place in places for file in place.glob(f"*/{_CONFIG}")})
+    raise ValueError(
+        f"expected weights by name: no weights named {name!r} in {', '.join(map(str, places))}; "
+        f"found {', '.join(there) or 'none'}. {_WHERE_FROM.format(name)}"
+    )
+
+
+_WHERE_FROM = (
+    "They are in the folder weights/{0} of econv's source repository: copy it, or name the folder "
+    "around it in ECONV_WEIGHTS; for a folder beside you, write ./{0}"
+)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """All of ``config.json``, if it is one of econv's."""
     try:
         with path.open("rb") as stream:
             content = bounded(stream, _MOST_CONFIG, "a configuration")
@@ -300,7 +390,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config.get("arguments"), dict
     ):
         raise ValueError(f"{path} lacks model_type (a string) or arguments (an object)")
-    return {name: config[name] for name in ("model_type", "arguments")}
+    return config
 
 
 def _no_number(word: str) -> Any:
@@ -371,6 +461,7 @@ def _check_arguments(path: Path, arguments: Mapping[str, Any], largest: int | No
             left += [(key, item, depth + 1) for item in value]
         if largest is None:
             continue  # what the user's own classes take is theirs to know
+        key, value = _group_in(key, value)
         asked, most = _asked(key, value), _LARGEST.get(key, largest)
         if isinstance(value, int) and abs(value) > most:
             raise ValueError(f"{path}: expected {key} of at most {most}; got {_shown(value)}")
@@ -392,6 +483,13 @@ def _check_arguments(path: Path, arguments: Mapping[str, Any], largest: int | No
             f"{path}: expected at most {_MOST_WORK} times the work of a layer of p8 with the "
             f"paper's operators; {work} are {product:.0f} times that"
         )
+
+
+def _group_in(key: str, value: Any) -> tuple[str, Any]:
+    """The group that an argument of another name asks for, as that of a ``group``."""
+    if key == "encoder" and isinstance(value, str):  # its name may end with one
+        return "group", value.rpartition("_")[2] if re.search(r"_[A-Z]?p?\d+\w*$", value) else "p1"
+    return ("group", value) if key == "restrict" and isinstance(value, str) else (key, value)
 
 
 def _asked(key: str, value: Any) -> int | None:
@@ -453,8 +551,9 @@ def _refuse(problems: Sequence[str], path: Path, what: str) -> None:
         raise ValueError(f"{path} does not fit {what}: {'; '.join(problems[:5])}{more}")
 
 
-def _own(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", copy=True).contiguous()
+def _own(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    matrix = value.is_floating_point() and value.ndim > 1
+    return value.detach().to("cpu", dtype if matrix else None, copy=True).contiguous()
 
 
 # --------------------------------------------------------------------------------- arguments

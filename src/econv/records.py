@@ -1,5 +1,7 @@
 """What a run leaves behind: one JSON file per recipe and seed, ``records/<recipe>/<seed>.json``.
 
+Of data that were made again with a seed of their own it is ``<seed>-data<seed of the data>.json``.
+
 Runs that later ones took the place of lie in ``records/earlier/<number>/``, as in a folder of their
 own: what a table ever showed stays.
 
@@ -34,6 +36,7 @@ __all__ = [
     "path_of",
     "renamed",
     "revision",
+    "run_name",
     "save",
     "strays",
     "versions",
@@ -116,6 +119,8 @@ class Record:
     None for test images as they are."""
     weights_sha256: str | None = None
     """Of ``model.safetensors``, which the run left with its checkpoints; None if not known."""
+    data_seed: int | None = None
+    """With which the data were made again; None if they are what they are, or if not known."""
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -131,9 +136,9 @@ class Record:
         for name in ("validation_error", "test_error"):
             if not 0 <= getattr(self, name) <= 100:
                 raise RecordError(f"expected {name} in percent; got {getattr(self, name)!r}")
-        for name, least in (("seconds", 0), ("setup_seconds", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise RecordError(f"expected {name} of {least} or more; got {getattr(self, name)}")
+        for name in ("seconds", "setup_seconds", "seed", "data_seed"):
+            if (getattr(self, name) or 0) < 0:
+                raise RecordError(f"expected {name} of 0 or more; got {getattr(self, name)}")
         for name in ("parameters", "processes", "selected_epoch"):
             if getattr(self, name) < 1:
                 raise RecordError(f"expected {name} of at least 1; got {getattr(self, name)}")
@@ -215,14 +220,23 @@ def check_epoch(entry: Any) -> None:
         raise RecordError(f"expected epochs with errors in percent, seconds above 0; got {entry!r}")
 
 
-def path_of(folder: Path, recipe: str, seed: int) -> Path:
-    """Where the record of a recipe and seed lies."""
-    return Path(folder) / recipe / f"{seed}.json"
+def run_name(seed: int, data_seed: int | None = None) -> str:
+    """What a run of a recipe is called, by its seed and that of its data.
+
+    >>> run_name(0), run_name(0, 2)
+    ('0', '0-data2')
+    """
+    return f"{seed}-data{data_seed}" if data_seed else f"{seed}"
+
+
+def path_of(folder: Path, recipe: str, seed: int, data_seed: int | None = None) -> Path:
+    """Where the record of a recipe, its seed and that of its data lies."""
+    return Path(folder) / recipe / f"{run_name(seed, data_seed)}.json"
 
 
 def save(record: Record, folder: Path) -> Path:
     """Write the record to its place and return that."""
-    path = path_of(folder, record.recipe, record.seed)
+    path = path_of(folder, record.recipe, record.seed, record.data_seed)
     text = json.dumps(asdict(record), indent=1, allow_nan=False)
     files.write_atomically(path, text.encode() + b"\n")
     return path
@@ -255,9 +269,10 @@ def parse(content: bytes, path: Path) -> Record:
         record = Record(**told)
     except RecordError as error:
         raise RecordError(f"{path} is no record: {error}") from None
-    if path.stem != str(record.seed) or path.parent.name != record.recipe:
+    if path.stem != run_name(record.seed, record.data_seed) or path.parent.name != record.recipe:
         raise RecordError(
-            f"{path} holds the record of {record.recipe}, seed {record.seed}: moved or edited"
+            f"{path} holds the record of {record.recipe}, "
+            f"seed {run_name(record.seed, record.data_seed)}: moved or edited"
         )
     return record
 
@@ -297,10 +312,13 @@ def load_all(folder: Path) -> list[Record]:
     paths = [path for each in folders for path in each.glob("*/*.json") if _named_by_seed(path)]
     found = [load(path) for path in paths]
     unverified = {record.data_sha256 for record in found if record.unverified}
+    seeds = {r.data_sha256: r.data_seed for r in found if r.data_seed is not None}
     for number, record in enumerate(found):
         if record.unverified is None and record.data_sha256 in unverified:
-            found[number] = replace(record, unverified=True)
-    return sorted(found, key=lambda record: (record.recipe, record.seed, record.finished))
+            found[number] = record = replace(record, unverified=True)
+        if record.data_seed is None and record.data_sha256 in seeds:
+            found[number] = replace(record, data_seed=seeds[record.data_sha256])
+    return sorted(found, key=lambda r: (r.recipe, r.data_seed or 0, r.seed, r.finished))
 
 
 def strays(folder: Path) -> list[Path]:
@@ -314,7 +332,7 @@ def _is_place(path: Path, folder: Path) -> bool:
 
 
 def _named_by_seed(path: Path) -> bool:
-    return path.stem.isascii() and path.stem.isdecimal()
+    return re.fullmatch(r"[0-9]+(-data[1-9][0-9]*)?", path.stem) is not None
 
 
 @lru_cache

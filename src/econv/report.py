@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from econv.basis import filter_basis
-from econv.files import write_atomically
+from econv.files import printable, write_atomically
 from econv.models import MODELS
 from econv.page import filled
-from econv.recipes import RECIPES, Recipe
-from econv.records import Record, load_all, strays
+from econv.recipes import CONTROL, RECIPES, Recipe
+from econv.records import Record, load_all, run_name, strays
 
 __all__ = [
     "Row",
@@ -53,6 +53,7 @@ TITLES = {
     2: "Table 2. MNIST-rot, augmented: the paper by rotations, ours as each row says",
     3: "Table 3. CIFAR-10 and CIFAR-100",
     4: "Trained on upright images, tested on images at every angle",
+    5: "Volumes, tested in every orientation",
 }
 _HEADS = (
     "network",
@@ -93,6 +94,10 @@ NOTE = (
     "evaluations; compiling and reading the data come before and are in the records."
 )
 CHANGED = "settings changed after a test error was seen"
+SEVERAL = (
+    " Where data were made again with several seeds, mean and deviation are those of all runs, over"
+    " seeds and data, and the means on each of the data stand beside."
+)
 RECREATED = (
     " Re-created data are made from MNIST as MNIST-rot was; they are not its official images."
 )
@@ -125,8 +130,18 @@ class Row:
         return len({record.seed for record in self.records})
 
     @property
+    def data(self) -> int:
+        """How many times the data were made again, with other seeds."""
+        return len({record.data_sha256 for record in self.records})
+
+    @property
     def complete(self) -> bool:
         return self.seeds >= self.recipe.minimum_seeds
+
+    @property
+    def _trained(self) -> int:
+        """How many different runs there are, whatever code ran them."""
+        return len({(record.seed, record.data_sha256) for record in self.records})
 
     @property
     def changed(self) -> bool:
@@ -138,14 +153,18 @@ class Row:
     def error(self) -> str:
         """Mean and standard deviation of the test error, or how many seeds are missing.
 
-        Where several codes ran, each one's own too; where test images were turned, means over the
+        Over seeds and data, and with the means on each of the data, where there are several. Where
+        several codes ran, each one's own too; where test images were turned, means over the
         seeds upright and at the worst angle.
         """
         if not self.complete:
             return f"{INCOMPLETE} ({self.seeds} of {self.recipe.minimum_seeds} seeds)"
         found = spread([record.test_error for record in self.records])
+        if self.data > 1:
+            on = _by(self.records, lambda record: record.data_sha256).values()
+            found += f" ({', '.join(spread([r.test_error for r in ran]) for ran in on)} by data)"
         by_code = _by(self.records, lambda record: ", ".join(_revisions(record)))
-        if len(by_code) > 1 and self.seeds < len(self.records):
+        if len(by_code) > 1 and self._trained < len(self.records):
             means = (
                 f"{spread([record.test_error for record in ran])} by {code}"
                 for code, ran in by_code.items()
@@ -173,10 +192,13 @@ class Row:
         where = ", ".join(sorted({record.device for record in found}))
         labels = sorted({record.dataset for record in found})
         labels += ["re-created"] if self.recreated else []
+        made = sorted({r.data_seed for r in found if r.data_seed is not None})
+        labels += [f"data seeds {', '.join(map(str, made))}"] if len(made) > 1 else []
         labels += ["unverified"] if any(record.unverified for record in found) else []
         labels += [RETRAINED] if any(record.retrained for record in found) else []
         labels += [f"{len(self.outdated)} outdated"] if self.outdated else []
-        runs = str(self.seeds) + f", {len(found)} runs" * (len(found) > self.seeds)
+        runs = str(self.seeds) + f" on each of {self.data} data" * (self.data > 1)
+        runs += f", {len(found)} runs" * (len(found) > self.seeds)
         return (
             self.name,
             paper,
@@ -223,8 +245,8 @@ def spread(values: Sequence[float]) -> str:
 def rows(records: Iterable[Record], recipes: Mapping[str, Recipe] = RECIPES) -> list[Row]:
     """The rows of all tables: one for each recipe, and for each set of images it was trained on.
 
-    Recipes that keep the paper's own schedule, or are in none of its tables, appear once they have
-    records.
+    Recipes that keep the paper's own schedule, controls, and those in none of its tables appear
+    once they have records.
     """
     by_name: dict[str, list[Record]] = {}
     for record in records:
@@ -237,7 +259,8 @@ def rows(records: Iterable[Record], recipes: Mapping[str, Recipe] = RECIPES) -> 
         outdated = tuple(record for record in mine if record.settings != settings)
         kinds = sorted({_kind(record) for record in current})
         # The paper's tables show what is missing; nobody asked for the rest.
-        demanded = recipe.table in (1, 2, 3) and not name.endswith("_paper")
+        demanded = recipe.table in (1, 2, 3) and recipe.note != CONTROL
+        demanded &= not name.endswith("_paper")
         if not kinds and (demanded or outdated):
             found.append(Row(recipe, (), False, outdated))
         for kind in kinds:
@@ -258,7 +281,8 @@ def _kind(record: Record) -> tuple[bool, str, str, str, int]:
     return (
         record.recreated,
         record.dataset,
-        record.data_sha256,
+        # Those that were made again with several seeds tell of one thing.
+        record.data_sha256 if record.data_seed is None else "",
         record.precision,
         record.parameters,
     )
@@ -307,7 +331,7 @@ def as_markdown(found: Sequence[Row]) -> str:
 
 
 def _in_markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rows = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    rows = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in line] for line in lines]
     return "\n".join(
         ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
         + ["| " + " | ".join(row) + " |" for row in rows]
@@ -429,7 +453,7 @@ def earlier(found: Sequence[Row]) -> list[tuple[str, ...]]:
         for ran in _by(outdated, lambda record: f"{_kind(record)} {record.settings}").values():
             then = _flat(ran[0].settings)
             changes = [
-                f"{key} {then.get(key, 'not set')} → {now.get(key, 'not set')}"
+                printable(f"{key} {then.get(key, 'not set')} → {now.get(key, 'not set')}")
                 for key in [*then, *(key for key in now if key not in then)]
                 if then.get(key) != now.get(key)
             ]
@@ -438,7 +462,7 @@ def earlier(found: Sequence[Row]) -> list[tuple[str, ...]]:
                     recipe.row + f" ({recipe.note})" * bool(recipe.note),
                     "–" if recipe.paper_error is None else _percent(recipe.paper_error),
                     spread([record.test_error for record in ran]),
-                    ", ".join(str(record.seed) for record in ran),
+                    ", ".join(_name(record) for record in ran),
                     ", ".join(dict.fromkeys(r for record in ran for r in _revisions(record))),
                     max(record.finished for record in ran)[:10],
                     ", ".join(changes),
@@ -485,6 +509,7 @@ def _note(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None = 
     return (
         NOTE
         + RECREATED * any(record.recreated for record in shown)
+        + SEVERAL * any(row.data > 1 for row in found)
         + UNVERIFIED * any(record.unverified for record in shown)
         + SHARED * any((record.shared or 1) > 1 for record in shown)
     )
@@ -637,8 +662,13 @@ def curves(series: Sequence[_Series]) -> str:
 
 
 def _seeds(records: Sequence[Record]) -> str:
-    seeds = ", ".join(str(record.seed) for record in records)
+    seeds = ", ".join(map(_name, records))
     return f"{'seed' if len(records) == 1 else 'seeds'} {seeds}"
+
+
+def _name(record: Record) -> str:
+    """Of a run, by its seeds."""
+    return run_name(record.seed, record.data_seed)
 
 
 def _panel(series: Sequence[_Series], key: str, caption: str) -> str:
@@ -673,7 +703,7 @@ def _panel(series: Sequence[_Series], key: str, caption: str) -> str:
     parts.append(f"<text x='{middle}' y='{bottom + 49}' text-anchor='middle'>epoch</text>")
     for number, name, record, points in lines:
         path = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in points)
-        hint = html.escape(f"{name}, seed {record.seed}: test error {record.test_error:.2f} %")
+        hint = html.escape(f"{name}, seed {_name(record)}: test error {record.test_error:.2f} %")
         parts.append(
             f"<g class='series-{number % COLOURS}'><title>{hint}</title><polyline points='{path}'/>"
         )
@@ -709,7 +739,7 @@ def _runs(series: Sequence[_Series]) -> str:
         (
             name,
             _data(record),
-            str(record.seed),
+            _name(record),
             f"{record.validation_error:.2f}",
             str(record.selected_epoch),
             f"{record.test_error:.2f}",
@@ -777,11 +807,11 @@ _Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 def _tables(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None) -> list[_Table]:
     tables: list[_Table] = []
-    for number in (1, 2, 3, 4, 0):
+    for number in (1, 2, 3, 4, 5, 0):
         mine = [row for row in found if row.recipe.table == number]
         heads: tuple[str, ...] = _HEADS
         lines = [row.cells() for row in mine]
-        if number in (0, 4):  # not in the paper
+        if number in (0, 4, 5):  # not in the paper
             shown = [i for i, head in enumerate(_HEADS) if not head.startswith("paper")]
             heads = tuple(_HEADS[i].replace("ours", "test error") for i in shown)
             lines = [tuple(line[i] for i in shown) for line in lines]

@@ -401,7 +401,7 @@ def stencil_set(stencils: StencilsLike, accuracy: int = 2, rotations: int = 0) -
     Central(accuracy=4)
     """
     if isinstance(stencils, StencilSet):
-        if accuracy not in (2, stencils.accuracy):
+        if not isinstance(accuracy, int) or accuracy not in (2, stencils.accuracy):
             raise ValueError(
                 f"expected accuracy={stencils.accuracy}, that of {stencils!r}; got {accuracy!r}"
             )
@@ -413,7 +413,7 @@ def stencil_set(stencils: StencilsLike, accuracy: int = 2, rotations: int = 0) -
             f"unknown stencils {stencils!r}: expected 'isotropic', 'central', 'gaussian' or a "
             "StencilSet such as Gaussian(width=0.8)"
         )
-    if accuracy != 2:
+    if not isinstance(accuracy, int) or accuracy != 2:
         raise ValueError(
             f"expected accuracy=2 with {stencils!r} stencils, only central ones have others; "
             f"got {accuracy!r}"
@@ -422,7 +422,11 @@ def stencil_set(stencils: StencilsLike, accuracy: int = 2, rotations: int = 0) -
 
 
 def central(exponents: Exponents, accuracy: int = 2, size: int | None = None) -> Stencil:
-    """The central-difference stencil of one monomial, such as ∂xxy for ``(2, 1)``."""
+    """The central-difference stencil of one monomial, such as ∂xxy for ``(2, 1)``.
+
+    >>> central((1, 0)).weights[1].tolist()
+    [-0.5, 0.0, 0.5]
+    """
     (order,) = OperatorSet(exponent_tuples([exponents]))
     check_order(sum(order))
     return Central(accuracy).stencil(Polynomial.monomial(order), size)

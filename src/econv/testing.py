@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, reduce
 from typing import Any
@@ -92,11 +93,11 @@ def transform(
     found = None if group is None else Group(group)
     matrix, index = _read_element(found, element)
     dimension = len(matrix)
+    if dimension not in _MAPS:
+        raise ValueError(f"expected a group of the plane or of space; got {found}")
     if not isinstance(kind, str):
         return _transform_parts(x, found, element, dimension, kind, spacing)
-    if kind not in KINDS:
-        raise ValueError(f"unknown kind {kind!r}: expected one of {KINDS}")
-    if kind == "invariant":
+    if _known(kind) == "invariant":
         return x
     if x.ndim != dimension + 2:
         raise ValueError(f"expected {_MAPS[dimension]}; got {tuple(x.shape)}")
@@ -152,6 +153,12 @@ def _read_element(group: Group | None, element: Element) -> tuple[FloatArray, in
     return matrix, None
 
 
+def _known(kind: object) -> str:
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}: expected one of {KINDS}")
+    return kind
+
+
 def _channels(kind: str, group: Group | None, dimension: int) -> int:
     """Of one field."""
     if kind == "regular" and group is None:
@@ -168,15 +175,16 @@ def _transform_parts(
     spacing: Spacing,
 ) -> Tensor:
     try:
-        sizes = [fields * _channels(kind, group, dimension) for kind, fields in parts]
+        pairs = [(_known(kind), operator.index(fields)) for kind, fields in parts]
+        sizes = [fields * _channels(kind, group, dimension) for kind, fields in pairs]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"expected one of {KINDS}, or pairs such as ('scalar', 1); got {parts!r}"
         ) from error
-    if x.ndim != dimension + 2 or sum(sizes) != x.shape[1]:
+    if x.ndim != dimension + 2 or sum(sizes) != x.shape[1] or min(sizes, default=0) < 0:
         wanted = _MAPS[dimension].replace("channels", str(sum(sizes)))
-        raise ValueError(f"expected {wanted} for {list(map(tuple, parts))}; got {tuple(x.shape)}")
-    each = zip(x.split(sizes, dim=1), parts, strict=True)
+        raise ValueError(f"expected {wanted} for {pairs}; got {tuple(x.shape)}")
+    each = zip(x.split(sizes, dim=1), pairs, strict=True)
     return torch.cat([transform(own, group, element, kind, spacing) for own, (kind, _) in each], 1)
 
 
@@ -184,9 +192,9 @@ def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
     """Turn every channel of ``[batch, channels, height, width]`` anticlockwise by any angle.
 
     Exact at quarter turns (which swap height and width); elsewhere by quintic splines, with zeros
-    where no image was, as in :func:`transform`. In place of an angle it takes an orthogonal matrix,
-    which for volumes ``[batch, channels, depth, height, width]`` it must be: ``[3, 3]``, of (x, y,
-    z).
+    where no image was, as in :func:`transform`. Volumes ``[batch, channels, depth, height, width]``
+    turn about z. In place of an angle it takes an orthogonal matrix, ``[2, 2]`` of (x, y) or, for
+    volumes, ``[3, 3]`` of (x, y, z).
 
     >>> rotate(torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]]), 90)[0, 0].tolist()
     [[2.0, 4.0], [1.0, 3.0]]
@@ -197,8 +205,9 @@ def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
         return transform(x, None, degrees)
     if not isinstance(x, Tensor):
         raise ValueError(f"expected a torch.Tensor; got {type(x).__name__}")
-    if x.ndim != 4:
-        raise ValueError(f"expected [batch, channels, height, width]; got {tuple(x.shape)}")
+    if x.ndim not in (4, 5):
+        wanted = "[batch, channels, height, width], or a volume with its depth before these"
+        raise ValueError(f"expected {wanted}; got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"expected a floating-point image to interpolate; got {x.dtype}")
     if not math.isfinite(degrees):
@@ -208,7 +217,8 @@ def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
         return torch.rot90(x, round(degrees / 90), (-2, -1))
     angle = math.radians(degrees)
     cosine, sine = math.cos(angle), math.sin(angle)
-    return _resample(x, np.array([[cosine, -sine], [sine, cosine]]))
+    slices = x.flatten(1, -3)  # which a turn about z leaves in their places
+    return _resample(slices, np.array([[cosine, -sine], [sine, cosine]])).view(x.shape)
 
 
 def random_rotations(count: int, dimension: int = 3, seed: int = 0) -> FloatArray:
@@ -218,7 +228,7 @@ def random_rotations(count: int, dimension: int = 3, seed: int = 0) -> FloatArra
     >>> bool(np.allclose(np.linalg.det(rotations), 1.0))
     True
     """
-    if dimension not in (2, 3):
+    if not isinstance(dimension, int) or dimension not in (2, 3):
         raise ValueError(f"expected a dimension of 2 or 3; got {dimension!r}")
     count, seed = positive("count", count), positive("seed", seed, 1 << 63, least=0)
     normal = np.random.default_rng(seed).standard_normal((count, dimension, dimension))
@@ -269,6 +279,7 @@ def equivariance_error(
     >>> 1e-12 < equivariance_error(layer, image, element=1) < 0.01  # an eighth
     True
     """
+    _expect_call(module, x)
     known = group is not None or getattr(module, "group", None) is not None
     found = _group_of(module, group) if known or isinstance(element, int) else None
     into = input_kind or _kind_of(module, "input", "scalar")
@@ -296,6 +307,13 @@ def equivariance_error(
     return error / norm
 
 
+def _expect_call(module: object, x: object) -> None:
+    if not callable(module):
+        raise ValueError(f"expected a module or a function; got {module!r}")
+    if not isinstance(x, Tensor):
+        raise ValueError(f"expected a torch.Tensor; got {type(x).__name__}")
+
+
 def assert_equivariant(
     module: Callable[[Tensor], Tensor],
     x: Tensor,
@@ -313,7 +331,15 @@ def assert_equivariant(
     By default the elements are the grid's own symmetries, which must hold to rounding: 1e-12 in
     float64, 1e-5 in float32, 5e-2 in half precisions. Other elements need a ``tolerance`` that says
     what the stencils are expected to give. Further arguments: see :func:`equivariance_error`.
+
+    >>> from econv import LiftConv2d
+    >>> image = torch.randn(1, 1, 16, 16, dtype=torch.float64)
+    >>> assert_equivariant(LiftConv2d(1, 2, "p8", dtype=torch.float64), image)
+    >>> assert_equivariant(lambda x: x.cumsum(3), image, "p4", output_kind="scalar")
+    Traceback (most recent call last):
+    AssertionError: ...
     """
+    _expect_call(module, x)
     found = _group_of(module, group)
     lengths = _spacing_of(module) if spacing is None else spacing
     sides = _lengths(lengths, found.dimension)

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -32,6 +32,8 @@ def test_auto_is_held_against_the_better_engine():
 
 def test_the_layers_of_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(engines.LAYERS, "cpu", [SMALL, SMALL._replace(batch=2)])
+    peaks = cache(partial(engines.cpu_peaks, SMALL))  # of processes that take seconds to start
+    monkeypatch.setattr(engines, "cpu_peaks", lambda case: peaks())
     path = tmp_path / "found.json"
     engines.main(["--seconds", "0", "--json", str(path)])
     found = json.loads(path.read_text())
@@ -53,7 +55,7 @@ def no_gpu(monkeypatch):
     def here(function):
         return lambda case, device="cpu", *more: function(case, "cpu", *more)
 
-    def settled(runs, *_):
+    def settled(runs, *_, **__):
         return {"median": {name: timing.timed(run, "cpu") for name, run in runs.items()}}
 
     for name in ("layer", "image"):

@@ -44,7 +44,6 @@ def test_what_modules_hold_is_counted(monkeypatch):
 def test_a_run_ends_in_time_and_says_what_grew(monkeypatch, tmp_path, capsys):
     clock = iter(range(10**6))
     monkeypatch.setattr(soak.time, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(soak.gc, "collect", lambda: None)
     monkeypatch.setattr(soak, "step", lambda draw, compare: "dense")
     monkeypatch.setattr(soak.soak, "__defaults__", (0, soak.step))
     memory = iter(range(0, 10**6, 10))

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from catalogue import CASES, MODES, NETWORKS, case, run
+from catalogue import CASES, MODES, NETWORKS, WITH_MODES, case, grid, has_modes, run
 from econv import create_model
 
 # torch warns of its own deprecated parts while the compiler is imported.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-SLOW = ["exact resnet", "ordinary resnet", "convnet6", "sequential"]
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+# Of the last each layer is a case of its own.
+SLOW = ["exact resnet", "ordinary resnet", "convnet6", "sequential", "every layer"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +46,7 @@ def of_a_cnn():
     return compilations(network, torch.randn(2, 1, 12, 13))
 
 
-@MODES
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "train"), grid(SLOW))
 def test_one_graph_and_no_more_compilations_than_a_cnn(name, train, of_a_cnn):
     module, x = case(name, train)
     eager = copy.deepcopy(module)
@@ -141,6 +140,13 @@ def test_recompilations_are_noticed(of_a_cnn):
 
 def test_the_networks_are_those_of_the_catalogue():
     assert set(SLOW) < set(NETWORKS)
+
+
+def test_modules_with_modes_are_known():
+    """The others are compiled and exported in one of them here, and in both by all tests."""
+    assert [name for name, (make, _) in CASES.items() if has_modes(make())] == [
+        name for name in CASES if name in WITH_MODES
+    ]
 
 
 def test_networks_of_volumes_are_one_graph():

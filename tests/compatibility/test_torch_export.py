@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from catalogue import CASES, MODES, case, run
+from catalogue import CASES, case, grid, run
 from econv import export
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-SLOW = ["exact resnet", "ordinary resnet", "convnet7", "sequential"]
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+# Of the last each layer is a case of its own.
+SLOW = ["exact resnet", "ordinary resnet", "convnet7", "sequential", "every layer"]
 FIXED = ["convnet6"]  # its classifier reads the whole map
 
 
@@ -43,8 +43,7 @@ def assert_programs_run(name, module, made):
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@MODES
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "train"), grid(SLOW))
 def test_programs_run_on_every_batch_and_image_size(name, train):
     module, _ = case(name, train, dropout=False)
     assert_programs_run(name, module, program(name, copy.deepcopy(module)))

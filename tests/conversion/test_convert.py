@@ -364,9 +364,17 @@ def test_maps_too_small_for_the_stencils_get_smaller_operators():
 
 # Widths
 
+LONG = ("densenet121", "mobilenet_v3_small")  # conversions, which take one group of three here
 
-@pytest.mark.parametrize("group", ["p4", "p8", "p4m"])
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "densenet121", "regnety_002"])
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        pytest.param(name, group, marks=[pytest.mark.slow] * (group != "p8" and name in LONG))
+        for name in ("resnet18", "mobilenet_v3_small", "densenet121", "regnety_002")
+        for group in ("p4", "p8", "p4m")
+    ],
+)
 def test_params_match_within_two_percent(name, group):
     with torch.device("meta"):
         source = NETWORKS[name][0]()

@@ -173,6 +173,8 @@ def test_strides_and_windows_stay_where_nothing_turns(kernel, side):
         ({"images": torch.zeros(4, 16, 16)}, "expected at least two images"),
         ({"images": []}, "got no batch"),
         ({"images": ["a path"]}, "got str"),
+        ({"images": 0}, "got int"),
+        ({"images": torch.zeros(4, 1, 16, 16), "labels": 3}, "labels as a tensor; got int"),
         (
             {"images": torch.zeros(4, 1, 16, 16), "labels": torch.zeros(3).long()},
             r"expected labels as 4 whole numbers; got \(3,\)",

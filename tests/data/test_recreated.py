@@ -54,6 +54,7 @@ def test_recreation_is_kept_and_repeated_exactly(mnist, tmp_path, monkeypatch):
     for found in (again, kept):
         assert all(map(torch.equal, all_images(first), all_images(found)))
     assert not torch.equal(first.test.x, other.test.x)
+    assert (first.seed, other.seed) == (0, 1)
 
 
 def test_what_is_kept_says_what_it_is_wherever_it_is_copied(mnist, tmp_path, monkeypatch):
@@ -110,6 +111,9 @@ def test_recreated_arrays_are_not_turned_again(mnist, tmp_path):
         found = data.load("mnist_rot_recreated", source=source)
         assert found.recreated
         assert torch.equal(found.test.x, made.test.x)
+        assert found.seed is None
+        with pytest.raises(DataError, match=r"made before: expected MNIST's own files .* seed 1"):
+            data.load("mnist_rot_recreated", source=source, seed=1)
     (tmp_path / "made" / "mnist_rot_recreated.npz").write_bytes(b"PK")
     with pytest.raises(DataError, match="cannot be read"):
         data.load("mnist_rot_recreated", source=tmp_path / "made")

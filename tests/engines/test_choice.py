@@ -1038,6 +1038,15 @@ def test_the_memory_of_calls_is_bounded(measuring, monkeypatch):
     for batch in range(1, 9):
         called(layer, torch.randn(batch, 8, 8, 8))
         assert len(choice._memory) <= 3
+        assert len(engines.kept()) <= 3
+    (found,) = measuring.iterdir()
+    before = json.loads(found.read_text())
+    assert len(before) == 3
+    forget(monkeypatch)
+    called(layer, torch.randn(9, 8, 8, 8))  # what was measured first makes way
+    after = json.loads(found.read_text())
+    assert [*after][:2] == [*before][1:]
+    assert len(after) == 3
 
 
 def test_a_device_that_nobody_knows_runs_by_rule(measuring, monkeypatch):

@@ -15,7 +15,6 @@ from econv import (
     reference,
 )
 from econv.engines import dense
-from econv.engines.problem import replicate
 from econv.layers import GroupConv, LiftConv, VectorConv
 
 GROUPS = ["p1", "p2", "p3", "p4", "p6", "p8", "p12", "p1m", "p2m", "p4m", "p6m", "p8m"]
@@ -357,16 +356,6 @@ def test_filters_expanded_as_one_kernel_are_the_same(operators, target):
     for one, other in zip(*found.values(), strict=True):
         assert one.shape == other.shape
         assert distance(one, other) <= 1e-13
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (3, 0)])
-def test_replicated_borders_are_those_of_torch(before, after):
-    for layout in (torch.contiguous_format, torch.channels_last):
-        x = torch.randn(2, 3, 4, 5, dtype=torch.float64).to(memory_format=layout)
-        wanted = torch.nn.functional.pad(x, (before, after) * 2, mode="replicate")
-        found = replicate(x, before, after)
-        assert torch.equal(found, wanted)
-        assert found.is_contiguous(memory_format=layout)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,23 @@
 """A convolution as a value: what engines are asked about, and what they answer."""
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
 import sys
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from econv import GroupConv2d, LiftConv2d, VectorConv2d, engines, filter_basis
-from econv.engines import ENGINES, Part, Problem, devices, registry
+from econv.engines import ENGINES, Part, Problem, registry
 from econv.engines.problem import Geometry, convolution_named
 from econv.engines.spectral.triton import engine as kernels
+from econv.gpu import devices
 from econv.stencils import Gaussian
 from test_engines import distance
 
@@ -255,7 +259,6 @@ def test_every_engine_says_why_it_cannot_run():
 def on_a_gpu(monkeypatch):
     """A Hopper GPU that is not there."""
     monkeypatch.setattr(kernels, "unavailable", lambda device: None)
-    monkeypatch.setattr(kernels, "_too_old", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
     monkeypatch.setattr(kernels, "_specialised", lambda *given: True)
@@ -324,9 +327,11 @@ def test_kernels_of_a_gpu_are_not_for_tracers(on_a_gpu, context):
         assert registry.first_able("spectral", given).name == name
 
 
-@pytest.mark.parametrize("reason", ["off", "missing", "old"])
+@pytest.mark.parametrize("reason", ["off", "missing", "old", "old Triton"])
 def test_kernels_say_why_a_gpu_cannot_run_them(monkeypatch, reason):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    capability = (9, 0) if reason == "old Triton" else (7, 5)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.5.1"))
     if reason == "off":
         monkeypatch.setenv("ECONV_TRITON", "0")
     elif reason == "missing":
@@ -337,6 +342,7 @@ def test_kernels_say_why_a_gpu_cannot_run_them(monkeypatch, reason):
         "off": "forbidden by ECONV_TRITON=0",
         "missing": "Triton is not installed",
         "old": "the GPU is older than Ampere",
+        "old Triton": "it needs Triton 3.6 or later; this is 3.5.1",
     }
     monkeypatch.setattr(devices, "_not_installed", devices._not_installed.__wrapped__)
     given = problem(GroupConv2d(2, 2, "p8"), (8, 16, 16), device="cuda")
@@ -354,3 +360,19 @@ sys.exit("triton" in sys.modules)
         [sys.executable, "-c", code], check=False, env={**os.environ, **environment}
     )
     assert done.returncode == 0
+
+
+def test_what_engines_make_of_a_plan_goes_with_its_layers():
+    layer = GroupConv2d(1, 1, "p5", operators="order<=1", engine="spectral")
+    layer(torch.randn(1, 5, 5, 5))
+    (part,) = layer.convolution.parts
+    plan, name = weakref.ref(layer.convolution.plan(part)), layer.convolution.name
+    assert plan().made
+    del layer
+    for order in range(20, 38):  # the latest stay a little longer
+        other = LiftConv2d(1, 1, f"p{order}", operators="order<=0").convolution
+        assert other.plan(other.parts[0]) is other.plan(other.parts[0])
+    gc.collect()
+    assert plan() is None
+    with pytest.raises(ValueError, match="of this process"):
+        convolution_named(name)

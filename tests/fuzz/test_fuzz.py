@@ -85,7 +85,6 @@ WORDS = (
 
 # What torch's own modules say in the same place.
 OF_TORCH = (
-    "device type at start of device string",
     "when none is available",
     "cannot be called on meta tensors",
     "to type float without overflow",

@@ -12,6 +12,7 @@ from econv import (
     Central,
     CentredAvgPool2d,
     CentredMaxPool2d,
+    Curl2d,
     Downsample2d,
     FieldParameter,
     Group,
@@ -31,6 +32,7 @@ from econv import (
     VectorConv2d,
     restrict,
 )
+from econv.layers.attention import GroupAttentionPool2d, GroupFrameScore2d
 
 FEW = settings(max_examples=25, deadline=None)
 GROUPS = st.sampled_from(["p1", "p2", "p3", "p4", "p6", "p8", "p1m", "p3m", "p4m"])
@@ -334,6 +336,9 @@ def test_groups_that_are_no_names(group):
         ({"spacing": (1.0, True)}, "a pair of them for (y, x)", "(1.0, True)"),
         ({"dtype": torch.int32}, "floating-point dtype", "torch.int32"),
         ({"dtype": torch.complex64}, "floating-point dtype", "torch.complex64"),
+        ({"device": "float32"}, "device as 'cpu' or 'cuda:0' are", "'float32'"),
+        ({"device": -1}, "device as 'cpu' or 'cuda:0' are", "-1"),
+        ({"device": [1]}, "device as 'cpu' or 'cuda:0' are", "[1]"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -495,6 +500,17 @@ def test_windows_that_do_not_fit(pool):
     rejected("padding as one whole number", "(1, 1)", pool, 2, padding=(1, 1))
     rejected("at most half of kernel_size=3", "2", pool, 3, padding=2)
     rejected("at least 3 pixels", "2", pool(5, padding=1), torch.randn(1, 1, 2, 9))
+    rejected("at least 2 pixels", "1", pool(2, padding=1), torch.randn(1, 1, 1, 9))
+    assert pool(2, padding=1)(torch.randn(1, 1, 2, 9)).shape[2:] == (2, 5)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [FieldParameter, GroupAttentionPool2d, GroupBatchNorm2d, GroupFrameScore2d, GroupPReLU2d],
+)
+def test_devices_that_are_none(layer):
+    rejected("device as 'cpu' or 'cuda:0' are", "-1", layer, 3, "p4", device=-1)
+    assert layer(3, "p4", device="meta", dtype=torch.float64).weight.is_meta
 
 
 def test_counts_of_fields_and_blocks():
@@ -504,6 +520,13 @@ def test_counts_of_fields_and_blocks():
     rejected("fields", "1.5", FieldParameter, 1.5, "p4")
     rejected("factor", "0", GroupUpsampleConv2d, 1, 1, "p4", factor=0)
     rejected("excess", "0.5", GroupUpsampleConv2d, 1, 1, "p4", excess=0.5)
+
+
+def test_one_pixel_has_no_other_to_be_reflected_in():
+    x = torch.randn(1, 1, 1, 5)
+    rejected("at least 2×2 pixels", "(1, 1, 1, 5)", Curl2d(padding_mode="reflect"), x)
+    rejected("at least 2×1", "'reflect'", Curl2d(padding_mode=("reflect", "zeros")), x)
+    assert Curl2d(padding_mode=("zeros", "reflect"))(x).shape == (1, 2, 1, 5)
 
 
 def test_what_cannot_be_spread():

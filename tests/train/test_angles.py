@@ -9,7 +9,7 @@ from econv import records
 from econv.recipes import RECIPES
 from econv.records import RecordError
 from econv.report import Row, as_text, rows
-from econv.train.trainer import inscribed_disc
+from econv.weights import inscribed_disc
 from tiny_training import TINY, start, stripes, trainer
 
 TURNED = dataclasses.replace(TINY, test_angles=8, disc=True, augmentation=())

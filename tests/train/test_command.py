@@ -143,13 +143,61 @@ def test_a_row_of_the_table_can_be_trained_on_recreated_data(
     folder = tmp_path / "records"
     places = ("--output", str(tmp_path / "out"), "--records", str(folder))
     assert command("tiny", "--recreated", "--device", "cpu", "--quiet", *places) == 0
-    assert asked == [{"name": "mnist_rot", "root": None, "source": None, "recreated": True}]
+    (given,) = asked
+    assert given == {
+        "name": "mnist_rot",
+        "seed": 0,
+        "root": None,
+        "source": None,
+        "recreated": True,
+    }
     assert "on mnist_rot (re-created)" in capsys.readouterr().out
     (found,) = records.load_all(folder)
     assert (found.recipe, found.dataset, found.recreated) == ("tiny", "mnist_rot", True)
     (line,) = [r for r in report.rows([found]) if r.recipe.name == "tiny"]
     assert line.complete
     assert "re-created" in line.cells()[-1]
+
+
+def test_rows_are_reported_over_seeds_and_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(name: str, seed: int, recreated: bool, **_: object) -> Dataset:
+        return dataclasses.replace(stripes(seed), name=name, recreated=recreated, seed=seed)
+
+    monkeypatch.setattr(runs, "load", load)
+    row = dataclasses.replace(TINY, table=1, dataset="mnist_rot", epochs=1, minimum_seeds=2)
+    monkeypatch.setitem(RECIPES, "tiny", row)
+    folder = tmp_path / "records"
+    places = ("--output", str(tmp_path / "out"), "--records", str(folder), "--device", "cpu")
+    for number in ("0", "2"):
+        asked = ("tiny", "--recreated", "--seeds", "2", "--data-seed", number, *places, "--quiet")
+        assert command(*asked) == 0
+    assert "tiny seed 1-data2: test error" in capsys.readouterr().out
+    assert sorted(path.name for path in folder.glob("tiny/*")) == [
+        "0-data2.json",
+        "0.json",
+        "1-data2.json",
+        "1.json",
+    ]
+    assert records.strays(folder) == []
+    found = records.load_all(folder)
+    assert [(r.data_seed, r.seed) for r in found] == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    assert len({r.data_sha256 for r in found}) == 2
+    (line,) = [r for r in report.rows(found) if r.recipe.name == "tiny"]
+    errors = [r.test_error for r in found]
+    means = f"{report.spread(errors[:2])}, {report.spread(errors[2:])} by data"
+    assert line.error == f"{report.spread(errors)} ({means})"
+    assert line.cells()[3] == "2 on each of 2 data, 4 runs"
+    assert "re-created, data seeds 0, 2" in line.cells()[-1]
+    assert "over seeds and data" in report.as_text([line])
+    assert command(*asked) == 0
+    assert "trained before" in capsys.readouterr().out
+    monkeypatch.setattr(runs, "load", lambda name, **_: stripes())
+    assert command("tiny", "--data-seed", "3", *places) == 1
+    assert "expected data_seed with data that are made again with it; got 3" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.fixture

@@ -35,11 +35,14 @@ def read_images(images: Images | None, labels: Tensor | None, like: Tensor) -> G
             raise ValueError("expected images beside labels; got labels alone")
         return None
     if not isinstance(images, Tensor):
-        batches = [batch if isinstance(batch, tuple | list) else (batch,) for batch in images]
-        if not batches or not all(isinstance(part, Tensor) for batch in batches for part in batch):
+        given = images if isinstance(images, Iterable) else [images]
+        batches = [batch if isinstance(batch, tuple | list) else (batch,) for batch in given]
+        if not batches or not all(
+            batch and all(isinstance(part, Tensor) for part in batch) for batch in batches
+        ):
             raise ValueError(
                 "expected images as a tensor or as batches of tensors, (images,) or (images, "
-                f"labels); got {type(batches[0][0]).__name__ if batches else 'no batch'}"
+                f"labels); got {next((type(b[0]).__name__ for b in batches if b), 'no batch')}"
             )
         images = torch.cat([batch[0] for batch in batches])
         if labels is None and all(len(batch) > 1 for batch in batches):
@@ -49,6 +52,8 @@ def read_images(images: Images | None, labels: Tensor | None, like: Tensor) -> G
             "expected at least two images [number, channels, height, width]; got "
             f"{tuple(images.shape)}"
         )
+    if labels is not None and not isinstance(labels, Tensor):
+        raise ValueError(f"expected labels as a tensor; got {type(labels).__name__}")
     if labels is not None and (labels.shape != images.shape[:1] or labels.is_floating_point()):
         raise ValueError(
             f"expected labels as {len(images)} whole numbers; got {tuple(labels.shape)}, "

@@ -8,16 +8,16 @@ process or the device. This room knows nothing of models and training.
 
 The rooms: `splits`, what a data set is; `keyed`, random numbers; `augmentation`; `formats`, bytes
 to arrays; `sources`, the official files and their checksums; `archives`, `npz` and `download`, how
-files are read and got; `official`, all of these together; `dividing`, who is held out; `digits` and
-`recreated`, what is turned; `loading`, a data set by its name.
+files are read and got; `official`, all of these together; `dividing`, who is held out; `digits`,
+`recreated` and `modelnet`, what is turned; `loading`, a data set by its name.
 """
 
 from econv.data.augmentation import PADDINGS, Augmentation, prepare
 from econv.data.errors import DataError
 from econv.data.keyed import keyed_bits, keyed_uniform, permutation
 from econv.data.loading import cache_folder, load
-from econv.data.sources import NAMES
-from econv.data.splits import Dataset, Split, normalise
+from econv.data.sources import NAMES, class_names
+from econv.data.splits import Dataset, Split, fingerprint, normalise
 
 __all__ = [
     "NAMES",
@@ -27,6 +27,8 @@ __all__ = [
     "Dataset",
     "Split",
     "cache_folder",
+    "class_names",
+    "fingerprint",
     "keyed_bits",
     "keyed_uniform",
     "load",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from econv.data.keyed import AUGMENTATION, SHARES, keyed_bits, unit_circle
 from econv.data.splits import Dataset, normalise, unit_range
@@ -30,6 +31,9 @@ class Augmentation:
     The flip comes first and the shift last; only erasing follows. Without ``rotate``, ``scale`` and
     ``stretch`` pixels only move, exactly. Zeros are black before :func:`normalise` and grey after
     it: :func:`prepare` keeps the right order.
+
+    Volumes, ``[batch, channels, depth, height, width]``, are turned by rotations uniform in SO(3),
+    scaled and shifted, by trilinear interpolation with zeros outside. The rest is for images.
 
     >>> x = torch.rand(4, 1, 28, 28)
     >>> augment = Augmentation(rotate=True, shift=2)
@@ -79,17 +83,23 @@ class Augmentation:
         ``indices`` are the samples' numbers in the training split. A CUDA graph wants ``epoch`` as
         a tensor: a number is frozen into it. Many small steps: on a GPU they are worth compiling.
         """
-        return self.apply(x, self.draw(seed, epoch, indices)) if self else x
+        return self.apply(x, self.draw(seed, epoch, indices, x.ndim - 2)) if self else x
 
-    def draw(self, seed: int | Tensor, epoch: int | Tensor, indices: Tensor) -> Tensor:
+    def draw(
+        self, seed: int | Tensor, epoch: int | Tensor, indices: Tensor, dimension: int = 2
+    ) -> Tensor:
         """What happens to each sample, float64 ``[n, 10]``, for :func:`apply`.
 
         Cosine and sine of the angle, shift down and to the right, −1 for a flip; shares of scale
         and of stretch along the axes and along the diagonals; where the erased square lies, as
         shares of the image. A whole epoch may be drawn at once and indexed by sample.
+
+        Of volumes ``[n, 8]``: a quaternion, shifts along x, y and z, and the share of scale.
         """
         if indices.ndim != 1:
             raise ValueError(f"expected indices as [batch]; got {tuple(indices.shape)}")
+        if dimension == 3:
+            return self._draw_in_space(seed, epoch, indices)
         lane = torch.arange(4, device=indices.device)
         bits = keyed_bits(AUGMENTATION, seed, epoch, indices[:, None] * 4 + lane)
         if self.rotate:
@@ -110,15 +120,32 @@ class Augmentation:
         drawn += [share * float(self.erase > 0) for share in (down, right)]
         return torch.stack(drawn, 1)
 
+    def _draw_in_space(self, seed: int | Tensor, epoch: int | Tensor, indices: Tensor) -> Tensor:
+        if self.flip or self.stretch or self.erase or self.padding != "zeros":
+            raise ValueError(
+                f"expected rotate, scale and shift for volumes, with padding 'zeros'; got {self}"
+            )
+        turns = quaternions(AUGMENTATION, seed, epoch, indices)
+        if not self.rotate:
+            turns = torch.eye(1, 4, dtype=turns.dtype, device=turns.device).expand_as(turns)
+        lane = torch.arange(4, device=indices.device)
+        bits = keyed_bits(SHARES, seed, epoch, indices[:, None] * 4 + lane)
+        shifts = ((bits[:, :3] * (2 * self.shift + 1)) >> 32) - self.shift
+        scale = self.scale * (bits[:, 3:].double() * 2.0**-31 - 1)
+        return torch.cat([turns, shifts.double(), scale], 1)
+
     def apply(self, x: Tensor, drawn: Tensor) -> Tensor:
         """The batch changed as :func:`draw` says."""
-        if x.ndim != 4:
+        if x.ndim not in (4, 5):
             raise ValueError(f"expected [batch, channels, height, width]; got {tuple(x.shape)}")
-        if drawn.shape != (len(x), 10):
+        numbers = 10 if x.ndim == 4 else 8
+        if drawn.shape != (len(x), numbers):
             raise ValueError(
-                f"expected one index, or [{len(x)}, 10] as drawn, for each of {len(x)} images; "
-                f"got {tuple(drawn.shape)}"
+                f"expected one index, or [{len(x)}, {numbers}] as drawn, for each of {len(x)} "
+                f"images; got {tuple(drawn.shape)}"
             )
+        if x.ndim == 5:
+            return turn(x, drawn[:, :4], drawn[:, 4:7], drawn[:, 7])
         if self._interpolates:
             x = deform(x, drawn, self.padding, self.scale > 0 or self.stretch > 0)
         elif self.shift or self.flip:
@@ -189,6 +216,54 @@ def deform(x: Tensor, drawn: Tensor, padding: str, stretched: bool = False) -> T
     for half in (8, 4, 2, 1):
         taps = taps[:, :, :half] + taps[:, :, half:]
     return taps.view(x.shape).to(x.dtype)
+
+
+def quaternions(*words: int | Tensor) -> Tensor:
+    """Unit quaternions of rotations uniform in SO(3), float64 ``[n, 4]``, keyed by the words.
+
+    The last word is a tensor ``[n]``.
+    """
+    *first, index = words
+    assert isinstance(index, Tensor)
+    lane = torch.arange(3, device=index.device)
+    bits = keyed_bits(*first, index[:, None] * 3 + lane)
+    share = bits[:, 0].double() * 2.0**-32
+    parts = []
+    for radius, angle in ((1 - share, bits[:, 1]), (share, bits[:, 2])):
+        parts += [radius.sqrt() * part for part in unit_circle(angle)]
+    return torch.stack(parts, 1)
+
+
+def turn(
+    x: Tensor, turns: Tensor, shifts: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """Volumes turned about their centres by quaternions, then shifted, by trilinear interpolation.
+
+    >>> half = torch.tensor([[0.0, 0.0, 0.0, 1.0]])  # about z: x and y change their signs
+    >>> turn(torch.arange(8.0).view(1, 1, 2, 2, 2), half).flatten().tolist()
+    [3.0, 2.0, 1.0, 0.0, 7.0, 6.0, 5.0, 4.0]
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"expected floats, which can be interpolated; got {x.dtype}")
+    r, i, j, k = turns.unbind(1)
+    # The inverse rotation: where each voxel comes from, along x, y and z.
+    rows = (
+        (1 - 2 * (j * j + k * k), 2 * (i * j + k * r), 2 * (i * k - j * r)),
+        (2 * (i * j - k * r), 1 - 2 * (i * i + k * k), 2 * (j * k + i * r)),
+        (2 * (i * k + j * r), 2 * (j * k - i * r), 1 - 2 * (i * i + j * j)),
+    )
+    back = torch.stack([torch.stack(row, 1) for row in rows], 1)
+    # y points up and rows run down; torch measures positions in halves of the sides.
+    halves = [n / 2 for n in x.shape[:1:-1]]
+    halves[1] = -halves[1]
+    sides = torch.stack([torch.full_like(r, half) for half in halves], 1)
+    back = back * (sides[:, None] / sides[:, :, None])
+    if scale is not None:
+        back = back * (1 + scale)[:, None, None]
+    moved = torch.zeros_like(sides) if shifts is None else -shifts / sides
+    theta = torch.cat([back, back @ moved[:, :, None]], 2).to(x.dtype)
+    grid = functional.affine_grid(theta, list(x.shape), align_corners=False)
+    return functional.grid_sample(x, grid, align_corners=False)
 
 
 def _erase(x: Tensor, drawn: Tensor, side: int) -> Tensor:

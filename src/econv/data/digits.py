@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,8 @@ def digits(place: Path | None, seed: int, upright: bool = False) -> Dataset:
     splits = (np.sort(part) for part in np.split(order, [3000, 4000]))
     train, validation, test = (to_split(x[part], y[part]) for part in splits)
     name = "digits_upright" if upright else "digits"
-    return Dataset.of(name, train, validation, test, classes=10)
+    found = Dataset.of(name, train, validation, test, classes=10)
+    return found if upright else replace(found, seed=seed)
 
 
 def embedded(place: Path | None) -> tuple[Array, Array]:

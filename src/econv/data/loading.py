@@ -11,6 +11,7 @@ from pathlib import Path
 from econv.data.digits import digits
 from econv.data.dividing import divided
 from econv.data.keyed import LARGEST_WORD
+from econv.data.modelnet import modelnet10
 from econv.data.official import published
 from econv.data.recreated import recreated as recreation
 from econv.data.sources import NAMES
@@ -44,12 +45,15 @@ def load(
             a random angle; no network), ``"digits_upright"`` (the same as they are, split alike),
             ``"mnist_rot"`` (MNIST-rot-12k), ``"mnist_rot_recreated"``
             (made from MNIST in the same way, and not the same images), ``"mnist"``, ``"cifar10"``
-            or ``"cifar100"``.
+            or ``"cifar100"``; ``"modelnet10_rot"``, volumes of which validation and test have every
+            orientation, or ``"modelnet10_upright"``, of which the test alone has.
         root: the folder for downloads and for what is derived from them; by default
             :func:`cache_folder`.
         source: a folder with the official files or with ``<name>.npz``; one of these files; or an
             ``.npz`` with the arrays ``train_x``, ``train_y``, ``test_x``, ``test_y`` (images NHW or
-            NHWC, uint8). By default ``root``, and what is missing there is downloaded.
+            NHWC, uint8). By default ``root``, and what is missing there is downloaded. Of
+            ModelNet10 it is ``ModelNet10.zip``, or ``modelnet10_voxels.npz`` with volumes of 30³ as
+            packed bits, and nothing is downloaded.
         download: whether that is allowed.
         seed: which images are held out for validation, and how re-created ones turn. Runs that are
             to be compared share it.
@@ -72,7 +76,9 @@ def load(
     place = None if source is None else Path(source).expanduser()
     if name.startswith("digits"):
         return digits(place, seed, upright=name == "digits_upright")
-    if recreated or name == "mnist_rot_recreated":
+    if name.startswith("modelnet10"):
+        found = modelnet10(name, folder, place, seed)
+    elif recreated or name == "mnist_rot_recreated":
         found = replace(recreation(folder, place, download, seed), name=name)
     else:
         found = divided(name, published(name, folder, place, download), seed)

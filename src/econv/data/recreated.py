@@ -10,6 +10,7 @@ import numpy as np
 
 from econv.data.digits import turned
 from econv.data.dividing import divided, stratified
+from econv.data.errors import DataError
 from econv.data.formats import Arrays, Found
 from econv.data.npz import derived, npz_count, read_npz
 from econv.data.official import published
@@ -24,6 +25,11 @@ def recreated(root: Path, place: Path | None, download: bool, seed: int) -> Data
     if ready.is_dir():
         ready = ready / f"{name}.npz"
     if ready.is_file() and ready.suffix == ".npz" and npz_count(ready) != SOURCES["mnist"].train:
+        if seed:
+            raise DataError(
+                f"{ready} has images that were made before: expected MNIST's own files as source "
+                f"to make others, with seed {seed}"
+            )
         return divided(name, replace(read_npz(ready, name), recreated=True), seed)
     mnist = published("mnist", root, place, download)
     upright = mnist.arrays
@@ -40,4 +46,4 @@ def recreated(root: Path, place: Path | None, download: bool, seed: int) -> Data
         return Arrays(turned(x[train], train, seed), y[train], turned(x[test], test, seed), y[test])
 
     arrays = derived(root, f"{name}-{digest.hexdigest()[:16]}-{seed}", make, recreated=True)
-    return divided(name, Found(arrays, True, mnist.unverified), seed)
+    return replace(divided(name, Found(arrays, True, mnist.unverified), seed), seed=seed)

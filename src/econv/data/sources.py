@@ -148,5 +148,28 @@ SOURCES = {
     ),
 }
 
-NAMES = ("digits", "digits_upright", *SOURCES)
+NAMES = ("digits", "digits_upright", "modelnet10_rot", "modelnet10_upright", *SOURCES)
 """The data sets that :func:`econv.data.load` knows."""
+
+_CLASSES = {
+    "cifar10": "airplane automobile bird cat deer dog frog horse ship truck",
+    "cifar100": "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy "
+    "bridge bus butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud "
+    "cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl "
+    "hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree "
+    "motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck "
+    "pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal "
+    "shark shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper "
+    "table tank telephone television tiger tractor train trout tulip turtle wardrobe whale "
+    "willow_tree wolf woman worm",
+}
+
+
+def class_names(name: str, count: int) -> tuple[str, ...]:
+    """The names of the classes of a data set, in their order; their numbers if they have none.
+
+    >>> class_names("cifar10", 10)[3], class_names("mnist", 10)[3]
+    ('cat', '3')
+    """
+    names = _CLASSES.get(name, "").split()
+    return tuple(names) if len(names) == count else tuple(map(str, range(count)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +13,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Split:
-    """Images ``x``, uint8 ``[n, channels, height, width]``, and classes ``y``, int64 ``[n]``."""
+    """Images ``x``, uint8 ``[n, channels, height, width]``, and classes ``y``, int64 ``[n]``.
+
+    Or volumes ``[n, channels, depth, height, width]``.
+    """
 
     x: Tensor
     y: Tensor
 
     def __post_init__(self) -> None:
-        if self.x.dtype != torch.uint8 or self.x.ndim != 4:
+        if self.x.dtype != torch.uint8 or self.x.ndim not in (4, 5):
             raise ValueError(
                 "expected images as uint8 [n, channels, height, width]; "
                 f"got {self.x.dtype} {tuple(self.x.shape)}"
@@ -46,7 +50,8 @@ class Dataset:
 
     ``mean`` and ``std`` are per channel, of ``x / 255`` over the training split alone.
     ``recreated`` says that the images stand in for a published data set that they are not, and
-    ``unverified`` that no checksum vouches for them.
+    ``unverified`` that no checksum vouches for them. ``seed`` is the one that images were made
+    again with; ``None`` where they are what they are.
 
     >>> images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1)
     >>> split = Split(images, torch.tensor([0, 1, 0, 1, 0, 1]))
@@ -64,6 +69,7 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     unverified: bool = False
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.classes < 1:
@@ -123,6 +129,15 @@ class Dataset:
         return replace(self, train=train, mean=mean, std=std)
 
 
+def fingerprint(data: Dataset) -> str:
+    """SHA-256 of the name and of the images and classes of all splits."""
+    found = hashlib.sha256(data.name.encode())
+    for split in (data.train, data.validation, data.test):
+        for tensor in (split.x, split.y):
+            found.update(tensor.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
 def normalise(x: Tensor, dataset: Dataset) -> Tensor:
     """Pixels to mean 0 and std 1 per channel, float32: (x/255 − mean) / std.
 
@@ -134,7 +149,7 @@ def normalise(x: Tensor, dataset: Dataset) -> Tensor:
     >>> normalise(pixels, data).flatten().tolist()
     [-1.0, 1.0]
     """
-    if x.ndim != 4 or x.shape[1] != len(dataset.mean):
+    if x.ndim not in (4, 5) or x.shape[1] != len(dataset.mean):
         raise ValueError(
             f"expected [batch, {len(dataset.mean)}, height, width]; got {tuple(x.shape)}"
         )
@@ -146,7 +161,7 @@ def normalise(x: Tensor, dataset: Dataset) -> Tensor:
 def _per_channel(values: Sequence[float], x: Tensor) -> float | Tensor:
     if len(values) == 1:
         return values[0]
-    filled = [torch.full((1, 1, 1), value, device=x.device) for value in values]
+    filled = [torch.full((1,) * (x.ndim - 1), value, device=x.device) for value in values]
     return torch.cat(filled)
 
 
@@ -162,8 +177,9 @@ def statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     second = torch.zeros_like(first)
     for images in x.split(2048):
         values = images.to(torch.int32)
-        first += values.sum((0, 2, 3), dtype=torch.int64)
-        second += (values * values).sum((0, 2, 3), dtype=torch.int64)
+        axes = (0, *range(2, x.ndim))
+        first += values.sum(axes, dtype=torch.int64)
+        second += (values * values).sum(axes, dtype=torch.int64)
     count = x.numel() // x.shape[1]
     mean, std = [], []
     for total, squares in zip(first.tolist(), second.tolist(), strict=True):

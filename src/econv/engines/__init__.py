@@ -8,18 +8,9 @@ from __future__ import annotations
 
 from econv.engines.choice import engine, keep, kept, noted, resolve
 from econv.engines.door import convolve, explain, fuses
-from econv.engines.problem import (
-    Convolution,
-    Engine,
-    Part,
-    Problem,
-    Prologue,
-    Weight,
-    convolution,
-    memory_format,
-    without_autocast,
-)
+from econv.engines.problem import Convolution, Engine, Part, Problem, Prologue, Weight, convolution
 from econv.engines.registry import ENGINES, check_name
+from econv.tensors import memory_format, without_autocast
 
 __all__ = [
     "ENGINES",

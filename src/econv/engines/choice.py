@@ -27,21 +27,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from econv.engines import dense
-from econv.engines.problem import (
-    Engine,
-    Problem,
-    Prologue,
-    Weight,
-    tf32_allowed,
-    times,
-    without_autocast,
-)
+from econv.engines.problem import Engine, Problem, Prologue, Weight, times
 from econv.engines.registry import ENGINES, check_name, first_able
 from econv.engines.spectral import operator
 from econv.files import cache_folder, processor_name, write_atomically
+from econv.gpu.devices import tf32_allowed
+from econv.tensors import undisturbed
 
 __all__ = ["Times", "choose", "engine", "keep", "kept", "measured", "noted", "resolve"]
 
@@ -135,7 +128,8 @@ def choose(problem: Problem) -> Engine:
         return first_able(problem.engine, problem)
     kind = _kind(problem)
     circumstances = (may_measure(), _tf32(problem), _store() is not None, len(operator.FAILED))
-    key = (problem, kind, circumstances)
+    # By its name: what is remembered of a convolution must not outlive its layers with its plans.
+    key = (problem.convolution.name, *problem[1:], kind, circumstances)
     found = _memory.get(key)
     if found is None:
         found = _decide(problem, kind)
@@ -146,7 +140,7 @@ def choose(problem: Problem) -> Engine:
     return found
 
 
-_MOST_MEMORIES = 4096
+_MOST_MEMORIES = 4096  # of each kind, in the file too
 _memory: dict[tuple[Any, ...], Engine] = {}  # of calls, for as long as nothing changes
 _decided: dict[str, str] = {}  # by measuring, here or where it was `kept`
 _times: dict[Path, dict[str, dict[str, Times]]] = {}  # by file: read, and measured since
@@ -193,7 +187,7 @@ def _decide(problem: Problem, kind: str) -> Engine:
         later = best["device"]
         if problem.device.type == "cuda" and kind == "call" and later not in (None, best["call"]):
             # A CUDA graph captured later takes it, and cannot compile it. What fails is told then.
-            with _undisturbed(problem.device), contextlib.suppress(Exception):
+            with undisturbed(problem.device), contextlib.suppress(Exception):
                 for fused in {False, later.fuses and problem.convolution.groups == 1}:
                     _pass(later, problem, fused)()
     return best[kind] or by_rule
@@ -207,6 +201,8 @@ def _settled(
         return dict.fromkeys(keys.values(), "dense")
     key = keys[kind]
     new = _decided.get(key) not in able
+    if new and len(_decided) >= _MOST_MEMORIES:
+        return {}  # a rule decides
     alike = [one for one in _decided if one.rpartition(" ")[0] == key.rpartition(" ")[0]]
     if new and len(alike) >= _MOST_SIZES:
         largest = _decided[max(alike, key=lambda one: (_pixels(one), one))]
@@ -302,7 +298,8 @@ def measured(problem: Problem, may_run: bool = True) -> dict[str, Times]:
     if found and all(math.isfinite(times.call) for times in found.values()):
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _times[path] = {**_read(path), **_times[path]}
+            every = {**_read(path), **_times[path]}
+            _times[path] = dict([*every.items()][-_MOST_MEMORIES:])
             write_atomically(path, json.dumps(_times[path]).encode())
     return found
 
@@ -322,7 +319,7 @@ def _read(path: Path) -> dict[str, dict[str, Times]]:
 def _measure(problem: Problem) -> dict[str, Times]:
     """Time the candidates, one after the other; nothing if the dense engine raises an error."""
     found: dict[str, Times] = {}
-    with _undisturbed(problem.device):
+    with undisturbed(problem.device):
         for one in candidates(problem):
             try:
                 found[one.name] = _time(_pass(one, problem), problem.device)
@@ -336,18 +333,6 @@ def _measure(problem: Problem) -> dict[str, Times]:
         if problem.device.type == "cuda":
             torch.cuda.empty_cache()
     return found
-
-
-@contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Passes inside are no part of what runs around: no modes, no hooks, no autocast of it."""
-    place: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    hooks: Any = contextlib.nullcontext()
-    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-    modes, inference = _disable_current_modes(), torch.inference_mode(False)
-    with place, hooks, modes, inference, without_autocast(device):
-        yield
 
 
 def _pass(one: Engine, problem: Problem, fused: bool = False) -> Callable[[], None]:

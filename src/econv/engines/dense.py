@@ -16,20 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines.devices import DTYPES, works
-from econv.engines.problem import (
-    Convolution,
-    Engine,
-    Problem,
-    Prologue,
-    Weight,
-    bordered,
-    exporting,
-    memory_format,
-    one_by_one,
-    transformed,
-)
+from econv.engines.problem import Convolution, Engine, Problem, Prologue, Weight, bordered
 from econv.fourier import representation
+from econv.gpu.devices import DTYPES, works
+from econv.tensors import exporting, memory_format, one_by_one, transformed
 
 __all__ = ["TABLES", "Dense", "convolve", "filter_offsets", "filters", "tables"]
 
@@ -92,13 +82,8 @@ def _has_kernel(problem: Problem, weight: Weight) -> bool:
     ours = ours and problem.convolution.dimension == 2
     if not ours or weight.learned.dtype not in DTYPES or problem.dtype not in DTYPES:
         return False
-    return works("the kernel that expands filters", problem.device, partial(_attempt, problem))
-
-
-def _attempt(problem: Problem) -> None:
-    from econv.engines import filter_kernel
-
-    filter_kernel.attempt(problem.device)
+    kernel = "econv.engines.filter_kernel"
+    return works("the kernel that expands filters", problem.device, kernel)
 
 
 def filters(
@@ -127,9 +112,9 @@ def filters(
     bank = _expand(learned, synthesis)  # [out, in, order, pixels]
     if more:  # what turns comes last, and is read in frame A as ρ(A)⁻¹v
         banks = list(bank.split([n * convolution.width(k) for k, n in convolution.parts], 1))
-        for place, turns in enumerate(more, len(banks) - len(more)):
-            own = banks[place].unflatten(1, (-1, turns.shape[-1]))
-            banks[place] = torch.einsum("ovcgp,gcd->ovdgp", own, turns).flatten(1, 2)
+        for part, turns in enumerate(more, len(banks) - len(more)):
+            own = banks[part].unflatten(1, (-1, turns.shape[-1]))
+            banks[part] = torch.einsum("ovcgp,gcd->ovdgp", own, turns).flatten(1, 2)
         bank = torch.cat(banks, dim=1)
     return bank.transpose(1, 2).flatten(0, 1).unflatten(-1, pixels)
 

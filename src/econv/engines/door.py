@@ -14,18 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from econv.engines import choice
-from econv.engines.problem import (
-    Convolution,
-    Problem,
-    Prologue,
-    Weight,
-    convolution_named,
-    exporting,
-    transformed,
-    without_autocast,
-)
+from econv.engines.problem import Convolution, Problem, Prologue, Weight, convolution_named
 from econv.engines.registry import ENGINES
 from econv.engines.spectral.operator import EngineError, give_up
+from econv.tensors import exporting, transformed, without_autocast
 
 __all__ = ["convolve", "explain", "fuses"]
 

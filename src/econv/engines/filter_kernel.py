@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from econv.engines.devices import on_device
+from econv.gpu.devices import on_device
 
 __all__ = ["attempt", "expand", "gradient"]
 

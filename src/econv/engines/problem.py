@@ -10,12 +10,10 @@ import dataclasses
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,6 +23,7 @@ from torch.nn import functional
 from econv.basis import FilterBasis
 from econv.fourier import KINDS
 from econv.plan import SpectralPlan, spectral_plan
+from econv.tensors import autocasts, memory_format, replicate, transformed, watched
 
 
 class Geometry(NamedTuple):
@@ -117,7 +116,14 @@ class Convolution:
 
     def plan(self, part: Part) -> SpectralPlan:
         """The spectral factorisation of the layer on one part of its input."""
-        return spectral_plan(self.basis, part.kind, self.target)
+        if part.kind not in self._plans:
+            self._plans[part.kind] = spectral_plan(self.basis, part.kind, self.target)
+        return self._plans[part.kind]
+
+    @cached_property
+    def _plans(self) -> dict[str, SpectralPlan]:
+        """Those that were asked for: they last as long as the layers do."""
+        return {}
 
     @property
     def dimension(self) -> int:
@@ -151,7 +157,7 @@ class Convolution:
 
 # They last as long as layers do, the latest a little longer: copies are made of what is gone.
 _NAMED: WeakValueDictionary[str, Convolution] = WeakValueDictionary()
-_latest: deque[Convolution] = deque(maxlen=64)
+_latest: deque[Convolution] = deque(maxlen=16)
 
 
 def convolution(*properties: Any, **others: Any) -> Convolution:
@@ -211,7 +217,7 @@ class Problem(NamedTuple):
         if context is None:
             context = "transformed" if transformed() else "eager"
             context = "watched" if watched(x) or watched(weight) else context
-        rounded = x.dtype != torch.float64 and _autocasts(x.device)
+        rounded = x.dtype != torch.float64 and autocasts(x.device)
         dtype = torch.get_autocast_dtype(x.device.type) if rounded else x.dtype
         last = memory_format(x) is not torch.contiguous_format
         images = (batch, tuple(sizes), dtype, x.device, last)
@@ -318,113 +324,9 @@ def bordered(convolution: Convolution, x: Tensor) -> tuple[Tensor, int]:
     return padded.contiguous(memory_format=memory_format(x)), 0
 
 
-def replicate(x: Tensor, before: int, after: int, axes: tuple[int, ...] | None = None) -> Tensor:
-    """The image with its outermost pixels repeated, so often before and after each axis.
-
-    Unlike that of `torch.nn.functional.pad`, its gradient can be compiled in every memory format.
-    """
-    for dim in range(2, x.ndim) if axes is None else axes:
-        first, last = x.narrow(dim, 0, 1), x.narrow(dim, -1, 1)
-        x = torch.cat([*[first] * before, x, *[last] * after], dim)
-    return x
-
-
-def memory_format(x: Tensor) -> torch.memory_format:
-    """The layout of a batch of images or volumes, to be kept by what is computed from it."""
-    channels, pixels = x.shape[1], math.prod(x.shape[2:])
-    # One channel lies in both ways; what was made channels-last tells by its stride, as for torch.
-    if x.is_contiguous() and (channels > 1 or x.stride(1) > 1 or pixels == 1):
-        return torch.contiguous_format
-    # By the strides: inside `torch.func.vmap` torch does not answer for channels-last.
-    steps = [channels * math.prod(x.shape[n:]) for n in range(3, x.ndim + 1)]
-    strides = (channels * pixels, 1, *steps)
-    last = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
-    if not last:
-        return torch.contiguous_format
-    return torch.channels_last if x.ndim == 4 else torch.channels_last_3d
-
-
 def times(sizes: Iterable[int]) -> str:
     """Sizes as a text, such as 8×9."""
     return "×".join(map(str, sizes))
-
-
-def tf32_allowed() -> bool:
-    """Whether GPUs may round what convolutions multiply in float32."""
-    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-
-
-def watched(x: Tensor) -> bool:
-    """Whether a tracer, or whatever else watches, must see operations of torch."""
-    watching = torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0
-    watching = watching or functionalised()
-    return watching or type(x) not in (Tensor, torch.nn.Parameter)
-
-
-def exporting() -> bool:
-    """Whether `torch.export` follows; its own question is answered wrongly inside a compiler."""
-    return torch.compiler._is_exporting_flag
-
-
-def transformed() -> bool:
-    """Whether functions are being transformed (vmap, jvp …) in ways that kernels do not know."""
-    forward_mode = torch.autograd.forward_ad._current_level >= 0
-    return forward_mode or torch._C._are_functorch_transforms_active()
-
-
-def functionalised() -> bool:
-    """Whether `torch.func.functionalize` follows, which knows no functions of autograd."""
-    if not torch._C._are_functorch_transforms_active():
-        return False
-    found = torch._C._functorch.get_interpreter_stack() or []
-    return any(one.key() == torch._C._functorch.TransformType.Functionalize for one in found)
-
-
-_Found = TypeVar("_Found", Tensor, tuple[Tensor | None, ...])
-
-
-def one_by_one(run: Callable[..., _Found], *given: Tensor | None) -> _Found:
-    """Apply a function; to each member where torch batches gradients by a way of its own.
-
-    It does for ``is_grads_batched`` and ``vectorize=True``, and knows few operations there.
-    """
-    batched = torch._C._functorch.is_legacy_batchedtensor
-    if not any(t is not None and batched(t) for t in given):
-        return run(*given)
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    while not any(_at(t, level) for t in given):  # of blocks within one another the innermost
-        level -= 1
-    each = [
-        repeat(t) if t is None or not _at(t, level) else torch._remove_batch_dim(t, level, 1, 0)
-        for t in given
-    ]
-    found = [one_by_one(run, *one) for one in zip(*each, strict=False)]
-
-    def joined(parts: Any) -> Any:
-        return None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level)
-
-    if isinstance(found[0], tuple):
-        return tuple(joined(parts) for parts in zip(*found, strict=True))
-    return joined(found)
-
-
-def _at(x: Tensor | None, level: int) -> bool:
-    """Whether a tensor is batched at a level of torch's own batching."""
-    if x is None or not torch._C._functorch.is_legacy_batchedtensor(x):
-        return False
-    # Where it is not, the size that is asked for is made up.
-    one, two = (torch._remove_batch_dim(x, level, n, 0).shape[0] for n in (2, 3))
-    return one == two
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast is off inside: engines round where they say so."""
-    return torch.autocast(device.type, enabled=False) if _autocasts(device) else nullcontext()
-
-
-def _autocasts(device: torch.device) -> bool:
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def _hint(size: Any) -> int:

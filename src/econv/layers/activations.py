@@ -265,11 +265,11 @@ def limited(
     counts = _counts(oversample, width)
     grids = _HALVES[dimension][oversample]
     if oversample == 1:
-        return _blurred(x, lines, counts, grids[0], 0, function)
+        return _blurred(function(x), lines, counts, grids[0], 0)
     parts = []
     for halves in grids:
         points = _blurred(x, lines, counts, halves, 0)
-        parts.append(_blurred(points, lines, counts, halves, 1, function))
+        parts.append(_blurred(function(points), lines, counts, halves, 1))
     return sum(parts[1:], parts[0]) / oversample
 
 
@@ -279,9 +279,8 @@ def _blurred(
     counts: dict[str, int],
     halves: tuple[int, ...],
     back: int,
-    function: Function | None = None,
 ) -> Tensor:
-    """Weighted means of pixels, or of a function of them, of those that there are.
+    """Weighted means of pixels, of those that there are.
 
     Along an axis that is a ``half`` between them, n of them have n + 1, and with ``back`` n + 1
     have n.
@@ -293,7 +292,7 @@ def _blurred(
 
     def across(x: Tensor) -> Tensor:
         window = ((taps[-2], taps[-1]), (pads[-2], pads[-1]))
-        return mean_of_pixels(x, weights[-2], weights[-1], *window, function)
+        return mean_of_pixels(x, weights[-2], weights[-1], *window)
 
     def along(x: Tensor) -> Tensor:
         return mean_of_pixels(x, weights[0], weights[0].new_ones(1), (taps[0], 1), (pads[0], 0))

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from econv.engines import memory_format
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_fields, positive, read_group
+from econv.layers.checks import check_factory, check_fields, positive, read_group
 from econv.layers.constants import WithConstants
 
 __all__ = [
@@ -38,6 +38,7 @@ class GroupAttentionPool(WithConstants):
         super().__init__()
         self.fields = positive("fields", fields)
         self.group = read_group(group, self.dimension, type(self).__name__)
+        check_factory(device, dtype)
         shape = (fields, self.group.order)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self._refresh_constants()
@@ -137,6 +138,7 @@ class GroupFrameScore2d(WithConstants):
         super().__init__()
         self.fields, self.side = positive("fields", fields), positive("side", side)
         self.group = read_group(group, 2, type(self).__name__)
+        check_factory(device, dtype)
         self.weight = nn.Parameter(torch.empty(fields, side * side, device=device, dtype=dtype))
         self._refresh_constants()
         self.reset_parameters()

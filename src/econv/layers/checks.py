@@ -63,8 +63,12 @@ def truth(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_dtype(dtype: Any) -> None:
-    """A dtype that parameters can have; ``None`` is torch's default."""
+def check_factory(device: Any, dtype: Any) -> None:
+    """A device, and a dtype that parameters can have; ``None`` is torch's default."""
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"expected device as 'cpu' or 'cuda:0' are; got {device!r}") from error
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:

@@ -233,6 +233,18 @@ class Curl2d(nn.Module):
         """Differentiate ``[batch, n, height, width]``."""
         check_rank(x)
         check_filled(x)
+        if not torch.compiler.is_compiling() and not torch._C._is_tracing():
+            each = (
+                (self.padding_mode,) * 2
+                if isinstance(self.padding_mode, str)
+                else self.padding_mode
+            )
+            least = [1 + (mode == "reflect") for mode in each]
+            if any(n < most for n, most in zip(x.shape[2:], least, strict=True)):
+                raise ValueError(
+                    f"expected images of at least {least[0]}×{least[1]} pixels with "
+                    f"padding_mode={self.padding_mode!r}; got {tuple(x.shape)}"
+                )
         flow = curl(x, self.spacing, self.padding_mode)
         return flow.contiguous(memory_format=memory_format(x))
 

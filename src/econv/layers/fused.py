@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from econv import engines
-from econv.engines.devices import DEVICES
-from econv.engines.problem import transformed, watched
+from econv.gpu.devices import DEVICES
 from econv.layers.convolution import GroupConv2d
 from econv.layers.normalisation import GroupBatchNorm2d
 from econv.layers.pooled import activates
+from econv.tensors import transformed, watched
 
 __all__ = ["may_fuse", "norm_relu", "norm_relu_conv"]
 

@@ -14,28 +14,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from econv.engines.devices import on_device
-from econv.engines.problem import Prologue, memory_format
-from econv.engines.spectral.tiling import Like
-from econv.engines.spectral.triton import launches
-from econv.engines.spectral.triton.kernels import (
+from econv.engines.problem import Prologue
+from econv.gpu import passes
+from econv.gpu.devices import on_device
+from econv.gpu.launch import launch_all
+from econv.gpu.passes import (
     added_up,
+    adding_up,
     begun,
+    by_rows,
+    like,
     numbers_of,
     rectified,
     store_sums,
+    sums_of,
     tile_of,
 )
-from econv.engines.spectral.triton.launch import launch_all
-from econv.engines.spectral.triton.launches import (
-    activation_backward,
-    adding_up,
-    by_rows,
-    like,
-    sums_of,
-)
+from econv.gpu.sizes import Like
+from econv.tensors import memory_format
 
-__all__ = ["activated", "activation_backward", "attempt", "field_statistics", "norm_gradient"]
+__all__ = ["activated", "attempt", "field_statistics", "norm_gradient"]
 
 
 @triton.jit
@@ -211,7 +209,7 @@ def field_statistics(
     assert launch is not None
     with on_device(x):
         sums = sums_of(launch, fields, x.device)
-        found = launches.empty((4, fields), torch.float32, x.device)
+        found = passes.empty((4, fields), torch.float32, x.device)
         adding = adding_up(add_statistics, sums.shape, numbers, (x.dtype, *dtypes), **constants)
         given = (sums if tensor is None else tensor for tensor in others)  # any stands for none
         launch_all([(launch, (x, sums, found)), (adding, (sums, *given, found))])

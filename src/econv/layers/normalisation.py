@@ -16,7 +16,7 @@ from econv.engines import memory_format
 from econv.groups import GroupLike
 from econv.layers import pooled
 from econv.layers.checks import (
-    check_dtype,
+    check_factory,
     check_fields,
     check_groups,
     check_statistics,
@@ -61,7 +61,7 @@ class GroupBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_statistics(eps, momentum)
-        check_dtype(dtype)
+        check_factory(device, dtype)
         options = truth("affine", affine), truth("track_running_stats", track_running_stats)
         super().__init__(positive("fields", fields), eps, momentum, *options, device, dtype)
         self.fields = fields
@@ -164,6 +164,7 @@ class GroupBatchNorm(_BatchNorm):
 class GroupBatchNorm2d(GroupBatchNorm):
     """Batch norm with one mean, variance, scale and bias per *field*, which equivariance needs.
 
+    ``[batch, fields * order, height, width]`` in and out.
     The statistics run over batch, orientations and pixels. Arguments and state are those of
     `BatchNorm2d` with ``fields`` in place of channels. To share the statistics of several
     processes, use :func:`~econv.convert_sync_batchnorm`; torch's own conversion, which does not
@@ -218,7 +219,7 @@ class GroupInstanceNorm(_InstanceNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_statistics(eps, momentum)
-        check_dtype(dtype)
+        check_factory(device, dtype)
         options = truth("affine", affine), truth("track_running_stats", track_running_stats)
         super().__init__(positive("fields", fields), eps, momentum, *options, device, dtype)
         self.fields = fields
@@ -245,6 +246,7 @@ class GroupInstanceNorm(_InstanceNorm):
 class GroupInstanceNorm2d(GroupInstanceNorm):
     """Instance norm with one mean and variance per sample and *field*, over all its orientations.
 
+    ``[batch, fields * order, height, width]`` in and out.
     Arguments and state are those of `InstanceNorm2d` with ``fields`` in place of channels.
 
     >>> GroupInstanceNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
@@ -287,7 +289,7 @@ class _FieldAffine(nn.Module):
         super().__init__()
         self.fields = positive("fields", fields)
         check_statistics(eps)
-        check_dtype(dtype)
+        check_factory(device, dtype)
         self.group = read_group(group, self.dimension, type(self).__name__)
         self.eps = eps
         self._order = self.group.order
@@ -340,7 +342,9 @@ class GroupGroupNorm(_FieldAffine):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[batch, fields * order, …]``."""
         check_fields(x, self.fields, self.group, self.weight)
-        normed = functional.group_norm(x, self.num_groups, *self._by_channel(), self.eps)
+        # torch's gradient ends the process where channels are last and the input needs none itself.
+        safe = x if x.requires_grad or not x.is_cpu else x.contiguous()
+        normed = functional.group_norm(safe, self.num_groups, *self._by_channel(), self.eps)
         return normed.contiguous(memory_format=memory_format(x))
 
     def extra_repr(self) -> str:
@@ -350,6 +354,7 @@ class GroupGroupNorm(_FieldAffine):
 class GroupGroupNorm2d(GroupGroupNorm):
     """Group norm over blocks of whole fields, with one scale and one bias per *field*.
 
+    ``[batch, fields * order, height, width]`` in and out.
     `GroupNorm` on ``fields`` in place of channels: each of ``num_groups`` blocks is normalised over
     its fields, all their orientations and all pixels.
 
@@ -403,7 +408,8 @@ class GroupLayerNorm(_FieldAffine):
 class GroupLayerNorm2d(GroupLayerNorm):
     """Layer norm over all fields and orientations of a pixel; one scale and one bias per *field*.
 
-    What ConvNeXt calls LayerNorm2d, made equivariant.
+    ``[batch, fields * order, height, width]`` in and out. What ConvNeXt calls
+    LayerNorm2d, made equivariant.
 
     >>> GroupLayerNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
     torch.Size([2, 32, 8, 8])
@@ -427,6 +433,10 @@ def calibrate(model: nn.Module, images: Tensor) -> nn.Module:
 
     An untrained network in eval mode otherwise applies statistics that it has never seen.
     Returns the model, in eval mode.
+
+    >>> norm = nn.BatchNorm2d(1)
+    >>> calibrate(norm, torch.full((2, 1, 4, 4), 3.0)).running_mean
+    tensor([3.])
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     model.eval()

@@ -13,7 +13,7 @@ from torch.nn import functional
 from econv.engines import memory_format
 from econv.groups import Group, GroupLike
 from econv.layers.checks import (
-    check_dtype,
+    check_factory,
     check_fields,
     check_multiple,
     check_rank,
@@ -190,6 +190,8 @@ class GroupDropout(nn.Module):
 class GroupDropout2d(GroupDropout):
     """Drops whole fields: all orientations and pixels of a field together.
 
+    ``[batch, fields * order, height, width]`` in and out; in eval mode the input itself.
+
     >>> import torch
     >>> GroupDropout2d("p8", p=0.2).eval()(torch.ones(1, 16, 4, 4)).sum().item()
     256.0
@@ -283,7 +285,7 @@ class FieldParameter(nn.Module):
         self.initial = number("initial", initial)
         self.pixels = pixels
         self._order = self.group.order
-        check_dtype(dtype)
+        check_factory(device, dtype)
         self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -320,7 +322,7 @@ class GroupPReLU(nn.Module):
         self.group = read_group(group, self.dimension, type(self).__name__)
         self.init = number("init", init)
         self._order = self.group.order
-        check_dtype(dtype)
+        check_factory(device, dtype)
         self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -340,6 +342,8 @@ class GroupPReLU(nn.Module):
 
 class GroupPReLU2d(GroupPReLU):
     """`PReLU` with one slope per *field*.
+
+    ``[batch, fields * order, height, width]`` in and out.
 
     >>> import torch
     >>> GroupPReLU2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
@@ -389,8 +393,12 @@ class Restrict(WithConstants):
 class Restrict2d(Restrict):
     """:func:`restrict` as a module.
 
-    Its input turns as features of ``whole``, its output as features of ``subgroup``; for the
+    ``[batch, fields * order, …]`` in and out: more fields, of a smaller order. Its input turns
+    as features of ``whole``, its output as features of ``subgroup``; for the
     elements of the subgroup it commutes with both.
+
+    >>> Restrict2d("p8", "p4")(torch.randn(1, 3 * 8, 5, 5)).shape  # 6 fields of p4
+    torch.Size([1, 24, 5, 5])
     """
 
     dimension = 2

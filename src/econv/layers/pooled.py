@@ -7,7 +7,6 @@ several processes, and brought together.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from econv.engines import Prologue, memory_format
-from econv.engines.devices import DTYPES, on_device, works
-from econv.engines.problem import transformed, watched
+from econv.gpu.devices import DTYPES, on_device, works
+from econv.tensors import transformed, watched
 
 __all__ = ["Running", "activated", "activates", "affine", "normalise", "rows", "usable"]
 
@@ -96,13 +95,7 @@ def activates(x: Tensor) -> bool:
     """Whether a kernel writes what `activated` gives."""
     if x.dtype not in DTYPES:
         return False
-    return works("norm and ReLU in one kernel", x.device, partial(_attempt, x.device))
-
-
-def _attempt(device: torch.device) -> None:
-    from econv.layers import norm_kernels
-
-    norm_kernels.attempt(device)
+    return works("norm and ReLU in one kernel", x.device, "econv.layers.norm_kernels")
 
 
 def activated(
@@ -238,14 +231,16 @@ class _Activated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, to_same: Tensor | None) -> tuple[Tensor | None, ...]:
-        from econv.layers.norm_kernels import activation_backward
+        from econv.gpu.passes import activation_gradient
 
         x, weight, bias, numbers = ctx.saved_tensors
         g = torch.zeros_like(x) if g is None else g
         if torch.is_grad_enabled():
             return _again(ctx, (x, weight, bias), g, (to_same,), ctx.fixed, True)
         with on_device(x):
-            _, to_rows = activation_backward(g, x, numbers[:3], write=False)
+            found = activation_gradient(g, x, numbers[:3], write=False)
+        assert found is not None
+        to_rows = found[1]
         fixed = ctx.fixed is not None
         return _found(x, weight, bias, numbers, g, to_rows, to_same, True, fixed)
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from econv.engines import memory_format
-from econv.engines.problem import one_by_one, replicate, transformed, watched
 from econv.layers.checks import (
     LARGEST_IMAGE,
     check_filled,
@@ -26,6 +25,7 @@ from econv.layers.checks import (
 from econv.layers.constants import WithConstants
 from econv.layers.shift import mean_of_four
 from econv.layers.slices import by_slices
+from econv.tensors import one_by_one, replicate, transformed, watched
 
 __all__ = [
     "CentredAvgPool",
@@ -626,18 +626,17 @@ class CentredPool(nn.Module):
 
     def points(self, size: int) -> int:
         """How many points of an axis the windows fill, without the padding."""
-        padded = size + 2 * self.padding
-        if not _symbolic(size) and padded < self.kernel_size:
+        # As in torch, no window starts in the padding at the far end: only so many more pixels may
+        # be missing from the last window.
+        most = min(self.stride - 1, self.kernel_size - self.padding - 1)
+        missing = most if self.ceil_mode else 0
+        # A window as wide as both paddings sees no pixel alone: then there must be two.
+        least = self.kernel_size - 2 * self.padding or self.stride - missing
+        if not _symbolic(size) and size < least:
             raise ValueError(
-                f"expected an image of at least {self.kernel_size - 2 * self.padding} pixels along "
-                f"each side; got {size}"
+                f"expected an image of at least {least} pixels along each side; got {size}"
             )
-        windows = window_count(size, self.kernel_size, self.stride, 2 * self.padding)
-        if self.ceil_mode:
-            # As in torch, no window starts in the padding at the far end: only so many more pixels
-            # may be missing from the last window.
-            missing = min(self.stride - 1, self.kernel_size - self.padding - 1)
-            windows = (padded - self.kernel_size + missing) // self.stride + 1
+        windows = window_count(size + missing, self.kernel_size, self.stride, 2 * self.padding)
         return self.stride * (windows - 1) + self.kernel_size - 2 * self.padding
 
     def forward(self, x: Tensor) -> Tensor:
@@ -709,6 +708,8 @@ class CentredAvgPool(CentredPool):
 
     def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
         """Pool the points that ``recentre`` finds."""
+        if self.dimension == 3 and x.dtype == torch.float16 and x.is_cpu:
+            return self.pool(x.float(), recentre).to(x.dtype)  # torch has no such kernel
         window = (self.kernel_size, self.stride)
         average = by_dimension("avg_pool", self.dimension)
         means = average(recentre(x, *self._sizes(x)), *window, self.padding)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines.devices import DTYPES, on_device, ran, works
-from econv.engines.problem import memory_format, one_by_one, transformed, watched
+from econv.gpu.devices import DTYPES, on_device, ran, works
+from econv.tensors import memory_format, one_by_one, transformed, watched
 
 __all__ = ["mean_of_four"]
 

@@ -16,7 +16,8 @@ The rooms, from the bottom up: `errors`; `processes`, who trains together; `exec
 way of running a step and number formats; `capture`, a step as a CUDA graph; `parts`, dropout and
 norms for both; `optimise`, all parameters as one vector; `trainer`, one state and its step;
 `checkpoints`; `messages` and `board`, what is told meanwhile; `loop`, phases and epochs; `runs`,
-from arguments to the record; `command`, the same from the shell.
+from arguments to the record; `publishing`, its weights for others; `command`, the same from the
+shell.
 """
 
 from econv.train.command import TRAINED_BEFORE, add_arguments, main
@@ -24,6 +25,7 @@ from econv.train.errors import CheckpointError, DivergedError, TrainingError, Wo
 from econv.train.execution import PRECISIONS, STEPS
 from econv.train.parts import KeyedDropout
 from econv.train.processes import leave
+from econv.train.publishing import Evaluation, publish
 from econv.train.runs import run
 
 __all__ = [
@@ -32,11 +34,13 @@ __all__ = [
     "TRAINED_BEFORE",
     "CheckpointError",
     "DivergedError",
+    "Evaluation",
     "KeyedDropout",
     "TrainingError",
     "WorkerLostError",
     "add_arguments",
     "leave",
     "main",
+    "publish",
     "run",
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from econv.recipes import RECIPES, Recipe, recipe
-from econv.records import path_of
+from econv.records import path_of, run_name
 from econv.train.errors import TrainingError
 from econv.train.execution import PRECISIONS, STEPS
 from econv.train.processes import leave
@@ -52,9 +52,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="train on MNIST-rot made again from MNIST, where the recipe's are the official images",
     )
+    add(
+        "--data-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="which re-creation: other angles and another division (default: %(default)s)",
+    )
     add("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
     add("--output", type=Path, default=Path("outputs"), metavar="FOLDER", help="for checkpoints")
     add("--records", type=Path, default=Path("records"), metavar="FOLDER", help="for records")
+    add(
+        "--weights",
+        type=Path,
+        metavar="FOLDER",
+        help="publish the first seed's weights there, with a model card, for econv verify",
+    )
     add("--fresh", action="store_true", help="start anew instead of going on")
     add("--quiet", action="store_true", help="no progress")
     add("--tensorboard", type=Path, metavar="FOLDER", help="write event files for TensorBoard")
@@ -107,13 +120,17 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> None:
-    before = not options.fresh and path_of(options.records, chosen.name, seed).exists()
+    before = (
+        not options.fresh
+        and path_of(options.records, chosen.name, seed, options.data_seed).exists()
+    )
     record = run(
         chosen,
         seed,
         root=options.root,
         source=options.source,
         recreated=options.recreated,
+        data_seed=options.data_seed,
         device=options.device,
         output=options.output,
         records=options.records,
@@ -126,18 +143,19 @@ def _run_and_print(chosen: Recipe, seed: int, options: argparse.Namespace) -> No
         precision=options.precision,
         channels_last=options.channels_last,
         shared=options.shared,
+        weights=options.weights if seed == options.seed else None,
     )
     if int(os.environ.get("RANK", "0")) == 0:
         labels = ["re-created"] * record.recreated + ["unverified"] * bool(record.unverified)
         label = f" ({', '.join(labels)})" if labels else ""
         angles = record.angle_errors or []
         spread = f" (from {min(angles):.2f} to {max(angles):.2f} % by angle)" if angles else ""
+        name = run_name(seed, record.data_seed)
         print(
-            f"{record.recipe} seed {seed}: test error {record.test_error:.2f} %{spread}, "
-            f"validation error "
-            f"{record.validation_error:.2f} % on {record.dataset}{label}, {record.parameters:,} "
-            f"parameters, {record.seconds:.1f} s + {record.setup_seconds:.1f} s to set up"
-            + (f"; {TRAINED_BEFORE}" if before else "")
+            f"{record.recipe} seed {name}: test error {record.test_error:.2f} %{spread}, "
+            f"validation error {record.validation_error:.2f} % on {record.dataset}{label}, "
+            f"{record.parameters:,} parameters, {record.seconds:.1f} s + "
+            f"{record.setup_seconds:.1f} s to set up" + (f"; {TRAINED_BEFORE}" if before else "")
         )
 
 

@@ -321,6 +321,7 @@ class Loop:
             choices=engines.kept(),
             angle_errors=errors if angles else None,
             weights_sha256=weights,
+            data_seed=self.data.seed,
         )
         self.say.finished(record)
         return record

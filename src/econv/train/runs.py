@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ import torch
 
 from econv import files
 from econv import records as records_room
-from econv.data import Dataset, load
+from econv.data import Dataset, fingerprint, load
 from econv.recipes import Recipe
 from econv.records import Record
 from econv.train.board import open_board
@@ -24,6 +23,7 @@ from econv.train.errors import CheckpointError
 from econv.train.execution import Execution, convolution_precision
 from econv.train.loop import Loop
 from econv.train.processes import Processes, watched
+from econv.train.publishing import publish
 
 
 def run(
@@ -34,6 +34,7 @@ def run(
     root: Path | str | None = None,
     source: Path | str | None = None,
     recreated: bool = False,
+    data_seed: int = 0,
     device: torch.device | str | None = None,
     output: Path | str = "outputs",
     records: Path | str = "records",
@@ -46,6 +47,7 @@ def run(
     precision: str | None = None,
     channels_last: bool | None = None,
     shared: int | None = None,
+    weights: Path | str | None = None,
     when_ready: Callable[[], None] | None = None,
 ) -> Record:
     """Train a recipe to its end, write the record and return it.
@@ -60,6 +62,8 @@ def run(
         root: where :func:`econv.data.load` keeps what it downloads.
         source: a folder or an ``.npz`` that it reads instead.
         recreated: train on the re-creation of the recipe's data set; the record says so.
+        data_seed: which re-creation, as the ``seed`` of :func:`econv.data.load`; with another than
+            0 places are named ``<seed>-data<data_seed>``.
         device: where to train; the first GPU if there is one.
         output: checkpoints and the trained weights go to ``<output>/<recipe>/<seed>/``.
         records: the record goes to ``<records>/<recipe>/<seed>.json``.
@@ -79,6 +83,9 @@ def run(
         shared: how many runs share the device, this one among them, for the record: the seconds of
             a run that is not alone mean little. By default what ``ECONV_SHARED`` says, or not
             known.
+        weights: a folder to publish the weights in, as ``<weights>/<recipe>/`` with a model card:
+            what ``econv verify`` and ``econv.create_model(…, weights=…)`` read. By default they
+            are in the output folder alone.
         when_ready: called once, when data and network are ready and training begins. What
             ``resume=False`` replaces is removed then and not before.
     """
@@ -93,27 +100,42 @@ def run(
     records_room.revision()  # what is wrong with it is said before training, not after
     processes = Processes.join(device)
     execution = Execution.choose(processes, step, precision, channels_last)
-    folder = Path(output) / recipe.name / str(seed)
-    place = records_room.path_of(Path(records), recipe.name, seed)
+    if data is not None and not data_seed:
+        data_seed = data.seed or 0
+    name = records_room.run_name(seed, data_seed)
+    folder = Path(output) / recipe.name / name
+    place = records_room.path_of(Path(records), recipe.name, seed, data_seed)
 
     def places() -> None:
-        for wanted in (folder, place.parent):
+        for wanted in (folder, place.parent, *([] if weights is None else [Path(weights)])):
             files.check_folder(wanted)
 
     processes.together(places, OSError)  # before hours of training, not after
     with _held(folder, processes):
         if data is None:
-            data = load(recipe.dataset, root=root, source=source, recreated=recreated)
+            given: dict[str, Any] = {"root": root, "source": source, "recreated": recreated}
+            data = load(recipe.dataset, seed=data_seed, **given)
         elif recreated:
             raise ValueError("expected recreated without data: those at hand are what they are")
+        if data_seed != (data.seed or 0):
+            raise ValueError(
+                f"expected data_seed with data that are made again with it; got {data_seed} for "
+                f"{data.name}, seed {data.seed}"
+            )
         identity = {
             "settings": recipe.settings(),
             "seed": seed,
-            "data_sha256": _fingerprint(data),
+            "data_sha256": fingerprint(data),
             "precision": execution.precision,
         }
+
+        def published(record: Record) -> None:
+            if weights is not None and processes.first:
+                publish(record, folder, data, records, weights, processes.device, progress)
+
         done = _finished(identity, place, processes) if resume else None
         if done is not None:
+            published(done)
             return done
         checkpoints = Checkpoints(folder, identity, processes)
         saved = checkpoints.load() if resume else None
@@ -127,7 +149,7 @@ def run(
         trained = len(saved.told["history"]) if saved is not None else 0
         events = None
         if tensorboard is not None and processes.first:
-            events = Path(tensorboard) / recipe.name / str(seed)
+            events = Path(tensorboard) / recipe.name / name
         with (
             watched(processes, checkpoints.describe),
             convolution_precision(execution),
@@ -153,6 +175,7 @@ def run(
             if processes.first:
                 records_room.save(record, Path(records))
                 checkpoints.remove()
+            published(record)
             processes.wait()
         return record
 
@@ -211,11 +234,3 @@ def _shared(told: int | None) -> int | None:
         given = told if what == "shared" else repr(text)
         raise ValueError(f"expected {what} as the number of runs, 1 or more; got {given}")
     return told
-
-
-def _fingerprint(data: Dataset) -> str:
-    found = hashlib.sha256(data.name.encode())
-    for split in (data.train, data.validation, data.test):
-        for tensor in (split.x, split.y):
-            found.update(tensor.cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()

@@ -24,6 +24,7 @@ from econv.train.execution import Execution
 from econv.train.optimise import Optimizer, Vector
 from econv.train.parts import KeyedDropout, replace, shared
 from econv.train.processes import Processes
+from econv.weights import inscribed_disc
 
 _DROPOUT = 0x44524F50  # first word of this room's keys
 
@@ -62,17 +63,6 @@ def augmentation_of(recipe: Recipe) -> Augmentation:
     return Augmentation(**options)
 
 
-def inscribed_disc(height: int, width: int) -> Tensor:
-    """1 inside the largest disc of an image, 0 outside, with an edge two pixels wide.
-
-    >>> inscribed_disc(9, 9)[4].tolist()
-    [0.25, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.25]
-    """
-    rows, columns = (torch.arange(n) - (n - 1) / 2 for n in (height, width))
-    distance = (rows[:, None] ** 2 + columns**2).sqrt()
-    return ((min(height, width) / 2 - distance) / 2).clamp(0, 1)
-
-
 class Trainer:
     """The network, its moving average, the optimiser and the data, all on the device."""
 
@@ -87,7 +77,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.seed, self.execution, self.processes = recipe, seed, execution, processes
         device, dtype = execution.device, execution.dtype
-        self.split = train
+        self.split, self.dimension = train, train.x.ndim - 2
         count = len(train.y)
         batch, self.steps = batches(recipe, count)
         if batch % processes.world:
@@ -103,14 +93,16 @@ class Trainer:
         self.generator: Tensor | None = None  # torch's own on a GPU, as an epoch's middle left it
         self.step_number = torch.zeros(1, dtype=torch.int64, device=device)
         self.mean, self.deviation = (
-            torch.tensor(values, device=device, dtype=dtype).view(1, -1, 1, 1)
+            torch.tensor(values, device=device, dtype=dtype).view(1, -1, *[1] * self.dimension)
             for values in (data.mean, data.std)
         )
         self.disc: Tensor | None = None
         if recipe.disc:
+            if self.dimension != 2:
+                raise ValueError(f"expected images for disc; got {tuple(train.x.shape)}")
             self.disc = inscribed_disc(*train.x.shape[2:]).to(device, dtype)
         self.augmentation = augmentation_of(recipe)
-        self.drawn = self.augmentation.draw(seed, 0, self.order)
+        self.drawn = self.augmentation.draw(seed, 0, self.order, self.dimension)
 
         # On one GPU torch's own dropout, seeded in every epoch, spares the hash.
         keyed = device.type != "cuda" or processes.world > 1
@@ -226,8 +218,8 @@ class Trainer:
             images = images * self.disc
         if self.execution.channels_last:
             # Of one channel torch keeps either layout as it is; only this one says which is meant.
-            last = images.permute(0, 2, 3, 1)
-            images = last.flatten().view(last.shape).permute(0, 3, 1, 2)
+            last = images.movedim(1, -1)
+            images = last.flatten().view(last.shape).movedim(-1, 1)
         return images
 
     def _noting(self) -> None:
@@ -292,7 +284,8 @@ class Trainer:
         self.order.copy_(permutation(count, self.seed, number, self.execution.device))
         if self.augmentation:
             everyone = torch.arange(count, device=self.execution.device)
-            self.drawn.copy_(self.augmentation.draw(self.seed, number, everyone))
+            drawn = self.augmentation.draw(self.seed, number, everyone, self.dimension)
+            self.drawn.copy_(drawn)
         if self.execution.device.type == "cuda":
             torch.cuda.manual_seed(self.seed * 1_000_003 + number)
             if first and self.generator is not None:
@@ -347,6 +340,7 @@ class Trainer:
         part = -(-count // self.processes.world)
         start, stop = self.processes.rank * part, min(count, (self.processes.rank + 1) * part)
         size = 2048 if self.execution.device.type == "cuda" else 256
+        size //= 32 ** (self.dimension - 2)  # volumes take so much more memory
         total.zero_()
         for low in range(start, stop, size):
             high = min(low + size, stop)

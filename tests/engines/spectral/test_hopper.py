@@ -25,6 +25,12 @@ def test_interpreted():
     pass_interpreted("hopper_checks.py")
 
 
+@pytest.mark.slow
+def test_larger_groups_interpreted():
+    pytest.importorskip("triton", minversion="3.6", reason="no Triton 3.6 or later")
+    pass_interpreted("hopper_checks.py", marked="slow", least=4)
+
+
 def asm(code, *words):
     """An instruction on words of two halves each, which come back as numbers."""
     operands = [Value(np.array(word, np.float16).view(np.int32), INT32) for word in words]

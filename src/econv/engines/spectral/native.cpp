@@ -71,8 +71,8 @@ struct Job {
   const int64_t* class_stencil;  // of each entry
   const int64_t* class_adds;     // whether it adds to what an earlier class gave
   const Real* class_factor;      // its factors, as many as its class has parts
-  const int64_t* feature_start;   // in space where the terms of each feature start
-  const int64_t* feature_offset;  // [features, 2] or [terms], into in_channels × stencils
+  const int64_t* feature_start;   // where the terms of each feature start
+  const int64_t* feature_offset;  // of each term, into in_channels × stencils
   const Real* feature_factor;     // as many
   const Block* block;
   const int64_t* entry;  // which weight stands where, block after block: [inner, columns]
@@ -345,7 +345,7 @@ WITHIN void add_planes(const Job& j, const Real*& factor,
   add_cube<1, Y, X, R>(j, factor, plane, found, step);
 }
 
-// As `derivatives`, of a volume: the classes of `cube_classes` in native.py.
+// As `derivatives`, of a volume: its eight classes.
 template <int R, int B>
 APART void derivatives_in_space(const Real* at, const int64_t* slice, const int64_t* row,
                                 const int64_t* column, const Job& j,
@@ -372,33 +372,23 @@ APART void derivatives_in_space(const Real* at, const int64_t* slice, const int6
 }
 
 // One field's features at N vectors of pixels, from its derivatives.
-template <int D, int B, int N>
+template <int B, int N>
 APART void combine(const Job& j, int64_t pixels, int64_t field, const typename Vec<B>::type* found,
                    Real* z) {
-  const int64_t *offset = j.feature_offset, *start = j.feature_start;
+  const int64_t *start = j.feature_start, *offset = j.feature_offset;
   const Real* factor = j.feature_factor;
-  for (int64_t b = 0; b < j.blocks; b++) {
-    const int64_t inner = j.block[b].inner;
-    for (int64_t r = 0; r < j.block[b].rows; r++) {
-      Real* to = z + field * inner * pixels;
-      if constexpr (D == 3) {
-        for (int64_t k = 0; k < inner; k++, start++, to += pixels) {
-          typename Vec<B>::type sum[N] = {};
-          for (int64_t t = start[0]; t < start[1]; t++)
-            for (int n = 0; n < N; n++) sum[n] += factor[t] * found[offset[t] * N + n];
-          for (int n = 0; n < N; n++) Vec<B>::store(to + n * Vec<B>::lanes, sum[n]);
-        }
+  for (const Block* b = j.block; b < j.block + j.blocks; b++)
+    for (int64_t r = 0; r < b->rows; r++, z += b->inner * j.in_fields * pixels) {
+      Real* to = z + field * b->inner * pixels;
+      for (const int64_t* end = start + b->inner; start < end; start++, to += pixels) {
+        typename Vec<B>::type sum[N];
+        for (int n = 0; n < N; n++) sum[n] = *factor * found[*offset * N + n];
+        factor++, offset++;
+        for (int64_t t = start[0] + 1; t < start[1]; t++, factor++, offset++)
+          for (int n = 0; n < N; n++) sum[n] += *factor * found[*offset * N + n];
+        for (int n = 0; n < N; n++) Vec<B>::store(to + n * Vec<B>::lanes, sum[n]);
       }
-      else for (const int64_t* end = offset + 2 * inner; offset < end; offset += 2, factor += 2) {
-        const auto *one = found + offset[0] * N, *two = found + offset[1] * N;
-        const Real f = factor[0], g = factor[1];
-        for (int n = 0; n < N; n++)
-          Vec<B>::store(to + n * Vec<B>::lanes, f * one[n] + g * two[n]);
-        to += pixels;
-      }
-      z += inner * j.in_fields * pixels;
     }
-  }
 }
 
 // Where the taps of a stencil lie, from the first that the first pixel of a line reads.
@@ -425,7 +415,7 @@ WITHIN void differentiate_line(const Job& j, const Cut& c, const Taps<R>& taps, 
           if constexpr (D == 2) derivatives<R, B>(from, taps.line, taps.column, j, to, N);
           else derivatives_in_space<R, B>(from, taps.slice, taps.line, taps.column, j, to, N);
         }
-      combine<D, B, N>(j, c.pixels, field, found, z + p);
+      combine<B, N>(j, c.pixels, field, found, z + p);
     });
 }
 
@@ -673,5 +663,3 @@ extern "C" int econv_spectral(const Job* job, int64_t count) {
   });
   return 0;
 }
-
-#include "means.inc"

@@ -25,9 +25,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,23 +35,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.utils._python_dispatch import _disable_current_modes
 
 from econv.basis import filter_basis
-from econv.engines.problem import Geometry, Problem, times, without_autocast
+from econv.engines.problem import Geometry, Problem, times
 from econv.engines.spectral.gate import address, check, check_plain
 from econv.engines.spectral.operator import Task
 from econv.engines.spectral.torch import Torch, apply, arrays
-from econv.files import atomic, cache_folder, remove_leftovers, write_atomically
+from econv.files import atomic, cache_folder, locked, remove_leftovers, write_atomically
 from econv.files import processor as _processor
 from econv.fourier import butterflies
-from econv.plan import SpectralPlan, spectral_plan
+from econv.plan import SpectralPlan, of_plan, spectral_plan
+from econv.tensors import undisturbed
 
-__all__ = ["Native", "available", "compiler", "means", "reason"]
+__all__ = ["Native", "available", "compiler", "reason"]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
-_INCLUDED = Path(__file__).with_name("means.inc")  # at its end
 _WIDEST = 64  # stride and dilation: what is kept of a map grows with them
 _LARGEST = {2: 9, 3: 5}  # size of the stencils that the kernel is instantiated for
 _REALS = {torch.float32: "float", torch.float64: "double"}
@@ -150,47 +148,6 @@ def _product(
     return result, found
 
 
-def means(dtype: torch.dtype, numbers: Sequence[int], images: Sequence[Tensor | None]) -> None:
-    """Run `struct MeansJob` of means.inc: its numbers, and the tensors after them."""
-    _means(_loaded(dtype), dtype, numbers, images)
-
-
-def _means(library: Any, dtype: torch.dtype, numbers: Sequence[int], images: Sequence[Any]) -> None:
-    job = array("q", [*numbers, *_means_addresses(dtype, numbers, images)])
-    if code := library.econv_means(job.buffer_info()[0], len(job)):
-        raise RuntimeError(f"the native kernel failed: {_WRONG.get(code, code)}")
-
-
-def _means_addresses(
-    dtype: torch.dtype, numbers: Sequence[int], images: Sequence[Tensor | None]
-) -> list[int]:
-    """Where the tensors of a job for means lie, after all has been checked."""
-    check(len(numbers) == 13 and len(images) == 7, "13 numbers and 7 tensors")
-    check(all(type(n) is int and 0 <= n < 1 << 31 for n in numbers), "numbers below 2³¹")
-    _, planes, *sizes, function, adjoint = numbers
-    height, width, out_height, out_width, step, down, across, above, left = sizes
-    check(min(planes, *sizes[:7]) > 0, "sizes above zero")
-    check(max(down, across) <= 32 and function <= 2 and adjoint <= 1, "32 taps at most")
-    # Of each line of the image all pixels have their place between the zeros around it.
-    check(above < down and left < across, "windows that begin before the image or in its corner")
-    check(above + height < out_height + down, "as many rows as windows reach")
-    check(left + width < out_width + across, "as many columns as windows reach")
-    rows, columns, row_scale, column_scale, x, inner, y = images
-    check((inner is not None) == bool(adjoint and function), "what the function was applied to")
-    check(None not in (rows, columns, row_scale, column_scale, x, y), "all tensors but that")
-    inside, outside = (planes, height, width, step), (planes, out_height, out_width, step)
-    scaled = inside if adjoint else outside
-    return [
-        address("rows", rows, dtype, (down,)),
-        address("columns", columns, dtype, (across,)),
-        address("scales of rows", row_scale, dtype, scaled[1:2]),
-        address("scales of columns", column_scale, dtype, (scaled[2] * step,)),
-        address("x", x, dtype, inside),
-        address("what the function was applied to", inner, dtype, outside),
-        address("y", y, dtype, outside),
-    ]
-
-
 def _loaded(dtype: torch.dtype) -> Any:
     """The library, or an error that says why there is none."""
     check(dtype in _REALS, "float32 or float64")
@@ -217,7 +174,7 @@ def _packed(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.resolve_neg().contiguous()
 
 
-@lru_cache(maxsize=128)
+@of_plan
 def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np.ndarray]]:
     """What `struct Job` of native.cpp says of a plan, and the arrays that it points into."""
     tables = arrays(plan)
@@ -247,30 +204,17 @@ def _program(plan: SpectralPlan, dtype: torch.dtype) -> tuple[list[int], list[np
         return [*sparse(first), len(pairs), address(np.array(pairs, dtype=np.int64)), *sparse(last)]
 
     blocks = [[block.rows, block.inner, block.columns] for block in plan.blocks]
-    slots = tables["synthesis"].T
-    if plan.stencils.ndim == 3:
-        start, pick, factors = 0, tables["pick"].T, tables["factors"].T
-        classes = symmetry_classes(plan.stencils)
-    else:  # as many terms as each feature has
-        there = tables["factors"].T != 0
-        start = address(np.append(0, there.sum(axis=1).cumsum()))
-        pick, factors = tables["pick"].T[there], tables["factors"].T[there]
-        classes = cube_classes(plan.stencils)
-    numbers = [
-        *(
-            plan.stencils.ndim - 1,
-            plan.basis.size,
-            len(plan.stencils),
-            len(slots),
-            plan.weights,
-            len(blocks),
-        ),
-        *(len(plan.analysis), len(plan.synthesis)),
-        *(*fast(plan.analysis), *fast(slots, turned=True), *fast(slots)),
-        *map(address, classes),
-        start,
-        *map(address, (pick, factors, blocks, tables["entries"], tables["signs"])),
-    ]
+    slots, factors = tables["synthesis"].T, tables["factors"].T
+    terms = factors != 0
+    terms[:, 0] = True  # one at least
+    start = np.append(0, terms.sum(axis=1).cumsum())
+    sizes = (plan.stencils.ndim - 1, plan.basis.size, len(plan.stencils), len(slots))
+    channels = (len(plan.analysis), len(plan.synthesis))
+    features = (start, tables["pick"].T[terms], factors[terms])
+    last = (*symmetry_classes(plan.stencils), *features, blocks, tables["entries"], tables["signs"])
+    numbers = [*sizes, plan.weights, len(blocks), *channels]
+    numbers += [*fast(plan.analysis), *fast(slots, turned=True), *fast(slots)]
+    numbers += map(address, last)
     return numbers, kept
 
 
@@ -279,14 +223,15 @@ def symmetry_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
 
     The parts are those that `derivatives` in native.cpp forms: along each axis the middle, the sums
     and the differences of opposite taps; among the even-even and the odd-odd ones, sums and
-    differences across the diagonal. A stencil with the symmetry of its operator reads parts of one
-    class, six at most on 5×5 where it has up to 25 taps. For each class: which stencils read it,
-    whether an earlier class has given a part of them, and a factor for each part.
+    differences across the diagonal. Those of space come in eight classes, even or odd along y, x
+    and z. A stencil with the symmetry of its operator reads parts of one class, six at most on 5×5
+    where it has up to 25 taps. For each class: which stencils read it, whether an earlier class has
+    given a part of them, and a factor for each part.
     """
-    count, size, _ = stencils.shape
+    count, size = stencils.shape[:2]
     taps, radius = np.eye(size), size // 2
     ahead, behind = taps[radius + 1 :], taps[:radius][::-1]
-    even, odd = np.concatenate([taps[radius : radius + 1], ahead + behind]), ahead - behind
+    even, odd = lines = np.concatenate([taps[radius : radius + 1], ahead + behind]), ahead - behind
 
     def across(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         a, b = np.triu_indices(len(lines))
@@ -294,31 +239,18 @@ def symmetry_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
         turned = part.transpose(0, 2, 1)
         return part + turned * (a != b)[:, None, None], (part - turned)[a != b]
 
-    mixed = (odd[:, None, :, None] * even[:, None]).reshape(-1, size, size)
-    classes = [*across(even), mixed, mixed.transpose(0, 2, 1), *across(odd)]
-    parts = np.concatenate(classes).reshape(size**2, size**2)
+    if stencils.ndim == 3:
+        mixed = (odd[:, None, :, None] * even[:, None]).reshape(-1, size, size)
+        classes = [*across(even), mixed, mixed.transpose(0, 2, 1), *across(odd)]
+    else:
+        classes = [
+            np.einsum("az,by,cx->abczyx", lines[z], lines[y], lines[x]).reshape(-1, *[size] * 3)
+            for y, x, z in itertools.product((0, 1), repeat=3)
+        ]
+    parts = np.concatenate(classes).reshape(stencils[0].size, -1)
     factors = stencils.reshape(count, -1) @ np.linalg.inv(parts)
-    return _by_class(factors, [len(found) for found in classes])
-
-
-def cube_classes(stencils: np.ndarray) -> tuple[np.ndarray, ...]:
-    """As `symmetry_classes`, of stencils in space: eight classes, even or odd along y, x and z."""
-    count, size = stencils.shape[:2]
-    taps, radius = np.eye(size), size // 2
-    ahead, behind = taps[radius + 1 :], taps[:radius][::-1]
-    lines = np.concatenate([taps[radius : radius + 1], ahead + behind]), ahead - behind
-    classes = [
-        np.einsum("az,by,cx->abczyx", lines[z], lines[y], lines[x]).reshape(-1, size**3)
-        for y, x, z in itertools.product((0, 1), repeat=3)
-    ]
-    factors = stencils.reshape(count, -1) @ np.linalg.inv(np.concatenate(classes))
-    return _by_class(factors, [len(found) for found in classes])
-
-
-def _by_class(factors: np.ndarray, lengths: list[int]) -> tuple[np.ndarray, ...]:
-    """The factors of each stencil, class after class of its parts, without those that read none."""
     factors[np.abs(factors) <= 1e-14 * np.abs(factors).max(axis=1, keepdims=True)] = 0.0
-    each = np.split(factors, np.cumsum(lengths)[:-1], axis=1)
+    each = np.split(factors, np.cumsum([len(found) for found in classes])[:-1], axis=1)
     reads = np.array([here.any(axis=1) for here in each])  # [class, stencil]
     given = np.concatenate([here[own].ravel() for here, own in zip(each, reads, strict=True)])
     start = np.append(0, reads.sum(axis=1).cumsum())
@@ -342,12 +274,11 @@ def _library(real: str) -> Any:
     try:
         version = _output([builder, "--version"], time.monotonic() + _SECONDS)
         # What was tuned for this processor must not run on another that shares the folder.
-        sources = _SOURCE.read_bytes(), _INCLUDED.read_bytes()
-        parts = [*sources, version, builder, real, openmp or "", _processor()]
+        parts = [_SOURCE.read_bytes(), version, builder, real, openmp or "", _processor()]
         key = hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
         with _folder() as folder:
             path = Path(folder) / f"spectral-{real}-{key}.so"
-            with _alone(path.with_suffix(".lock")):
+            with locked(path.with_suffix(".lock"), wait=True):
                 remove_leftovers(Path(folder))
                 library = _kept(path)
                 if library is None:
@@ -361,20 +292,6 @@ def _library(real: str) -> Any:
         _log.warning("no compiled kernel for CPUs, operations of torch run instead: %s", error)
         return str(error)
     return library
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process at a time, however it ends."""
-    import fcntl
-
-    with open(path, "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _log.info("waiting for another process that builds the kernel for CPUs")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _kept(path: Path) -> Any:
@@ -395,8 +312,7 @@ def _kept(path: Path) -> Any:
 def _opened(path: Path) -> Any:
     library = ctypes.CDLL(str(path))
     try:
-        for function in (library.econv_spectral, library.econv_means):
-            function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        library.econv_spectral.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     except AttributeError as error:
         raise OSError(f"{path} is no kernel of econv: {error}") from None
     return library
@@ -414,34 +330,20 @@ def _compare(library: Any, real: str) -> None:
         return torch.arange(math.prod(shape), dtype=dtype, device=cpu).mul(0.7).sin().view(shape)
 
     plan = spectral_plan(filter_basis("p4", "order<=1"), "regular", "regular")
-    # Nothing that is going on around the first call may reach these tensors.
-    with contextlib.ExitStack() as undisturbed:
-        for one in (torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad()):
-            undisturbed.enter_context(one)
-        with _disable_current_modes(), without_autocast(cpu):
-            task = Task(plan, Geometry(1, 1, 1, 1, (6, 7)))
-            x, other, weights = (
-                numbers(2, 8, 6, 7),
-                numbers(2, 4, 6, 7),
-                numbers(1, 2, plan.weights),
-            )
-            found = [*_product(library, x, weights, task, other, True)]
-            wanted = [*apply(x, weights, plan, task.geometry, other)]
-            image, (rows, columns), mean = numbers(1, 1, 6, 9), numbers(2, 4), numbers(1, 3, 6, 1)
-            sizes, ones = (6, 9, 3, 6, 1, 4, 4, 0, 0), torch.ones(6, dtype=dtype, device=cpu)
-            given = (rows, columns, ones[:3], ones, image.view(1, 6, 9, 1), None, mean)
-            _means(library, dtype, [1, 1, *sizes, 2, 0], given)
-            found.append(mean.view(1, 1, 3, 6))
-            taps = (rows[:, None] * columns)[None, None]
-            wanted.append(functional.conv2d(functional.silu(image), taps))
-            for ours, exact in zip(found, wanted, strict=True):
-                assert ours is not None
-                assert exact is not None
-                error = float((ours - exact).abs().max() / exact.abs().max())
-                if not error < most:  # so that a NaN fails
-                    raise RuntimeError(
-                        f"the kernel that was built differs from operations of torch by {error:.1e}"
-                    )
+    with undisturbed(cpu), torch.no_grad():
+        task = Task(plan, Geometry(1, 1, 1, 1, (6, 7)))
+        x, other = numbers(2, 8, 6, 7), numbers(2, 4, 6, 7)
+        weights = numbers(1, 2, plan.weights)
+        found = [*_product(library, x, weights, task, other, True)]
+        wanted = [*apply(x, weights, plan, task.geometry, other)]
+        for ours, exact in zip(found, wanted, strict=True):
+            assert ours is not None
+            assert exact is not None
+            error = float((ours - exact).abs().max() / exact.abs().max())
+            if not error < most:  # so that a NaN fails
+                raise RuntimeError(
+                    f"the kernel that was built differs from operations of torch by {error:.1e}"
+                )
 
 
 def _compile(builder: str, real: str, openmp: str | None, target: Path) -> None:
@@ -468,26 +370,18 @@ def _compile(builder: str, real: str, openmp: str | None, target: Path) -> None:
 
 def _output(command: list[str], until: float) -> str:
     """What a compiler says; it is told of one that takes long, and one that hangs is ended."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    words: Any = {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace"}
+    process = subprocess.Popen(command, **pipes, **words, start_new_session=True)
+    says = "%s is building the kernel for CPUs; ECONV_NATIVE=0 forbids it"
+    patience = threading.Timer(_PATIENCE, _log.warning, (says, command[0]))
+    patience.start()
     try:
-        for left in (min(_PATIENCE, until - time.monotonic()), until - time.monotonic()):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                output, errors = process.communicate(timeout=max(0.0, left))
-                break
-            _log.warning(
-                "%s is building the kernel for CPUs; ECONV_NATIVE=0 forbids it", command[0]
-            )
-        else:
-            raise RuntimeError(f"{command[0]} did not end within {_SECONDS:g} s")
+        output, errors = process.communicate(timeout=max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{command[0]} did not end within {_SECONDS:g} s") from None
     finally:
+        patience.cancel()
         with contextlib.suppress(ProcessLookupError):  # it and what it started
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

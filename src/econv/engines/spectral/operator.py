@@ -20,13 +20,10 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from econv.engines.problem import (
-    Engine,
-    Geometry,
-    Problem,
-    Prologue,
-    Weight,
-    bordered,
+from econv.engines.problem import Engine, Geometry, Problem, Prologue, Weight, bordered
+from econv.engines.spectral.gate import UnreadableError
+from econv.plan import ParityError, SpectralPlan, plan_named
+from econv.tensors import (
     exporting,
     functionalised,
     memory_format,
@@ -34,12 +31,9 @@ from econv.engines.problem import (
     transformed,
     without_autocast,
 )
-from econv.engines.spectral.gate import UnreadableError
-from econv.plan import ParityError, SpectralPlan, plan_named
 
 __all__ = [
     "FAILED",
-    "ONLY_IMAGES",
     "EngineError",
     "Gradients",
     "Saved",
@@ -48,10 +42,6 @@ __all__ = [
     "give_up",
     "through",
 ]
-
-
-ONLY_IMAGES = "it serves images only"
-"""Why an engine does not run volumes."""
 
 
 _MOST_ELEMENTS = 128
@@ -337,28 +327,28 @@ def _run(*given: Any) -> tuple[Tensor, ...]:
     y, known = _attempt(engine, "forward", task.named, task, *given[:3])
     if not known.numel():  # another engine may have run
         known = engine.known_like(task, *given[:2])
-    return _laid_out((y, known), given[0], Tensor.contiguous)
+    return _in_layouts((y, known), given[0], Tensor.contiguous)
 
 
 def _fake(x: Tensor, weight: Tensor, _: Tensor | None, *words: Any) -> tuple[Tensor, ...]:
     engine, task = _told(*words)
     channels = weight.shape[0] * len(task.plan.synthesis)
     y = x.new_empty(x.shape[0], channels, *task.geometry.sizes)
-    return _laid_out((y, engine.known_like(task, x, weight)), x, torch.empty_like)
+    return _in_layouts((y, engine.known_like(task, x, weight)), x, torch.empty_like)
 
 
 def _run_backward(*given: Any) -> tuple[Tensor, ...]:
     found = _Form.forward(*given[:5], *_told(*given[5:-2]), given[-2:])
-    return _laid_out(found[1:4], given[1], Tensor.contiguous)
+    return _in_layouts(found[1:4], given[1], Tensor.contiguous)
 
 
 def _fake_backward(*given: Any) -> tuple[Tensor, ...]:
     _, x, weight, affine, *_, to_x, to_weight = given
     like = (x if to_x else None, weight if to_weight else None, affine if to_x else None)
-    return _laid_out(like, x, torch.empty_like)
+    return _in_layouts(like, x, torch.empty_like)
 
 
-def _laid_out(found: tuple[Tensor | None, ...], x: Tensor, make: Any) -> tuple[Tensor, ...]:
+def _in_layouts(found: tuple[Tensor | None, ...], x: Tensor, make: Any) -> tuple[Tensor, ...]:
     """Results in the layouts that a graph expects, the first in that of ``x``; none is empty."""
     layouts = (memory_format(x), torch.contiguous_format, torch.contiguous_format)
     return tuple(

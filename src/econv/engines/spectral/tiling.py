@@ -6,12 +6,10 @@ for shapes and a plan alone and need no Triton, so that an engine can be chosen 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from econv.engines.problem import Geometry
 from econv.engines.spectral.hopper.schedule import (
@@ -19,14 +17,8 @@ from econv.engines.spectral.hopper.schedule import (
     fits,
     weight_gradient_features,
 )
-from econv.engines.spectral.triton.scheme import FIELDS, Scheme, halves, power_of_two
-
-INTERNAL = {
-    torch.float16: torch.float16,
-    torch.bfloat16: torch.float16,
-    torch.float32: torch.float32,
-}
-"""What the kernels compute in, for inputs of these dtypes."""
+from econv.engines.spectral.triton.scheme import FIELDS, MANY, Scheme, halves
+from econv.gpu.sizes import Like, power_of_two, rounded_up, units
 
 _ACCUMULATORS = 384  # output channels (slots times fields) of one program, at most
 _GRADIENT_FIELDS = 8  # output fields: with two columns each they fill a product's 16 rows
@@ -38,34 +30,6 @@ _PROCESSORS = 132  # of an H200, for tensors that are on no GPU
 _CONSUMER_ACCUMULATORS = 320  # 160 registers of each consumer thread
 _SHARED = 225 << 10  # bytes of shared memory for the stages of a program
 _TARGETS = (4, 8, 16)  # products of layers that were measured to gain
-_HALVED = 16  # targets from which on a layer is made by halves
-
-
-def units(count: int, unit: int) -> int:
-    """How many units hold a count: 33 take two of 32."""
-    return -(-count // unit)
-
-
-def rounded_up(count: int, unit: int) -> int:
-    """A count in whole units: 33 in units of 32 are 64."""
-    return units(count, unit) * unit
-
-
-class Like(NamedTuple):
-    """What there is to know of images but their numbers."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(x: Tensor) -> Like:
-        return Like(x.shape, x.stride(), x.dtype, x.device)
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Tiles(NamedTuple):
@@ -244,9 +208,9 @@ def _specialised(
     if not chosen.everywhere and layout.batch not in _TARGETS:
         return plain
     ways: list[tuple[Scheme, ...]] = []
-    if chosen.halves > 0 or (chosen.halves and layout.batch >= _HALVED):
+    if chosen.halves > 0 or (chosen.halves and layout.batch >= MANY):
         ways += [both] if (both := halves(layout)) else []
-    if layout.batch < _HALVED or chosen.everywhere:
+    if layout.batch < MANY or chosen.everywhere:
         ways.append((layout,))
     for way in ways:
         if not all(fits(share) for share in way):

@@ -10,7 +10,6 @@ This room knows tensors; what the numbers mean is the business of `econv.plan`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from itertools import repeat, zip_longest
 
 import numpy as np
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines.problem import Geometry, Prologue, exporting
+from econv.engines.problem import Geometry, Prologue
 from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task, through
-from econv.plan import SpectralPlan
+from econv.plan import SpectralPlan, of_plan
+from econv.tensors import exporting
 
 __all__ = ["Torch", "apply", "arrays", "tables"]
 
@@ -34,7 +34,7 @@ class Torch(Spectral):
         self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The layer; half precisions are rounded once, at the end."""
-        made = x if affine is None else Prologue(affine).apply(x)
+        made = Prologue(affine).apply(x)
         _, weights = spectral_weights(task.plan, weight, x.dtype)
         found, _ = self.product(made.to(weights.dtype), weights, task)
         assert found is not None
@@ -45,7 +45,7 @@ class Torch(Spectral):
     ) -> Gradients:
         """Both gradients, from one set of derivatives."""
         x, weight, affine, _ = saved
-        made = x if affine is None else Prologue(affine).apply(x)
+        made = Prologue(affine).apply(x)
         table, weights = spectral_weights(task.plan, weight, x.dtype)
         turned = (weights @ table["adjoint_map"]).transpose(0, 1)
         other = made.to(weights.dtype) if wanted[1] else None
@@ -90,7 +90,7 @@ def spectral_weights(
     return table, weight.to(working) @ table["weight_map"]
 
 
-@lru_cache(maxsize=128)
+@of_plan
 def arrays(plan: SpectralPlan) -> dict[str, np.ndarray]:
     """The arrays of a plan, features and slots in the order in which the blocks use them."""
     blocks = plan.blocks
@@ -111,23 +111,17 @@ def arrays(plan: SpectralPlan) -> dict[str, np.ndarray]:
     }
 
 
-_MOST_MADE = 128
-_MADE: dict[tuple[SpectralPlan, torch.device, torch.dtype], dict[str, Tensor]] = {}
-
-
 def tables(plan: SpectralPlan, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """The `arrays` of a plan as tensors, made once for each device and dtype."""
-    found, dtypes = _MADE.get((plan, device, dtype)), {"f": dtype}
+    found: dict[str, Tensor] | None = plan.made.get((device, dtype))
     if found is None:
         with torch.inference_mode(False):
             found = {
-                name: torch.tensor(array, device=device, dtype=dtypes.get(array.dtype.kind))
+                name: torch.tensor(array, device=device, dtype={"f": dtype}.get(array.dtype.kind))
                 for name, array in arrays(plan).items()
             }
-        if len(_MADE) >= _MOST_MADE:
-            _MADE.pop(next(iter(_MADE)))
         if type(found["stencils"]) is Tensor:  # not one of a mode that was on by chance
-            _MADE[plan, device, dtype] = found
+            plan.made[device, dtype] = found
     return found
 
 
@@ -146,8 +140,8 @@ def differentiate(x: Tensor, plan: SpectralPlan, geometry: Geometry) -> Iterator
     picks, factors = (table[name].split(sizes, dim=1) for name in ("pick", "factors"))
     for block, pick, factor in zip(plan.blocks, picks, factors, strict=True):
         terms = [
-            found.index_select(1, places) * weights[:, None, None]
-            for places, weights in zip(pick, factor, strict=True)
+            found.index_select(1, offsets) * weights[:, None, None]
+            for offsets, weights in zip(pick, factor, strict=True)
         ]
         total = sum(terms[1:], start=terms[0])
         yield total.unflatten(1, (block.rows, block.inner)).flatten(2, 3)

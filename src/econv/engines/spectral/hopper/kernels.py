@@ -16,17 +16,13 @@ from torch import Tensor
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        fence_async_shared,
-        mbarrier,
-        tma,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
+    from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    _PARTS = "fence_async_shared mbarrier tma warpgroup_mma warpgroup_mma_wait"
+    _NAMES = {name: getattr(hopper, name) for name in _PARTS.split()}
     # All warps of a partition wait for one another; Triton 3.7 renamed it.
-    thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+    _NAMES["thread_barrier"] = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
     AVAILABLE = True
 except (ImportError, AttributeError):
     AVAILABLE = False
@@ -58,19 +54,8 @@ def weight_gradients(layout: Scheme, parts: tuple[int, ...], partitions: int) ->
 
 
 def _read(source: str, layout: Scheme) -> dict[str, Any]:
-    names = {
-        "gluon": gluon,
-        "gl": gl,
-        "fence_async_shared": fence_async_shared,
-        "thread_barrier": thread_barrier,
-        "mbarrier": mbarrier,
-        "tma": tma,
-        "warpgroup_mma": warpgroup_mma,
-        "warpgroup_mma_wait": warpgroup_mma_wait,
-        "exponent": gluon.jit(exponent.fn),
-        "two_to": gluon.jit(two_to.fn),
-    }
-    return read_source(source, layout, names)
+    ours = {"exponent": gluon.jit(exponent.fn), "two_to": gluon.jit(two_to.fn)}
+    return read_source(source, layout, {"gluon": gluon, "gl": gl, **_NAMES, **ours})
 
 
 class Copies:
@@ -94,8 +79,8 @@ class Copies:
     def __call__(self, memory: Tensor) -> list[Any]:
         """As descriptors of matrices that lie in some memory."""
         flat, found = memory.view(-1), []
-        for place, descriptors in self.matrices:
-            base = flat[place]
+        for part, descriptors in self.matrices:
+            base = flat[part]
             for descriptor in descriptors:
                 moved = object.__new__(TensorDescriptor)  # what is checked has been checked
                 moved.__dict__.update(descriptor.__dict__, base=base)

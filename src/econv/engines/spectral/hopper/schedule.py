@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from econv.engines.spectral.triton.derivatives import tap_offset, write_derivatives
-from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two
+from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme
 from econv.engines.spectral.triton.writer import Writer, twos
+from econv.gpu.sizes import power_of_two
 
 ROWS = 64
 """Rows of a warp-specialised product."""

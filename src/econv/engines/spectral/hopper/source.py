@@ -25,8 +25,9 @@ from econv.engines.spectral.hopper.schedule import (
     produce_for_weights,
     weight_gradient_features,
 )
-from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two
+from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme
 from econv.engines.spectral.triton.writer import Writer, transform_back, twos
+from econv.gpu.sizes import power_of_two
 
 _GRID = "pixels, height, width, down, dilation, pitch, image_pitch, grid_size"
 _GENERAL = "pixels height width pitch image_pitch grid_size tiles programs"

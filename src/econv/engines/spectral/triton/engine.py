@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from econv.engines.devices import DTYPES, on_device, unavailable
-from econv.engines.problem import Convolution, Problem, Prologue, memory_format, times
-from econv.engines.spectral.operator import ONLY_IMAGES, Gradients, Saved, Spectral, Task, through
-from econv.engines.spectral.tiling import CHANGES, Like, Tiles, convolution_tiling, rounded_up
+from econv.engines.problem import Convolution, Problem, Prologue, times
+from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task, through
+from econv.engines.spectral.tiling import CHANGES, Tiles, convolution_tiling
 from econv.engines.spectral.torch import tables
 from econv.engines.spectral.triton.scheme import scheme
+from econv.gpu.devices import DTYPES, on_device, unavailable
+from econv.gpu.sizes import Like, rounded_up
 from econv.plan import SpectralPlan
+from econv.tensors import memory_format
 
 __all__ = ["Hopper", "Triton"]
 
@@ -39,8 +41,8 @@ class Triton(Spectral):
 
     def why_not(self, problem: Problem) -> str | None:
         """It runs layers between group features, on recent GPUs."""
-        missing = unavailable(problem.device) or _too_old()
-        return missing or self._not_covered(problem) or super().why_not(problem)
+        missing = unavailable(problem.device) or self._not_covered(problem)
+        return missing or super().why_not(problem)
 
     def _not_covered(self, problem: Problem) -> str | None:
         conv = problem.convolution
@@ -116,7 +118,8 @@ class Triton(Spectral):
                 back = Task(task.plan, task.back(x))
                 to_x = self._launch(back, gradient, found, weights, w_largest, None, x)
                 if affine is not None:
-                    to_x, to_affine = launches.activation_backward(to_x, x, affine)
+                    found = launches.passes.activation_gradient(to_x, x, affine)
+                    to_x, to_affine = found or through(affine, x, to_x.to(x.dtype))
                 to_x = to_x.contiguous(memory_format=memory_format(x))
         return to_x, to_weight, to_affine
 
@@ -195,7 +198,7 @@ class Hopper(Triton):
     def why_not(self, problem: Problem) -> str | None:
         """It runs what was found to gain: 16 bits, and most groups."""
         if problem.convolution.dimension != 2:
-            return ONLY_IMAGES
+            return "it serves images only"
         reason = super().why_not(problem)
         if reason is not None:
             return reason
@@ -207,16 +210,6 @@ class Hopper(Triton):
         if not _specialised(conv.plan(conv.parts[0]), conv.out_fields // conv.groups):
             return f"{conv.basis.group.name} has no products that fit its warps"
         return None
-
-
-@cache
-def _too_old() -> str | None:
-    """What an older Triton misses."""
-    try:
-        _launches()
-    except ImportError as error:
-        return str(error)
-    return None
 
 
 @cache

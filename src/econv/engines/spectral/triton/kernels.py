@@ -13,12 +13,13 @@ import hashlib
 import linecache
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import triton
 import triton.language as tl
 
 from econv.engines.spectral.triton.scheme import Scheme
+from econv.gpu.passes import begun, numbers_of, rectified, tile_of
 from econv.plan import SpectralPlan
 
 
@@ -27,22 +28,10 @@ class _Planned(Protocol):
     def plan(self) -> SpectralPlan: ...
 
 
-class Kernels(NamedTuple):
-    """Generated kernels."""
-
-    analyse: tuple[Any, Any]
-    """Of an input as it is, and of one that is activated."""
-    pack: Any = None
-    forward: Any = None
-    weight_gradient: Any = None
-
-
 @lru_cache(maxsize=512)
-def generated(write: Callable[..., str], layout: Scheme, *options: Any) -> Kernels:
-    """What `convolution_source` or `weight_gradient_source` writes, compiled."""
-    space = _read(write(layout, *options), layout)
-    others = {name: space[name] for name in Kernels._fields[1:] if name in space}
-    return Kernels((space["analyse"], space["analyse_activated"]), **others)
+def generated(write: Callable[..., str], layout: Scheme, *options: Any) -> dict[str, Any]:
+    """What `convolution_source` or `weight_gradient_source` writes, compiled: kernels by name."""
+    return _read(write(layout, *options), layout)
 
 
 def read_source(source: str, layout: _Planned, names: dict[str, Any]) -> dict[str, Any]:
@@ -51,14 +40,13 @@ def read_source(source: str, layout: _Planned, names: dict[str, Any]) -> dict[st
     name = f"<econv {layout.plan.basis.group.name} {digest}>"
     # Triton reads the source of a function: this is where Python looks for it.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    space = {"__name__": __name__, **names}
+    space = {**names, "__name__": __name__}
     exec(compile(source, name, "exec"), space)
     return space
 
 
 def _read(source: str, layout: Scheme) -> dict[str, Any]:
-    names = {"exponent": exponent, "two_to": two_to, "rectified": rectified}
-    return read_source(source, layout, {"triton": triton, "tl": tl, **names})
+    return read_source(source, layout, globals())
 
 
 @triton.jit
@@ -74,60 +62,12 @@ def two_to(power):
     return ((tl.maximum(tl.minimum(power, 127), -126) + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def rectified(x):
-    """max(0, x), and NaN of NaN, as torch has it."""
-    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-
-
 INTERPRETED = not isinstance(two_to, triton.JITFunction)
 """Whether Triton runs kernels one operation after the other, on the CPU."""
 
 
 OVERALL = 4
 """Where the largest numbers of the images begin, after that of all: both addresses are aligned."""
-
-
-@triton.jit
-def begun(
-    programs, image_stride, fields, BF: tl.constexpr, BLOCKS: tl.constexpr, FIRST: tl.constexpr
-):  # fmt: skip
-    """A program's number among those of its fields, where its image begins, its block and fields.
-
-    Programs that run at the same time read fields that lie side by side, and so do threads.
-    """
-    chunks = tl.cdiv(fields, BF)
-    program = tl.program_id(0) // chunks
-    field = tl.program_id(0) % chunks * BF + tl.arange(0, BF)
-    field = field[:, None, None] if FIRST else field[None, :, None]
-    base = (program // programs).to(tl.int64) * image_stride
-    return program, base, program % programs * BLOCKS, field
-
-
-@triton.jit
-def numbers_of(affine, field, fields):
-    """Centre, scale and shift of some fields."""
-    there = field < fields
-    centre = tl.load(affine + field, mask=there, other=0.0)
-    scale = tl.load(affine + fields + field, mask=there, other=0.0)
-    return centre, scale, tl.load(affine + 2 * fields + field, mask=there, other=0.0)
-
-
-@triton.jit
-def tile_of(
-    block, field, rows, fields,
-    INNER: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, FIRST: tl.constexpr
-):  # fmt: skip
-    """Where the numbers of a tile lie in their image, and which of them there are.
-
-    An image is seen as ``[row, field, inner]``: channels-last a row is a pixel and the inner
-    numbers are the elements of the group; otherwise there is one row, and they are its pixels, too.
-    """
-    row = block * BR + tl.arange(0, BR)
-    row = row[None, :, None] if FIRST else row[:, None, None]
-    inner = (tl.program_id(1) * BI + tl.arange(0, BI))[None, None, :]
-    known = (row < rows) & (field < fields) & (inner < INNER)
-    return (row * fields + field) * INNER + inner, known
 
 
 @triton.jit
@@ -154,70 +94,6 @@ def largest(
     most = tl.max(tl.reshape(found, [BR * BF * BI]), axis=0)
     tl.atomic_max(out, most)
     tl.atomic_max(out + OVERALL + program // programs, most)
-
-
-@triton.jit
-def store_sums(one, other, sums, program, fields, BF: tl.constexpr, FIRST: tl.constexpr):
-    """Store both sums of a program's fields."""
-    field = tl.program_id(0) % tl.cdiv(fields, BF) * BF + tl.arange(0, BF)
-    into = sums + (program * tl.num_programs(1) + tl.program_id(1)) * 2 * fields + field
-    ROWS: tl.constexpr = 1 if FIRST else 0
-    tl.store(into, tl.sum(tl.sum(one, axis=2), axis=ROWS), mask=field < fields)
-    tl.store(into + fields, tl.sum(tl.sum(other, axis=2), axis=ROWS), mask=field < fields)
-
-
-@triton.jit
-def activation_backward(
-    g, x, affine, out, sums, rows, fields, programs, image_stride,
-    INNER: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BI: tl.constexpr, BLOCKS: tl.constexpr,
-    FIRST: tl.constexpr, WRITE: tl.constexpr
-):  # fmt: skip
-    """From the gradient to what was activated to that to x, with sums for those to the numbers.
-
-    ``sums[program, 2, field]`` are those of the gradient where it passes, and of it times
-    x − centre.
-    """
-    program, base, first, field = begun(programs, image_stride, fields, BF, BLOCKS, FIRST)
-    centre, scale, shift = numbers_of(affine, field, fields)
-    total = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
-    product = tl.zeros([BF, BR, BI] if FIRST else [BR, BF, BI], tl.float32)
-    for block in tl.static_range(BLOCKS):
-        where, known = tile_of(first + block, field, rows, fields, INNER, BR, BI, FIRST)
-        value = tl.load(x + base + where, mask=known, other=0.0).to(tl.float32) - centre
-        passed = tl.load(g + base + where, mask=known, other=0.0).to(tl.float32)
-        passed = tl.where(value * scale + shift <= 0.0, 0.0, passed)
-        if WRITE:
-            tl.store(out + base + where, (passed * scale).to(out.dtype.element_ty), mask=known)
-        total += passed
-        product += passed * value
-    store_sums(total, product, sums, program, fields, BF, FIRST)
-
-
-@triton.jit
-def added_up(sums, programs, fields, BF: tl.constexpr, BLOCK: tl.constexpr):
-    """Both sums of some fields, over all programs."""
-    field = tl.program_id(0) * BF + tl.arange(0, BF)[None, :]
-    one = tl.zeros([BLOCK, BF], tl.float32)
-    other = tl.zeros([BLOCK, BF], tl.float32)
-    for first in tl.range(0, programs, BLOCK):
-        program = first + tl.arange(0, BLOCK)[:, None]
-        where = sums + program * (2 * fields) + field
-        known = (program < programs) & (field < fields)
-        one += tl.load(where, mask=known, other=0.0)
-        other += tl.load(where + fields, mask=known, other=0.0)
-    return tl.sum(one, axis=0), tl.sum(other, axis=0)
-
-
-@triton.jit
-def to_affine(sums, affine, out, programs, fields, BF: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradients to the numbers of fields, from the sums of `activation_backward`."""
-    total, product = added_up(sums, programs, fields, BF, BLOCK)
-    field = tl.program_id(0) * BF + tl.arange(0, BF)
-    there = field < fields
-    scale = tl.load(affine + fields + field, mask=there, other=0.0)
-    tl.store(out + field, -scale * total, mask=there)
-    tl.store(out + fields + field, product, mask=there)
-    tl.store(out + 2 * fields + field, total, mask=there)
 
 
 @triton.jit

@@ -24,32 +24,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Geometry, Prologue, memory_format, tf32_allowed
+from econv.engines.problem import Geometry
 from econv.engines.spectral.hopper import kernels as hopper
 from econv.engines.spectral.hopper.schedule import ROWS, gains
-from econv.engines.spectral.operator import through
 from econv.engines.spectral.tiling import (
-    INTERNAL,
     Grid,
-    Like,
     Tiles,
     chosen_tiles,
     convolution_tiling,
     image_groups,
-    rounded_up,
-    units,
     weight_gradient_memory,
     weight_gradient_tiling,
 )
 from econv.engines.spectral.triton import kernels
 from econv.engines.spectral.triton.kernels import OVERALL
-from econv.engines.spectral.triton.launch import Job, Launch, launch_all
-from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two, scheme
-from econv.engines.spectral.triton.source import (
-    FIRST,
-    convolution_source,
-    weight_gradient_source,
-)
+from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, scheme
+from econv.engines.spectral.triton.source import convolution_source, weight_gradient_source
+from econv.gpu import passes
+from econv.gpu.devices import tf32_allowed
+from econv.gpu.launch import Job, Launch, launch_all
+from econv.gpu.sizes import Like, power_of_two, rounded_up, units
 from econv.plan import plan_named
 
 
@@ -75,9 +69,15 @@ def _constants(layout: Scheme, device: torch.device, warp_specialised: bool) -> 
         return [torch.tensor(array, device=device) for array in arrays]
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that some kernel fills: every element, or nobody reads it."""
-    return torch.empty(shape, dtype=dtype, device=device)
+def internal(dtype: torch.dtype) -> torch.dtype:
+    """What the kernels compute in, for inputs of a dtype."""
+    return torch.float32 if dtype == torch.float32 else torch.float16
+
+
+def _internal(dtype: torch.dtype, plan: str) -> tuple[torch.dtype, Scheme]:
+    """That, and how they lay a plan out."""
+    found = internal(dtype)
+    return found, scheme(plan_named(plan), 16 // found.itemsize)
 
 
 def _f16x2(dtype: torch.dtype) -> bool:
@@ -92,7 +92,7 @@ class _Group:
 
     def __init__(
         self,
-        analyse: tuple[Any, Any],
+        made: dict[str, Any],
         x: Like,
         first: int,
         images: int,
@@ -116,7 +116,8 @@ class _Group:
         shape, padding = (images, count, *x.shape[2:]), (geometry.up, geometry.before)
         numbers = (*shape, *padding, *grid, each, *x.strides)
         programs = (units(grid.size, block), self.chunks)
-        self.analyse = Launch(analyse[activated], programs, numbers, BP=block, num_warps=4)
+        analyse = made["analyse_activated" if activated else "analyse"]
+        self.analyse = Launch(analyse, programs, numbers, BP=block, num_warps=4)
         self.launches: list[list[Launch]] = []
         """What reads their spectrum, for each layout; of a weight gradient, after what packs."""
         self.offset = 0
@@ -147,8 +148,7 @@ class ConvolutionRun:
 
         Then outputs lie channels-last. ``changes`` are those of `chosen_tiles`, to tell runs apart.
         """
-        self.internal = INTERNAL[x.dtype]
-        layout = scheme(plan_named(plan), 16 // self.internal.itemsize)
+        self.internal, layout = _internal(x.dtype, plan)
         channels = layout.plan.synthesis.shape[0]
         self.shape = (x.shape[0], out_fields * channels, *geometry.sizes)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
@@ -175,11 +175,11 @@ class ConvolutionRun:
         else:
             options: dict[str, Any] = {"BP": tiling.pixels, "PRECISION": precision}
             options |= {"num_warps": chosen.warps, "num_stages": 1}
-            forward = [partial(Launch, made.forward, **options)]
+            forward = [partial(Launch, made["forward"], **options)]
         strides = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
         self.own = first = 0  # numbers of the memory that is no part of the output
         for images in image_groups(x, geometry, tiling, self.shape[1], adjoint):
-            group = _Group(made.analyse, x, first, images, layout, geometry, 1, activated)
+            group = _Group(made, x, first, images, layout, geometry, 1, activated)
             numbers: tuple[int, ...] = (*group.positions, group.chunks)
             tiles = units(numbers[0], tiling.pixels)
             grid = (tiles, cut.programs)
@@ -227,10 +227,10 @@ class ConvolutionRun:
         jobs: list[Job] = []
         factors = []
         for launch, constants, copies in self.arrange:
-            arranged = empty(self.arranged, self.internal, device)
+            arranged = passes.empty(self.arranged, self.internal, device)
             jobs.append((launch, (weights, *constants, w_largest, arranged)))
             factors.append(copies(arranged) if copies else [arranged])
-        own = empty((self.own,), self.internal, device)
+        own = passes.empty((self.own,), self.internal, device)
         flat = y.as_strided((y.numel(),), (1,)).view(self.internal)
         for group in self.groups:
             scales = x_largest[OVERALL + group.first :]
@@ -259,8 +259,7 @@ class WeightGradientRun:
         changes: tuple[tuple[str, int], ...] = (),
     ) -> None:
         """As `ConvolutionRun`."""
-        self.internal = INTERNAL[x.dtype]
-        layout = scheme(plan_named(plan), 16 // self.internal.itemsize)
+        self.internal, layout = _internal(x.dtype, plan)
         channels = layout.plan.analysis.shape[1]
         in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
         self.shape = (out_fields, in_fields, layout.plan.weights)
@@ -297,17 +296,17 @@ class WeightGradientRun:
         else:
             self.more = found[0][2:]
             options |= {"PRECISION": precision, "COUNT": tiling.features, "num_warps": tiling.warps}
-            gradients = [[partial(Launch, made[0].weight_gradient, **options)]]
+            gradients = [[partial(Launch, made[0]["weight_gradient"], **options)]]
         grid = (in_padded // tiling.fields, cut.programs, splits)
         for again, first in enumerate(range(0, x.shape[0], most)):
             images = min(most, x.shape[0] - first)
             shape = (x, first, images, layout, geometry, 0, activated, tiling.fields)
-            group = _Group(made[0].analyse, *shape)
+            group = _Group(made[0], *shape)
             pixels, height, width, *_ = group.positions
             tiles = units(pixels, tiling.pixels)
             rows = (tiles * (tiling.pixels // ROWS), cut.padded // FIELDS)
             numbers = (pixels, out_fields, height, width, cut.programs, *g.strides)
-            packs = [Launch(one.pack, rows, numbers, BP=ROWS, num_warps=4) for one in made]
+            packs = [Launch(one["pack"], rows, numbers, BP=ROWS, num_warps=4) for one in made]
             last = (tiles, cut.programs, in_padded, cut.padded, again)
             numbers = (*group.positions, *last)
             group.launches = [
@@ -336,10 +335,10 @@ class WeightGradientRun:
         device = x.device
         if not self.groups:
             return torch.zeros(self.shape, dtype=torch.float32, device=device)
-        memory = empty((self.spectrum,), self.internal, device)
-        packed = empty(self.packed, self.internal, device)
-        result = empty(self.shape, torch.float32, device)
-        partials = [empty(self.partial, torch.float32, device) for _ in self.reduce]
+        memory = passes.empty((self.spectrum,), self.internal, device)
+        packed = passes.empty(self.packed, self.internal, device)
+        result = passes.empty(self.shape, torch.float32, device)
+        partials = [passes.empty(self.partial, torch.float32, device) for _ in self.reduce]
         factors = [copies(packed) if copies else [packed, *self.more] for copies in self.copies]
         # Images add up: they are scaled alike, by the largest number of all.
         largest = (x_largest, g_largest)
@@ -367,67 +366,6 @@ def _producers(chosen: Tiles) -> dict[str, Any]:
     return {"PRODUCERS": chosen.producers, "REGISTERS": 128, "num_warps": 4}
 
 
-_BLOCK, _BLOCKS, _SIDE_BY_SIDE = 4096, 2, 8
-"""Numbers that a program of a pass over images handles at a time; how often; and how many fields,
-where channels lie last. Found by measuring on an H200."""
-
-
-@lru_cache(maxsize=1024)
-def by_rows(
-    kernel: Any,
-    x: Like,
-    fields: int,
-    *numbers: int,
-    whole: bool = True,
-    blocks: int = _BLOCKS,
-    **constants: Any,
-) -> Launch | None:
-    """A kernel that goes through images field by field; without fields, number by number.
-
-    Nothing where images lie in neither of torch's two layouts, or are to be ``whole``, one after
-    the other and some, and are not.
-    """
-    images, channels, height, width = x.shape
-    pixels = height * width
-    each = channels * pixels
-    if whole and (not images * each or (images > 1 and x.strides[0] != each)):
-        return None
-    layouts = {pixels: (1, width * channels, channels), 1: (pixels, width, 1)}
-    for rows, strides in layouts.items():
-        axes = zip(x.shape[1:], x.strides[1:], strides, strict=True)
-        if any(length > 1 and have != wanted for length, have, wanted in axes):
-            continue
-        if not fields:
-            rows, fields = each, 1
-        inner = each // (fields * rows)
-        inners = min(_BLOCK, power_of_two(inner))
-        several = 1 if rows == 1 else min(_SIDE_BY_SIDE, power_of_two(fields))
-        at_once = min(max(1, _BLOCK // (inners * several)), power_of_two(rows))
-        blocks = min(blocks, units(rows, at_once))
-        programs = units(rows, at_once * blocks)
-        grid = (images * programs * units(fields, several), units(inner, inners))
-        sizes = {"INNER": inner, "BR": at_once, "BF": several, "BI": inners, "BLOCKS": blocks}
-        numbers = (rows, fields, programs, x.strides[0], *numbers)
-        return Launch(kernel, grid, numbers, **sizes, FIRST=FIRST, **constants, num_warps=8)
-    return None
-
-
-@lru_cache(maxsize=1024)
-def adding_up(
-    kernel: Any, sums: torch.Size, numbers: tuple[float, ...] = (), dtypes: Any = (), **options: Any
-) -> Launch:
-    """A kernel that adds up the sums of programs. ``dtypes`` of others tell launches apart."""
-    programs, _, fields = sums
-    options |= {"BF": FIELDS, "BLOCK": min(512, power_of_two(programs)), "num_warps": 4}
-    return Launch(kernel, (units(fields, FIELDS),), (programs, fields, *numbers), **options)
-
-
-def sums_of(launch: Launch, fields: int, device: torch.device) -> Tensor:
-    """Memory for two sums of each field, from every program of a launch."""
-    programs = math.prod(launch.grid) // units(fields, launch.options["BF"])
-    return empty((programs, 2, fields), torch.float32, device)
-
-
 def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
     """Add the largest magnitude in ``x``, and from `OVERALL` on that of each image, to zeros.
 
@@ -437,35 +375,8 @@ def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
         return
     fields = 0 if affine is None else affine.shape[1]
     constants = {"OVERALL": OVERALL, "ACTIVATED": fields > 0}
-    launch = by_rows(kernels.largest, Like.of(x), fields, whole=False, **constants)
-    if launch is not None:
+    launch = passes.by_rows(kernels.largest, Like.of(x), fields, whole=False, **constants)
+    if launch is None:  # in neither of torch's layouts
+        largest(x.contiguous(), found, affine)
+    else:
         launch(x, x if affine is None else affine.contiguous(), found.view(torch.int32))
-        return
-    x = x if affine is None else Prologue(affine).apply(x.float())
-    rest = tuple(range(1, x.dim()))
-    each = torch.linalg.vector_norm(x, math.inf, dim=rest, dtype=torch.float32)
-    found[OVERALL : OVERALL + len(x)] = each
-    found[:OVERALL] = each.amax()
-
-
-def like(x: Tensor) -> Tensor:
-    return empty((x.numel(),), x.dtype, x.device).as_strided(x.shape, x.stride())
-
-
-def activation_backward(
-    g: Tensor, x: Tensor, affine: Tensor, write: bool = True
-) -> tuple[Tensor, Tensor]:
-    """The gradients to ``x`` and ``affine`` from that to max(0, (x − centre)·scale + shift).
-
-    Unless it is to be written, something stands for the former.
-    """
-    fields = affine.shape[1]
-    launch = by_rows(kernels.activation_backward, Like.of(x), fields, WRITE=write)
-    if launch is None:
-        return through(affine, x, g.to(x.dtype))
-    g, affine = g.contiguous(memory_format=memory_format(x)), affine.contiguous()
-    to_x, found = like(x) if write else x, empty((3, fields), torch.float32, x.device)
-    sums = sums_of(launch, fields, x.device)
-    last = adding_up(kernels.to_affine, sums.shape)
-    launch_all([(launch, (g, x, affine, to_x, sums)), (last, (sums, affine, found))])
-    return to_x, found

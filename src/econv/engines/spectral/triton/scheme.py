@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from econv.gpu.sizes import power_of_two
 from econv.plan import SpectralPlan
 
-_MANY = 16  # targets: those of which a layer is made by halves
 _BEGINNINGS = 4
 _IMPOSSIBLE = 1 << 16  # features
+
+MANY = 16
+"""Targets from which on a layer is made by halves."""
 
 FIELDS = 4
 """Fields of one tile: with four features each they fill the shortest product, 16."""
@@ -26,10 +29,6 @@ HEADROOM = 7
 """The largest number of an image is scaled to at least 2^7 and less than 2^8. Derivatives may be
 2^7.9 times as large and stay below float16's largest number, 2^16. All but the smallest 2^-21 of
 the image keep every digit."""
-
-
-def power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 class Target(NamedTuple):
@@ -355,9 +354,9 @@ def _evened(layout: Scheme) -> Scheme:
     each = evened.width // 2
     # Targets that do not fill their chunk stay behind.
     full = sorted(range(len(evened.order) // each), key=lambda n: -evened.lengths[n])
-    places = [n * each + k for n in full for k in range(each)]
-    places += range(len(places), len(evened.order))
-    return replace(layout, order=tuple(evened.order[place] for place in places))
+    order = [n * each + k for n in full for k in range(each)]
+    order += range(len(order), len(evened.order))
+    return replace(layout, order=tuple(evened.order[n] for n in order))
 
 
 @lru_cache(maxsize=512)
@@ -385,7 +384,7 @@ def scheme(plan: SpectralPlan, vector: int) -> Scheme:
         for period in (1, 2, 4)
     ]
     best = min((Scheme(plan, vector, tuple(order)) for order in orders), key=total)
-    if best.batch >= _MANY:
+    if best.batch >= MANY:
         best = min(best, _evened(best), key=total)
     if best.length >= _IMPOSSIBLE:
         raise ArithmeticError(f"a feature of {plan!r} reads slots that do not lie together")

@@ -14,20 +14,13 @@ length depends neither on the fields nor on the image. The memory layout is that
 from __future__ import annotations
 
 import numpy as np
-import triton
 
 from econv.engines.spectral.triton.derivatives import tap_offset, write_derivatives
-from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme, power_of_two
+from econv.engines.spectral.triton.scheme import FIELDS, HEADROOM, Scheme
 from econv.engines.spectral.triton.writer import Writer, times_rows, transform_back, twos
 from econv.fourier import butterflies
-
-VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-if VERSION < (3, 6):
-    raise ImportError(f"expected Triton 3.6 or later; got {triton.__version__}")
-
-FIRST = VERSION < (3, 7)
-"""Along which axes a load distributes threads, then warps: the first ones, or those next to the
-contiguous axis. Tensors with another order would be exchanged between threads."""
+from econv.gpu.launch import FIRST
+from econv.gpu.sizes import power_of_two
 
 _ITEMS = "BF, BP" if FIRST else "BP, BF"
 """The axes of what threads own: fields lie side by side in memory, and so do threads."""

@@ -32,7 +32,6 @@ except (ImportError, AttributeError):
     _GLUON = False
 
 from econv.engines.problem import Geometry
-from econv.engines.spectral.tiling import INTERNAL, Like, rounded_up, units
 from econv.engines.spectral.triton import launches
 from econv.engines.spectral.triton.kernels import (
     INTERPRETED,
@@ -41,8 +40,6 @@ from econv.engines.spectral.triton.kernels import (
     read_source,
     two_to,
 )
-from econv.engines.spectral.triton.launch import Job, Launch, launch_all
-from econv.engines.spectral.triton.scheme import power_of_two
 from econv.engines.spectral.triton.volume_source import (
     FIELDS,
     TILE,
@@ -51,6 +48,9 @@ from econv.engines.spectral.triton.volume_source import (
     gradient_source,
     scheme,
 )
+from econv.gpu.launch import Job, Launch, launch_all
+from econv.gpu.passes import empty
+from econv.gpu.sizes import Like, power_of_two, rounded_up, units
 from econv.plan import SpectralPlan
 
 __all__ = ["CHANGES", "convolution", "largest", "weight_gradient"]
@@ -303,7 +303,7 @@ class _Analysis:
         ``first``: the number of the first sample; if there is none, neighbours lie together and
         one scale is for all samples.
         """
-        dtype = INTERNAL[x.dtype]
+        dtype = launches.internal(x.dtype)
         slots, order = plan.analysis.shape
         fields = x.shape[1] // order
         chunks = units(fields, FIELDS)
@@ -347,7 +347,7 @@ class Convolution:
     ) -> None:
         """``last``: whether the channels of the output lie last."""
         layout, order = scheme(plan), plan.synthesis.shape[0]
-        self.dtype, self.adjoint = INTERNAL[x.dtype], adjoint
+        self.dtype, self.adjoint = launches.internal(x.dtype), adjoint
         self.shape = (x.shape[0], out_fields * order, *geometry.sizes)
         self.format = torch.channels_last_3d if last else torch.contiguous_format
         self.groups: list[tuple[slice, slice, int, _Analysis, Launch]] = []
@@ -419,9 +419,9 @@ class Convolution:
         flat = weight.to(torch.float32).flatten(0, 1)
         placed = flat @ self.constants["adjoint" if self.adjoint else "forward"]
         w_largest = largest(placed[None, None, None])
-        matrices = launches.empty((self.matrices,), self.dtype, x.device)
+        matrices = empty((self.matrices,), self.dtype, x.device)
         jobs: list[Job] = [(self.arrange, (placed, self.constants["tiles"], w_largest, matrices))]
-        own = launches.empty((self.own,), self.dtype, x.device)
+        own = empty((self.own,), self.dtype, x.device)
         memory = y.as_strided((y.numel(),), (1,)).view(self.dtype)
         for samples, planes, offset, analysis, launch in self.groups:
             spectrum = (own if offset < 0 else memory[offset:])[: analysis.numbers]
@@ -448,7 +448,7 @@ class WeightGradient:
         tiles: Tiles,
     ) -> None:
         layout, order = scheme(plan), plan.synthesis.shape[0]
-        self.dtype = INTERNAL[x.dtype]
+        self.dtype = launches.internal(x.dtype)
         self.fields = g.shape[1] // order, x.shape[1] // order
         self.constants = _constants(plan, x.device, self.dtype)
         self.groups: list[tuple[int, int, _Analysis, _Analysis, list[tuple[Launch, Launch]]]] = []
@@ -500,11 +500,11 @@ class WeightGradient:
         matrix = self.constants["forward"]
         if not self.groups:
             return x.new_zeros(*self.fields, len(matrix), dtype=torch.float32)
-        partial = launches.empty((self.partial,), torch.float32, x.device)
-        sums = launches.empty((math.prod(self.sums),), torch.float32, x.device)
+        partial = empty((self.partial,), torch.float32, x.device)
+        sums = empty((math.prod(self.sums),), torch.float32, x.device)
         _, _, ours, theirs, _ = self.groups[0]  # no other group is larger
-        spectrum = launches.empty((ours.numbers,), self.dtype, x.device)
-        gradient = launches.empty((theirs.numbers,), self.dtype, x.device)
+        spectrum = empty((ours.numbers,), self.dtype, x.device)
+        gradient = empty((theirs.numbers,), self.dtype, x.device)
         jobs: list[Job] = []
         for first, images, ours, theirs, several in self.groups:
             some = slice(first, first + images)

@@ -6,11 +6,12 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 
-__all__ = ["DEVICES", "DTYPES", "on_device", "ran", "unavailable", "works"]
+__all__ = ["DEVICES", "DTYPES", "on_device", "ran", "tf32_allowed", "unavailable", "works"]
 
 _log = logging.getLogger("econv.engines")
 
@@ -43,6 +44,10 @@ def _not_installed(device: torch.device) -> str | None:
         return "Triton is not installed"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _OLDEST:
         return "the GPU is older than Ampere"
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        return f"it needs Triton 3.6 or later; this is {triton.__version__}"
     return None
 
 
@@ -50,11 +55,11 @@ _TRIED: dict[tuple[str, torch.device], bool] = {}
 """Whether kernels that have a name worked on a device."""
 
 
-def works(what: str, device: torch.device, attempt: Callable[[], object] | None = None) -> bool:
+def works(what: str, device: torch.device, attempt: str | None = None) -> bool:
     """Whether a kernel works on a device, as far as is known; if not, that is said once.
 
-    ``attempt`` runs it where it never ran: it needs a C compiler, for one thing. While a graph is
-    captured nothing can be tried.
+    ``attempt`` is a module whose function of that name runs it where it never ran: it needs a C
+    compiler, for one thing. While a graph is captured nothing can be tried.
     """
     if unavailable(device) is not None:
         return False
@@ -63,7 +68,7 @@ def works(what: str, device: torch.device, attempt: Callable[[], object] | None 
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
     with torch.inference_mode(False), torch.no_grad():
-        return ran(what, device, attempt)
+        return ran(what, device, lambda: import_module(attempt).attempt(device))
 
 
 def ran(what: str, device: torch.device, run: Callable[[], object]) -> bool:
@@ -78,3 +83,8 @@ def ran(what: str, device: torch.device, run: Callable[[], object]) -> bool:
         reason = f"{type(error).__name__}: {str(error).strip()[:500]}"
         _log.warning("%s failed on %s and is not used again: %s", what, device, reason)
     return _TRIED[what, device]
+
+
+def tf32_allowed() -> bool:
+    """Whether GPUs may round what convolutions multiply in float32."""
+    return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]

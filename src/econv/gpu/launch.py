@@ -14,6 +14,10 @@ import torch
 import triton
 from torch import Tensor
 
+FIRST = triton.__version__.startswith("3.6.")
+"""Along which axes a load distributes threads, then warps: the first ones, or those next to the
+contiguous axis. Tensors with another order would be exchanged between threads."""
+
 
 class Launch:
     """A kernel with all arguments but tensors, which come first: then numbers, then constants."""

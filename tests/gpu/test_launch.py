@@ -10,7 +10,7 @@ nvidia = pytest.importorskip("triton.backends.nvidia.driver")
 
 from triton.compiler.compiler import CompiledKernel  # noqa: E402
 
-from econv.engines.spectral.triton.launch import Launch, launch_all  # noqa: E402
+from econv.gpu.launch import Launch, launch_all  # noqa: E402
 
 MAP = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [8, 64], "fp4_padded": False}
 

@@ -1,0 +1,1 @@
+"""Kernels on GPUs: where they run, how they are launched, and passes over images."""
