@@ -854,6 +854,45 @@ def volume_speed(found: dict[str, Any]) -> str:
     return "\n".join([*table(head, cells), "", note])
 
 
+def volume_speed_on_a_gpu(found: dict[str, Any] | None) -> str:
+    """Passes of single layers for volumes as CUDA graphs: dense over spectral."""
+    if found is None:
+        return ""
+    cells = []
+    for row in found["rows"]:
+        group, fields, batch, size = row["case"]
+        times = row["seconds"]
+        dense = {
+            one: min(took for name, took in each.items() if name.startswith("dense"))
+            for one, each in times.items()
+        }
+        peaks = (f"{row['bytes'][name] / 1e6:.0f}" for name in ("dense", "spectral"))
+        error = max(
+            row["errors"]["spectral"][name] / other
+            for name, other in row["errors"]["dense"].items()
+        )
+        step = "forward+backward"
+        cells.append(
+            [
+                f"{group}, {fields}→{fields}, batch {batch}, {size}³",
+                f"{dense['forward'] / times['forward']['spectral']:.2f}",
+                f"**{dense[step] / times[step]['spectral']:.2f}**",
+                f"{1e3 * dense[step]:.2f} / {1e3 * times[step]['spectral']:.2f}",
+                " / ".join(peaks),
+                f"{error:.2f}",
+            ]
+        )
+    head = ["layer, bfloat16", "forward", "forward+backward", "ms, dense / spectral"]
+    head += ["peak MB, dense / spectral", "error over dense's"]
+    origin = found["origin"]
+    note = (
+        f"(Time of dense, the faster of cuDNN's two layouts, over that of spectral; CUDA graphs, "
+        f"isolated; {origin['device']}, torch {origin['torch']}, Triton {origin['triton']}, "
+        f"{code(found)}; `benchmarks/volume_engines.py --device cuda`.)"
+    )
+    return "\n".join([*table(head, cells), "", note])
+
+
 def tetris(found: dict[str, Any]) -> str:
     """Accuracy under all rotations, by the size of the stencils."""
     cells = []
@@ -961,6 +1000,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         ),
         "gpu kernels": ("engines_cuda.json", gpu_kernels),
         "gpu fused": ("engines_cuda.json", gpu_fused),
+        "volumes on a gpu": ("volume_engines_cuda.json", volume_speed_on_a_gpu),
     },
     "docs/compatibility.md": {
         "compatibility": ("compatibility.json", compatibility_details),
@@ -995,6 +1035,7 @@ NOT_EVERYWHERE = (
     "networks_cuda.json",
     "networks_cuda_before.json",
     "networks_cuda_flops.json",
+    "volume_engines_cuda.json",
 )
 
 

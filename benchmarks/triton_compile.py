@@ -7,6 +7,7 @@ GPU (sm_90): processor seconds to compile, registers, spills, shared memory and 
     python benchmarks/triton_compile.py --engine spectral/triton
     python benchmarks/triton_compile.py --activated            # with norm and ReLU at the load
     python benchmarks/triton_compile.py --dump folder          # with the machine code
+    python benchmarks/triton_compile.py --engine spectral/triton --layer O,8,4,32,bfloat16,order<=2
     python benchmarks/triton_compile.py --wait --layer p8,40,512,16   # seconds at a first call
 """
 
@@ -123,10 +124,11 @@ def training_step(
 ) -> list[Launch]:
     """The launches of the forward pass, then those of both gradients."""
     plan = spectral_plan(filter_basis(layer.group, layer.operators), "regular", "regular")
-    basis, size = plan.basis, layer.size
-    task = Task(plan, Geometry.of(basis.size, (size, size), 1, basis.size // 2, 1))
-    shape = (layer.batch, layer.fields * basis.group.order, size, size)
-    options: dict[str, Any] = {"device": "meta", "memory_format": torch.channels_last}
+    basis, sizes = plan.basis, (layer.size,) * plan.basis.group.dimension
+    task = Task(plan, Geometry.of(basis.size, sizes, 1, basis.size // 2, 1))
+    shape = (layer.batch, layer.fields * basis.group.order, *sizes)
+    layout = torch.channels_last if len(sizes) == 2 else torch.channels_last_3d
+    options: dict[str, Any] = {"device": "meta", "memory_format": layout}
     x, gradient = (torch.empty(shape, dtype=getattr(torch, layer.dtype), **options),) * 2
     coordinates = basis.group.order * len(basis.operators)
     weight = torch.empty(layer.fields, layer.fields, coordinates, device="meta")

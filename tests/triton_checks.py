@@ -160,6 +160,16 @@ def test_every_kind_of_group_equals_the_dense_engine_in_float64(group, options):
         assert error(ours, theirs) <= FLOAT32
 
 
+def test_a_layer_between_volumes_equals_the_dense_engine_in_float64():
+    """The others are in `volume_checks`."""
+    layer = econv.GroupConv3d(1, 1, "C2", engine=TRITON, device=DEVICE)
+    x = torch.randn(1, 2, 3, 3, 4, device=DEVICE)
+    probe = torch.randn_like(layer(x))
+    wanted = exact(layer, x, probe)
+    for ours, theirs in zip(results(layer, x, probe, TRITON), wanted, strict=True):
+        assert error(ours, theirs) <= FLOAT32
+
+
 # In float16 the derivatives themselves are rounded, to as many digits as the input has.
 HALF = [("p4", torch.bfloat16, 1.5), ("p8", torch.bfloat16, 1.5), ("p16", torch.bfloat16, 1.5)]
 HALF += [("p8m", torch.bfloat16, 1.5), ("p8", torch.float16, 2.5)]

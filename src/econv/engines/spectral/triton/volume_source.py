@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -261,7 +261,7 @@ class _Writer(Writer):
 
     def multiplied(self, a: str, b: str, total: str) -> None:
         if self.language == "gl":
-            self(f"{total} = mma_v2({a}, {b}, {total})")
+            self(f"{total} = product({a}, {b}, {total}, PRECISION)")
         else:
             self(f"{total} = tl.dot({a}, {b}, {total}, input_precision=PRECISION)")
 
@@ -279,7 +279,7 @@ def _derivatives(
     reach = size // 2
     known: set[int] = set()
 
-    def folded(plus: str, minus: str | None, into: str, wanted: np.ndarray) -> list[str | None]:
+    def folded(plus: str, minus: str | None, into: str, wanted: Any) -> list[str | None]:
         """A middle one, or the sum and the difference, as far as they are wanted."""
         if minus is None:
             return [plus if wanted[0] else None]
@@ -370,20 +370,21 @@ def convolution_source(layout: Scheme, language: str, f16x2: bool, group: int) -
     plan, write = layout.plan, _Writer(language, f16x2)
     order = plan.synthesis.shape[0]
     arguments = (
-        "spectrum, weights, y, scales, w_largest, total, depth, height, width, positions, sample,"
-        " plane, row, down, dilation, chunks, begin, out_fields, y_sample, y_channel, y_plane, y_row,"
-        " y_column"
+        "spectrum, weights, y, scales, w_largest, depth, height, width, deep, along, across,"
+        " positions, sample, plane, row, down, dilation, chunks, begin, out_fields, y_sample,"
+        " y_channel, y_plane, y_row, y_column"
     )
-    general = "total depth height width positions sample plane row begin out_fields"
+    general = "depth height width deep along across positions sample plane row begin out_fields"
     lang = language
-    with write.function("forward", arguments, "VOXELS WARPS PRECISION", general):
+    with write.function("forward", arguments, "VOXELS LINES PLANES WARPS PRECISION", general):
         if language == "gl":
             write(
                 """
-                HALVES: gl.constexpr = gl.BlockedLayout([2, 1], [4, 8], [1, WARPS], [0, 1])
+                SIDE: gl.constexpr = 4 // (spectrum.dtype.element_ty.primitive_bitwidth // 8)
+                HALVES: gl.constexpr = gl.BlockedLayout([SIDE, 1], [4, 8], [1, WARPS], [0, 1])
                 SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-                LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-                RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+                LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, SIDE)
+                RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, SIDE)
                 TILE: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
                 OUT: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [1, WARPS], [1, 0])
                 """
@@ -393,12 +394,20 @@ def convolution_source(layout: Scheme, language: str, f16x2: bool, group: int) -
                 " [1, WARPS, 1], [2, 1, 0])"
             )
         voxel = write.arange("VOXELS", "gl.SliceLayout(0, HALVES)", "[None, :]")
-        write(f"n = {lang}.program_id(0) * VOXELS + {voxel}")
-        _voxels(write)
+        write(
+            f"""
+            tile = {lang}.program_id(0)
+            first_x = tile % across * (VOXELS // (LINES * PLANES))
+            first_y = tile // across % along * LINES
+            first_z = tile // (across * along) % deep * PLANES
+            image = tile // (across * along * deep)
+            """
+        )
+        _voxels(write, voxel)
         write("place = image * sample + z * down * plane + y_ * down * row + x * down")
         eight = write.arange(FIELDS, "gl.SliceLayout(1, HALVES)", "[:, None]")
-        write(f"at = {lang}.where(n < total, place, 0) * {FIELDS} + {eight}")
-        write(f"tile = {write.arange(256, 'TILE')}")
+        write(f"at = {lang}.where(inside, place, 0) * {FIELDS} + {eight}")
+        write(f"entry = {write.arange(256, 'TILE')}")
         write(f"out_chunk = {lang}.program_id(1)")
         for number, block in enumerate(plan.blocks):
             for r in range(block.rows):
@@ -430,13 +439,15 @@ def convolution_source(layout: Scheme, language: str, f16x2: bool, group: int) -
     return write.text()
 
 
-def _voxels(write: _Writer) -> None:
+def _voxels(write: _Writer, numbers: str) -> None:
+    """Where the voxels of a tile lie: along x, then y, then z."""
     write(
-        """
-        x = n % width
-        y_ = n // width % height
-        z = n // (width * height) % depth
-        image = n // (width * height * depth)
+        f"""
+        n = {numbers}
+        x = first_x + n % (VOXELS // (LINES * PLANES))
+        y_ = first_y + n // (VOXELS // (LINES * PLANES)) % LINES
+        z = first_z + n // (VOXELS // PLANES)
+        inside = (x < width) & (y_ < height) & (z < depth)
         """
     )
 
@@ -471,7 +482,7 @@ def _multiply(write: _Writer, layout: Scheme, family: Family, products: list[Pro
         # As the threads of a warp keep it: row % 8, column // 2 % 4, column // 8, row // 8, two.
         write(
             f"""
-            w = {lang}.reshape({lang}.load(matrices + {number * 256} + tile), [8, 4, 2, 2, 2])
+            w = {lang}.reshape({lang}.load(matrices + {number * 256} + entry), [8, 4, 2, 2, 2])
             w = {lang}.reshape({lang}.permute(w, (3, 0, 2, 1, 4)), [16, 16])
             """
         )
@@ -482,12 +493,9 @@ def _multiply(write: _Writer, layout: Scheme, family: Family, products: list[Pro
 
 def _store(write: _Writer, layout: Scheme, group: int, order: int) -> None:
     plan, lang = layout.plan, write.language
-    voxel = write.arange("VOXELS", "gl.SliceLayout(0, OUT)", "[None, :]")
-    write(f"n = {lang}.program_id(0) * VOXELS + {voxel}")
-    _voxels(write)
     write(
         f"""
-        power = exponent({lang}.load(scales + begin + {lang}.where(n < total, image, 0)))
+        power = exponent({lang}.load(scales + begin + image))
         power += exponent({lang}.load(w_largest)) - {layout.headroom + WEIGHT_HEADROOM}
         scale = two_to(power)
         """
@@ -510,16 +518,14 @@ def _store(write: _Writer, layout: Scheme, group: int, order: int) -> None:
     outer = "gl.SliceLayout(1, gl.SliceLayout(2, STORED))"
     inner = "gl.SliceLayout(0, gl.SliceLayout(2, STORED))"
     last = "gl.SliceLayout(0, gl.SliceLayout(0, STORED))"
-    write(f"n = {lang}.program_id(0) * VOXELS + {write.arange('VOXELS', inner, '[None, :]')}")
-    write("n = n[:, :, None]")
-    _voxels(write)
+    _voxels(write, f"({write.arange('VOXELS', inner, '[None, :]')})[:, :, None]")
     field = write.arange(FIELDS, outer, "[:, None]")
     member = write.arange(group, last, "[None, :]")
     write(
         f"""
         field = out_chunk * {FIELDS} + ({field})[:, :, None]
         member = ({member})[None, :, :]
-        known = (n < total) & (field < out_fields) & (member < {group})
+        known = inside & (field < out_fields) & (member < {group})
         into = y + image.to({lang}.int64) * y_sample + z.to({lang}.int64) * y_plane
         into = into + (y_ * y_row + x * y_column) + (field * {order} + member) * y_channel
         """
@@ -550,10 +556,11 @@ def gradient_source(layout: Scheme, number: int, kernel: int, language: str, f16
         if language == "gl":
             write(
                 """
-                HALVES: gl.constexpr = gl.BlockedLayout([2, 1], [4, 8], [1, 1], [0, 1])
+                SIDE: gl.constexpr = 4 // (spectrum.dtype.element_ty.primitive_bitwidth // 8)
+                HALVES: gl.constexpr = gl.BlockedLayout([SIDE, 1], [4, 8], [1, 1], [0, 1])
                 SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
-                LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-                RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+                LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, SIDE)
+                RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, SIDE)
                 """
             )
         voxel = write.arange("VOXELS", "gl.SliceLayout(1, HALVES)", "[:, None]")
@@ -623,33 +630,29 @@ def _pairs(write: _Writer, plan: SpectralPlan) -> Callable[[int, int], dict[int,
     """
     reach, lang = plan.basis.size // 2, write.language
 
+    def of_pair(place: str) -> str:
+        """Two neighbours from an even place on."""
+        inside = f"voxel // 2 * {2 * FIELDS} + eight * 2 + voxel % 2"
+        return f"{lang}.load(p + ({place}) * {FIELDS} + ({inside}))"
+
     def line(z: int, y: int) -> dict[int, str]:
         names = {}
-        write(f"from_ = start + ({reach + z} * plane + {reach + y} * row) * dilation")
+        write(f"line = start + ({reach + z} * plane + {reach + y} * row) * dilation")
         for x in range(-reach, reach + 1):
             t = reach + x
-            names[x] = f"t{t}_{reach + y}"
-            if lang == "gl" and t % 2:
+            name = names[x] = f"t{t}_{reach + y}"
+            place = f"line + {t} * dilation"
+            if t % 2 and write.f16x2:
                 with write.block("if ODD:"):
-                    ends = []
-                    for side, end in ((-1, "l"), (1, "r")):
-                        place = f"from_ + {t} * dilation + {side} + voxel"
-                        write(f"{end} = {_of_pair(lang, place, side < 0)}")
-                        ends.append(end)
-                    write(f"{names[x]} = {write.asm('prmt.b32 $0, $1, $2, 0x5432;', *ends)}")
+                    sides = of_pair(f"{place} - 1"), of_pair(f"{place} + 1")
+                    write(f"{name} = {write.asm('prmt.b32 $0, $1, $2, 0x5432;', *sides)}")
                 with write.block("else:"):
-                    write(f"{names[x]} = {_of_pair(lang, f'from_ + {t} * dilation + voxel')}")
+                    write(f"{name} = {of_pair(place)}")
+            elif t % 2:
+                write(f"v = {place} + voxel")
+                write(f"{name} = {lang}.load(p + (v // 2 * {2 * FIELDS} + eight * 2 + v % 2))")
             else:
-                write(f"{names[x]} = {_of_pair(lang, f'from_ + {t} * dilation + voxel')}")
+                write(f"{name} = {of_pair(place)}")
         return names
-
-    def _of_pair(lang: str, place: str, _left: bool = False) -> str:
-        if lang == "gl":  # pairs lie as they are counted from an even place
-            scalar = place.removesuffix(" + voxel")
-            return (
-                f"gl.load(p + ({scalar}) * {FIELDS}"
-                f" + (voxel // 2 * {2 * FIELDS} + eight * 2 + voxel % 2))"
-            )
-        return f"tl.load(p + (({place}) // 2 * {2 * FIELDS} + eight * 2 + ({place}) % 2))"
 
     return line

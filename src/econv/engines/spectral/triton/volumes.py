@@ -59,6 +59,22 @@ CHANGES: dict[str, Any] = {}
 """Other tiles than `Tiles` has, for tests and for finding those."""
 
 
+if _GLUON:
+
+    @gluon.jit
+    def product(a, b, total, PRECISION: gl.constexpr):
+        """The sum and a product; of float32 in one or in three of tf32."""
+        if PRECISION == "tf32x3":
+            a_high = (a.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
+            b_high = (b.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
+            total = mma_v2(a - a_high, b_high, total, "tf32")
+            total = mma_v2(a_high, b - b_high, total, "tf32")
+            total = mma_v2(a_high, b_high, total, "tf32")
+        else:
+            total = mma_v2(a, b, total, "tf32")
+        return total
+
+
 class Tiles(NamedTuple):
     """How launches are cut into programs."""
 
@@ -67,6 +83,10 @@ class Tiles(NamedTuple):
     voxels: int = 0
     """Of each warp of the convolution; 0: as many as its registers hold."""
     warps: int = 4
+    lines: int = 2
+    """Of a tile of the convolution: along y; the rest of its voxels lie along x."""
+    planes: int = 2
+    """The same along z."""
     registers: int = 0
     """Of each thread of the convolution, at most; 0: as many as there are."""
     gradient_registers: int = 0
@@ -82,7 +102,7 @@ class Tiles(NamedTuple):
 @triton.jit(do_not_specialize=["begin"])
 def analyse(
     x, matrix, scales, out, positions, row, lines, planes, width, height, depth, images, fields,
-    chunks, up, before, x_sample, x_channel, x_plane, x_row, x_column, begin, each,
+    chunks, up, above, before, x_sample, x_channel, x_plane, x_row, x_column, begin, each,
     HEADROOM: tl.constexpr, ORDER: tl.constexpr, SLOTS: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr, BP: tl.constexpr, EIGHT: tl.constexpr, PAIRS: tl.constexpr,
     PRECISION: tl.constexpr
@@ -101,7 +121,7 @@ def analyse(
         field = tl.program_id(1) * EIGHT + r % EIGHT
     ix = position % row - before
     iy = position // row % lines - before
-    iz = position // (row * lines) % planes - before
+    iz = position // (row * lines) % planes - above
     image = position // (row * lines * planes)
     known = (ix >= 0) & (iy >= 0) & (iz >= 0) & (image < images) & (field < fields)
     known &= (ix % up == 0) & (iy % up == 0) & (iz % up == 0)
@@ -145,7 +165,7 @@ def arrange(
     tl.store(out + n, value.to(out.dtype.element_ty), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "before", "again"])
 def add_up(
     partial, out, splits, several, copies, count, before, again,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr
@@ -179,14 +199,17 @@ class Grid(NamedTuple):
     """All positions that anything reads."""
 
     @staticmethod
-    def of(images: int, lengths: Sequence[int], geometry: Geometry, size: int) -> Grid:
-        """For so many samples."""
+    def of(
+        images: int, lengths: Sequence[int], geometry: Geometry, size: int, above: int | None = None
+    ) -> Grid:
+        """For so many samples; ``above``: planes before the first, if not `Geometry.before`."""
         reach = geometry.dilation * (size - 1)
         pitches = []
-        for length, out in zip(lengths, geometry.sizes, strict=True):
+        every = geometry.before if above is None else above, geometry.before, geometry.before
+        for length, out, before in zip(lengths, geometry.sizes, every, strict=True):
             needed = (out - 1) * geometry.down + reach + 1
-            used = geometry.before + (length - 1) * geometry.up + 1
-            pitches.append(max(1, min(used, needed), needed - geometry.before))
+            used = before + (length - 1) * geometry.up + 1
+            pitches.append(max(1, min(used, needed), needed - max(0, before)))
         planes, lines, row = pitches[0], pitches[1], rounded_up(pitches[2], 2)
         z, y, x = ((out - 1) * geometry.down for out in geometry.sizes)
         last = (((images - 1) * planes + z) * lines + y) * row + x + 1
@@ -233,26 +256,26 @@ def _padded(length: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _kernel(plan: SpectralPlan, dtype: torch.dtype, language: str, *which: Any) -> Any:
+def _kernel(
+    plan: SpectralPlan, dtype: torch.dtype, language: str, sums: tuple[int, int] | None = None
+) -> Any:
     """A kernel of a plan: the convolution, or some sums of the weight's gradient."""
     layout = scheme(plan)
     halves = dtype == torch.float16 and not INTERPRETED
-    if which:
-        source = gradient_source(layout, *which, language, halves)
-    else:
-        order = plan.synthesis.shape[0]
-        group = math.gcd(order, 8)
+    if sums is None:
+        group = math.gcd(plan.synthesis.shape[0], 8)  # channels that are stored together
         source = convolution_source(layout, language, halves, group)
+    else:
+        source = gradient_source(layout, *sums, language, halves)
     names = {"triton": triton, "tl": tl, "exponent": exponent, "two_to": two_to}
     if language == "gl":
-        names |= {"gluon": gluon, "gl": gl, "mma_v2": mma_v2}
+        names |= {"gluon": gluon, "gl": gl, "product": product}
         names |= {one.__name__: gluon.jit(one.fn) for one in (exponent, two_to)}
-    return read_source(source, layout, names)["weight_gradient" if which else "forward"]
+    return read_source(source, layout, names)["forward" if sums is None else "weight_gradient"]
 
 
-def _language(dtype: torch.dtype, tiles: Tiles) -> str:
-    """Gluon for 16 bits; float32 wants products in three, which Triton makes."""
-    return tiles.language if _GLUON and not INTERPRETED and dtype == torch.float16 else "tl"
+def _language(tiles: Tiles) -> str:
+    return tiles.language if _GLUON and not INTERPRETED else "tl"
 
 
 def largest(x: Tensor) -> Tensor:
@@ -271,11 +294,15 @@ class _Analysis:
         images: int,
         plan: SpectralPlan,
         up: int,
-        before: int,
+        before: tuple[int, int],
         grid: Grid,
         first: int | None,
     ) -> None:
-        """``first``: their number; otherwise neighbours lie together, and one scale is for all."""
+        """``before``: positions before the first plane, and before rows and columns.
+
+        ``first``: the number of the first sample; if there is none, neighbours lie together and
+        one scale is for all samples.
+        """
         dtype = launches.internal(x.dtype)
         slots, order = plan.analysis.shape
         fields = x.shape[1] // order
@@ -297,7 +324,7 @@ class _Analysis:
             "num_warps": 4,
         }
         scales = (0, 0) if first is None else (OVERALL + first, 1)
-        numbers = (*numbers, chunks, up, before, *x.strides, *scales)
+        numbers = (*numbers, chunks, up, *before, *x.strides, *scales)
         self.launch = Launch(analyse, (grid.size // block, chunks), numbers, **options)
 
     def job(self, x: Tensor, scales: Tensor, spectrum: Tensor) -> Job:
@@ -323,8 +350,8 @@ class Convolution:
         self.dtype, self.adjoint = launches.internal(x.dtype), adjoint
         self.shape = (x.shape[0], out_fields * order, *geometry.sizes)
         self.format = torch.channels_last_3d if last else torch.contiguous_format
-        self.groups: list[tuple[int, int, int, _Analysis, Launch]] = []
-        """The first sample and how many; where in the output the spectrum lies (−1: elsewhere)."""
+        self.groups: list[tuple[slice, slice, int, _Analysis, Launch]] = []
+        """Samples, planes of the output, where in it the spectrum lies (−1: not there) …"""
         self.own = 0
         if not math.prod(self.shape) * math.prod(x.shape):
             return
@@ -337,29 +364,34 @@ class Convolution:
         numbers = (out_fields, in_fields, *strides, chunks, count, self.matrices)
         options = {"BLOCK": 1024, "HEADROOM": WEIGHT_HEADROOM, "num_warps": 4}
         self.arrange = Launch(arrange, (units(self.matrices, 1024),), numbers, **options)
-        kernel = _kernel(plan, self.dtype, language := _language(self.dtype, tiles))
+        kernel = _kernel(plan, self.dtype, language := _language(tiles))
         warps = tiles.warps
         each = tiles.voxels or (16 if layout.matrices_of_a_voxel <= 8 else 8)
         voxels = each * warps if language == "gl" else 32
-        options = {"VOXELS": voxels, "WARPS": warps, "PRECISION": precision, "num_warps": warps}
+        block = (tiles.planes, tiles.lines, voxels // (tiles.lines * tiles.planes))
+        options = {"VOXELS": voxels, "LINES": block[1], "PLANES": block[0], "WARPS": warps}
+        options |= {"num_warps": warps}
         if tiles.registers:
             options["maxnreg"] = tiles.registers
         y = torch.empty(self.shape, device="meta", memory_format=self.format)
-        total, first = math.prod(self.shape), 0
-        spare = SPARE if adjoint else max(SPARE, x.bytes)
-        spare = max(
-            spare, 2 * x.dtype.itemsize * x.shape[1] * self.shape[1] * plan.stencils[0].size
-        )
+        total, itemsize = math.prod(self.shape), x.dtype.itemsize
+        filters = x.shape[1] * self.shape[1] * plan.stencils[0].size * itemsize
+        spare = max(LEAST, 5 * filters // 2, 0 if adjoint else x.bytes)
+        first = start = 0
         while first < len(y):
-            images = len(y) - first
+            images, depth = len(y) - first, geometry.sizes[0] - start
+            if start:
+                images = 1
             while True:
-                grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
-                own = _Analysis(x, images, plan, geometry.up, geometry.before, grid, first)
+                part = geometry._replace(sizes=(depth, *geometry.sizes[1:]))
+                before = geometry.before - start * geometry.down, geometry.before
+                grid = Grid.of(images, x.shape[2:], part, plan.basis.size, before[0])
+                own = _Analysis(x, images, plan, geometry.up, before, grid, first)
                 offset = (total - own.numbers) // 64 * 64
                 inside = offset >= (first + images) * (total // len(y))
-                if inside or images == 1 or own.numbers * self.dtype.itemsize <= spare:
+                if inside or images == depth == 1 or own.numbers * itemsize <= spare:
                     break
-                images = units(images, 2)
+                images, depth = (units(images, 2), depth) if images > 1 else (1, units(depth, 2))
             places = (
                 grid.size,
                 grid.sample,
@@ -368,20 +400,17 @@ class Convolution:
                 geometry.down,
                 geometry.dilation,
             )
-            pixels = images * geometry.pixels
-            numbers = (
-                pixels,
-                *geometry.sizes,
-                *places,
-                chunks,
-                OVERALL + first,
-                out_fields,
-                *y.stride(),
-            )
-            launch = Launch(kernel, (units(pixels, voxels), out_chunks), numbers, **options)
-            self.groups.append((first, images, offset if inside else -1, own, launch))
+            cut = [units(size, side) for size, side in zip(part.sizes, block, strict=True)]
+            programs = (images * math.prod(cut), out_chunks)
+            numbers = (*part.sizes, *cut, *places, chunks, OVERALL + first, out_fields)
+            numbers = (*numbers, *y.stride())
+            launch = Launch(kernel, programs, numbers, PRECISION=precision, **options)
+            samples, planes = slice(first, first + images), slice(start, start + depth)
+            self.groups.append((samples, planes, offset if inside else -1, own, launch))
             self.own = max(self.own, 0 if inside else own.numbers)
-            first += images
+            start += depth
+            if start == geometry.sizes[0]:
+                first, start = first + images, 0
 
     def __call__(self, x: Tensor, x_largest: Tensor, weight: Tensor) -> Tensor:
         y = torch.empty(self.shape, dtype=x.dtype, device=x.device, memory_format=self.format)
@@ -394,16 +423,16 @@ class Convolution:
         jobs: list[Job] = [(self.arrange, (placed, self.constants["tiles"], w_largest, matrices))]
         own = empty((self.own,), self.dtype, x.device)
         memory = y.as_strided((y.numel(),), (1,)).view(self.dtype)
-        for first, images, offset, analysis, launch in self.groups:
+        for samples, planes, offset, analysis, launch in self.groups:
             spectrum = (own if offset < 0 else memory[offset:])[: analysis.numbers]
-            jobs.append(analysis.job(x[first : first + images], x_largest, spectrum))
-            out = y[first : first + images]
+            jobs.append(analysis.job(x[samples], x_largest, spectrum))
+            out = y[samples, :, planes]
             jobs.append((launch, (spectrum, matrices, out, x_largest, w_largest)))
         launch_all(jobs)
         return y
 
 
-SPARE = 16 << 20  # bytes that any layer may take
+LEAST = 9 << 19  # bytes that any layer may take
 
 
 class WeightGradient:
@@ -427,7 +456,7 @@ class WeightGradient:
             return
         out_chunks, chunks = (units(fields, FIELDS) for fields in self.fields)
         self.sums = (out_chunks, chunks, 2 * layout.count, FIELDS, FIELDS)
-        language = _language(self.dtype, tiles)
+        language = _language(tiles)
         voxels, warps = (TILE, 1) if language == "gl" else (_UNIT, 4)
         options = {"VOXELS": voxels, "ODD": geometry.dilation % 2, "PRECISION": precision}
         options["num_warps"] = warps
@@ -436,17 +465,17 @@ class WeightGradient:
         images, first = x.shape[0], 0
         while True:
             grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
-            ours = _Analysis(x, images, plan, geometry.up, geometry.before, grid, None)
+            ours = _Analysis(x, images, plan, geometry.up, (geometry.before,) * 2, grid, None)
             bytes_ = 2 * ours.numbers * self.dtype.itemsize
-            if images == 1 or bytes_ <= max(SPARE, x.bytes):
+            if images == 1 or bytes_ <= max(LEAST, x.bytes):
                 break
             images = units(images, 2)
-        self.partial = 0
+        self.partial, adding = 0, {"SPLITS": 128, "BLOCK": 32, "num_warps": 8}
         while first < x.shape[0]:
             images = min(images, x.shape[0] - first)
             grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
-            ours = _Analysis(x, images, plan, geometry.up, geometry.before, grid, None)
-            theirs = _Analysis(g, images, plan.adjoint, geometry.down, 0, grid, None)
+            ours = _Analysis(x, images, plan, geometry.up, (geometry.before,) * 2, grid, None)
+            theirs = _Analysis(g, images, plan.adjoint, geometry.down, (0, 0), grid, None)
             places = (grid.size, grid.plane, grid.row, geometry.dilation, chunks, out_chunks)
             steps, before, several = grid.last // voxels, 0, []
             for number, family in enumerate(layout.families):
@@ -454,16 +483,13 @@ class WeightGradient:
                 each = units(steps, min(steps, units(tiles.programs, programs)))
                 splits = units(steps, each)
                 for part, own in enumerate(layout.sums(family)):
-                    kernel = _kernel(plan, self.dtype, language, number, part)
+                    kernel = _kernel(plan, self.dtype, language, (number, part))
                     numbers = (*places, steps, each)
                     launch = Launch(kernel, (programs, splits), numbers, **options)
                     copies = family.copies * len(own) * _SUM
                     total = chunks * out_chunks * copies
-                    numbers = (splits, chunks * out_chunks, copies, layout.count * _SUM)
-                    numbers = (*numbers, before, int(first > 0))
-                    last = Launch(
-                        add_up, (units(total, 32),), numbers, SPLITS=32, BLOCK=32, num_warps=4
-                    )
+                    where = (chunks * out_chunks, copies, layout.count * _SUM, before)
+                    last = Launch(add_up, (units(total, 32),), (splits, *where, first), **adding)
                     several.append((launch, last))
                     before += copies
                     self.partial = max(self.partial, splits * total)
