@@ -50,9 +50,10 @@ class Block(nn.Module):
         return torch.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
-def source_network(width: int) -> nn.Module:
+def source_network(width: int, margin: int) -> nn.Module:
     """Halved twice, by strides that are not exact on 28 pixels."""
     return nn.Sequential(
+        *([nn.ZeroPad2d(margin)] if margin else []),
         nn.Conv2d(1, width, 3, padding=1, bias=False),
         nn.BatchNorm2d(width),
         nn.ReLU(),
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument("--group", default="p8")
     parser.add_argument("--match", default="params", choices=econv.conversion.MATCHES)
     parser.add_argument("--width", type=int, default=8, help="channels of the first layer")
+    parser.add_argument("--margin", type=int, default=0, help="zeros around the images")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument(
         "--rates", type=float, nargs="+", default=(7.5e-3, 1.5e-2, 3e-2), help="to choose from"
@@ -181,7 +183,7 @@ def main() -> None:
 
     for seed in range(args.seeds):
         torch.manual_seed(seed)
-        source = source_network(args.width)
+        source = source_network(args.width, args.margin)
         common: dict[str, Any] = {"example_input": example, "measure": False}
         ours = econv.convert(source, args.group, args.match, **common)
         smooth = econv.convert(source, args.group, args.match, smooth=True, **common)

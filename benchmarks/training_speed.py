@@ -2,7 +2,8 @@
 
 Whole steps of a recipe (augmentation, forward, backward, optimiser, moving average) on pictures of
 noise of the data's size, as `econv train --step graph` runs them: every engine is captured as a
-CUDA graph of its own, and each runs some steps, isolated, in several rounds.
+CUDA graph of its own, and each runs some steps, isolated, in several rounds. Recipes that the file
+already holds, of the same machine, stay in it with the revision that they were measured by.
 
     python benchmarks/training_speed.py --json benchmarks/results/training_cuda.json
     python benchmarks/training_speed.py --device cpu --step eager --batch 4   # that it runs
@@ -111,14 +112,17 @@ def main(arguments: list[str] | None = None) -> None:
         "precision": execution.precision,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
-        **stamp(),
-        "runs": [],
     }
+    runs: dict[str, dict[str, Any]] = {}
+    if args.json and args.json.exists():
+        before = json.loads(args.json.read_text(encoding="utf-8"))
+        if all(before.get(key) == value for key, value in record.items()):
+            runs = {run["recipe"]: run for run in before["runs"]}
     for name in args.recipes:
         changes = {"batch_size": str(args.batch)} if args.batch else {}
         with convolution_precision(execution):
             found = measure(RECIPES[name].with_changes(changes), args.steps, args.rounds, execution)
-        record["runs"].append(found)
+        runs[name] = {**found, **stamp()}
         speed = found["images_per_second"]
         print(
             f"{name}, operators {', '.join(found['operators'])}: "
@@ -127,7 +131,8 @@ def main(arguments: list[str] | None = None) -> None:
             flush=True,
         )
         if args.json:  # as far as it has come
-            write_atomically(args.json, (json.dumps(record, indent=1) + "\n").encode())
+            text = json.dumps({**record, "runs": list(runs.values())}, indent=1) + "\n"
+            write_atomically(args.json, text.encode())
 
 
 if __name__ == "__main__":

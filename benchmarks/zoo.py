@@ -1,11 +1,13 @@
 """What `econv.convert` makes of the networks that people have, each in a process of its own.
 
 For every network: whether it converts or is refused, and with which sentence; seconds and peak
-memory of the conversion; the forward time over the source's, with as many multiply-adds; the
-relative error under a quarter turn, in float64; and whether the outputs keep their shapes.
+memory of the conversion; the forward time over the source's, with as many multiply-adds (of
+networks of volumes, with as many channels); the relative error under a quarter turn, in float64;
+and whether the outputs keep their shapes.
 
     python benchmarks/zoo.py --json benchmarks/results/zoo.json
     python benchmarks/zoo.py --only resnet                      # those with that in their names
+    python benchmarks/zoo.py --volumes --json benchmarks/results/zoo_volumes.json
 
 It needs torchvision, timm, segmentation_models_pytorch and monai; what is not installed is left
 out, and the record says so. Results are written as they come, and a record is continued.
@@ -34,8 +36,9 @@ import econv
 from econv.lab import calibrate
 from recording import Growing, origin
 
-GROUP = "p8"
-MATCH = "flops"
+GROUPS = {2: "p8", 3: "O"}
+MATCHES = {2: "flops", 3: "width"}
+"""In space one field of 24 orientations costs more than many a source in all."""
 SECONDS = 30.0
 """For a conversion; the process has as long again for the rest, four times over."""
 GIGABYTES = 4.0
@@ -52,6 +55,7 @@ class Source(NamedTuple):
     """Whether its layers attend to patches or windows with a fixed frame."""
     options: Mapping[str, Any] = {}
     channels: int = 3
+    dimension: int = 2
 
     @property
     def key(self) -> str:
@@ -156,7 +160,38 @@ def _sources() -> list[Source]:
     return found
 
 
-SOURCES = {source.key: source for source in _sources()}
+def _sources_of_volumes() -> list[Source]:
+    space = {"spatial_dims": 3, "in_channels": 1}
+    both = {**space, "out_channels": 2}
+    steps = {"channels": (32, 64, 128), "strides": (2, 2)}
+    levels = {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2]}
+    resnet = {"spatial_dims": 3, "n_input_channels": 1, "num_classes": 2}
+    maps: list[tuple[str, dict[str, Any], bool]] = [
+        ("UNet", {**both, **steps}, False),
+        ("UNet", {**both, **steps, "num_res_units": 2}, False),
+        ("BasicUNet", both, False),
+        ("DynUNet", {**both, **levels, "filters": (32, 64, 128)}, False),
+        ("SegResNet", {**both, "init_filters": 32}, False),
+        ("VNet", both, False),
+        ("AttentionUnet", {**both, **steps}, False),
+        ("UNETR", {**both, "img_size": 32}, True),
+    ]
+    classes: list[tuple[str, dict[str, Any]]] = [
+        ("resnet10", resnet),
+        ("resnet18", resnet),
+        ("resnet50", resnet),
+        ("DenseNet121", both),
+        ("SEResNet50", {**space, "num_classes": 2}),
+    ]
+    videos = [f"video.{name}" for name in ("r3d_18", "mc3_18", "r2plus1d_18")]
+    return [
+        *(Source("monai", name, 32, attends, given, 1, 3) for name, given, attends in maps),
+        *(Source("monai", name, 33, False, given, 1, 3) for name, given in classes),
+        *(Source("torchvision", name, 33, dimension=3) for name in videos),
+    ]
+
+
+SOURCES = {source.key: source for source in (*_sources(), *_sources_of_volumes())}
 
 
 # One network, in a process of its own
@@ -180,10 +215,16 @@ def measure(source: Source) -> dict[str, Any]:
     model = source.make().eval()
     detector = "detection" in source.name
     part: Any = model.backbone if detector else model
-    x = torch.randn(2, source.channels, source.size, source.size)
+    x = torch.randn(2, source.channels, *[source.size] * source.dimension)
     before, start = _peak(), time.perf_counter()
     try:
-        converted = econv.convert(part, GROUP, MATCH, example_input=x, measure=False)
+        converted = econv.convert(
+            part,
+            GROUPS[source.dimension],
+            MATCHES[source.dimension],
+            example_input=x,
+            measure=False,
+        )
     except ValueError as error:  # a `ConversionError`, or widths that cannot be had
         row |= {"outcome": REFUSED, "sentence": " ".join(str(error).split())[:400]}
         return row | _cost(before, start)
@@ -228,7 +269,7 @@ def _outputs(found: Any) -> list[Tensor]:
 
 
 def _error(out: Tensor, turned: Tensor) -> float:
-    wanted = out.rot90(1, (2, 3)) if out.ndim == 4 else out
+    wanted = out.rot90(1, (2, 3)) if out.ndim > 3 else out
     return float((turned - wanted).norm() / wanted.norm())
 
 
@@ -289,6 +330,7 @@ def line(row: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="networks with this in the name")
+    parser.add_argument("--volumes", action="store_true", help="networks of volumes, not of images")
     parser.add_argument("--again", action="store_true", help="also those that the record has")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record to FILE")
     parser.add_argument("--one", choices=SOURCES, help=argparse.SUPPRESS)
@@ -299,10 +341,19 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(measure(SOURCES[args.one])))
         return
     versions = {package: installed(package) for package in PACKAGES}
-    head = {**origin("cpu"), "versions": versions, "group": GROUP, "match": MATCH}
+    dimension = 3 if args.volumes else 2
+    sources = {key: s for key, s in SOURCES.items() if s.dimension == dimension}
+    if args.volumes:
+        versions = {s.package: versions[s.package] for s in sources.values()}
+    head = {
+        **origin("cpu"),
+        "versions": versions,
+        "group": GROUPS[dimension],
+        "match": MATCHES[dimension],
+    }
     record = Growing(args.json, head, "rows", lambda row: row["key"])
     known = {row["key"] for row in record.rows}
-    for key, source in SOURCES.items():
+    for key, source in sources.items():
         left_out = args.only not in key or (key in known and not args.again)
         if versions[source.package] is None or left_out:
             continue

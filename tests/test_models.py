@@ -525,6 +525,17 @@ def test_smooth_networks_are_saved_with_what_they_are(tmp_path):
     assert torch.equal(again.eval()(x), network.eval()(x))
 
 
+def test_what_touches_the_border_does_not_reach_into_the_margin():
+    network = create_model("convnet6_p4", fields=(1,) * 6, margin=3, pool="max", **SMOOTH).double()
+    x = torch.full((1, 1, 28, 28), 0.5, dtype=torch.float64)
+    x[..., 10:14, :] = 2.0
+    wide = torch.full((1, 1, 34, 34), 0.5, dtype=torch.float64)
+    wide[..., 3:-3, 3:-3] = x
+    same = create_model("convnet6_p4", image_size=34, fields=(1,) * 6, pool="max", **SMOOTH)
+    same.double().load_state_dict(network.state_dict())
+    torch.testing.assert_close(network.eval()(x), same.eval()(wide), rtol=0, atol=1e-12)
+
+
 def test_initial_weights_know_their_activation():
     plain, smooth = create_model("cifar_resnet8_p4"), create_model("cifar_resnet8_p4", **SMOOTH)
     assert (plain.lift.init, smooth.lift.init) == ("relu", "silu")
@@ -612,6 +623,23 @@ def test_networks_of_volumes_are_exact_under_the_symmetries_of_the_cube(name, si
         fast = name in ("resnet10_3d_T", "unet_3d_O", "unet_3d_Th")
         elements = group.generators if fast else group.grid_symmetries
         assert_equivariant(network, volume, elements=elements, tolerance=1e-12)
+
+
+@pytest.mark.parametrize(("name", "group"), [("unet_3d_O", "p4"), ("resnet10_3d_O", "p4m")])
+def test_a_group_of_the_plane_for_a_network_of_volumes_is_refused(name, group):
+    with pytest.raises(ValueError, match=f"expected a group of space, .* got '{group}'"):
+        create_model(name, group=group)
+
+
+def test_features_of_a_network_of_volumes():
+    network = small_3d("resnet10_3d_T", features_only=True, out_indices=(1, 4)).double().eval()
+    volume = torch.randn(1, 1, 33, 33, 33, dtype=torch.float64)
+    maps = network(volume)
+    assert [m.shape[1] for m in maps] == network.feature_info.channels()
+    assert [round(33 / m.shape[2]) for m in maps] == [2, 11]
+    turned = network(volume.rot90(2, (2, 3)))
+    for straight, there in zip(maps, turned, strict=True):
+        torch.testing.assert_close(there, straight.rot90(2, (2, 3)), rtol=0, atol=1e-12)
 
 
 def test_another_stride_in_a_network_of_volumes_is_noticed():

@@ -29,6 +29,10 @@ LIMITS = {
     "mnist_rot_p8_large": 650_000,
     "cifar10_resnet26_p6": 370_000,
     "cifar10_resnet26_p6m": 380_000,
+    "cifar100_resnet26_p6": 365_000,
+    "cifar100_resnet26_p6m": 375_000,
+    "cifar100_resnet44_p8": 2_625_000,
+    "cifar100_resnet26_p8": 4_650_000,
 }
 
 

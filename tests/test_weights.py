@@ -4,6 +4,8 @@ import argparse
 import hashlib
 import json
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,21 @@ def test_a_run_publishes_what_it_predicts(tiny: Path, capsys: pytest.CaptureFixt
     assert weights.classes == ("0", "1", "2")
 
 
+def test_the_statistics_are_those_of_the_images_it_was_trained_on(
+    published: Path, tmp_path: Path
+) -> None:
+    data = tiny_training.stripes()
+    assert Weights.find(published / "weights" / "tiny").mean == data.mean
+    both = tiny_training.changed(retrain_on_all=True)
+    tiny_training.start(tmp_path, both, weights=tmp_path / "weights")
+    found = Weights.find(tmp_path / "weights" / "tiny")
+    assert (found.mean, found.std) == (
+        data.with_validation_in_training().mean,
+        data.with_validation_in_training().std,
+    )
+    assert found.mean != data.mean
+
+
 def test_a_finished_run_publishes_without_training(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,8 +169,8 @@ def test_weights_that_are_missing_are_named_with_where_to_get_them(
 ) -> None:
     assert checked("nothing") == 1
     told = capsys.readouterr().err
-    assert "no weights named 'nothing' in" in told
-    assert "found digits_p8, tiny. They are in the folder weights/nothing of econv's" in told
+    assert "'nothing' is neither a folder nor the name of weights in" in told
+    assert "there are digits_p8, tiny. They are in the folder weights/nothing of econv's" in told
     (tiny / "weights" / "tiny" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"expected model.safetensors in .*tiny: They are in the"):
         econv.from_pretrained("tiny")
@@ -255,3 +272,53 @@ def test_transforms_say_which_images_they_take() -> None:
     assert found[0, 0, 0, 0] == 0
     with pytest.raises(ValueError, match=r"images \[batch, 2, height, width\]; got \[1, 3"):
         ready(torch.zeros(1, 3, 4, 4))
+
+
+def test_weights_are_found_in_a_repository_of_the_hub(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = types.ModuleType("huggingface_hub")
+    hub.hf_hub_download = lambda _, name, **__: str(tiny / "weights" / "tiny" / name)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert Weights.find("somebody/tiny").metrics == Weights.find("tiny").metrics
+    image = torch.rand(1, 1, 12, 12)
+    ours = econv.create_model("convnet6_p4", weights="somebody/tiny")
+    assert torch.equal(ours(image), econv.from_pretrained("tiny")(image))
+
+
+def test_a_network_without_a_card_is_none(tmp_path: Path) -> None:
+    econv.create_model("convnet6_p4").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"expected 'weights' with classes, .*; got NoneType"):
+        Weights.find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("precision", "count", "holds"),
+    [("float32", 0, True), ("float32", 1, False), ("tf32", 0, True), ("tf32", 1, False)],
+)
+def test_only_coarse_records_may_be_missed_by_rounding(
+    tiny: Path, precision: str, count: int, holds: bool
+) -> None:
+    """One of 50 images is 2 %: more than rounding explains in any arithmetic."""
+    edited(tiny, precision=precision)
+    weights = Weights.find("tiny")
+    classes = torch.zeros(50, dtype=torch.int64)
+    error = weights.metrics["test_error"] + 2.0 * count
+    found = publishing.Evaluation(classes, error, weights, "float32")
+    assert not found.same
+    assert found.comparable is (precision == "float32")
+    assert found.holds is (precision == "tf32" and holds)
+    assert found.close is holds
+
+
+def test_a_run_that_predicts_otherwise_is_not_published(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = records.load(published / "records" / "tiny" / "0.json")
+    network = econv.from_pretrained(published / "weights" / "tiny")
+    with torch.no_grad():
+        network.classifier.weight.neg_()
+    monkeypatch.setattr(publishing, "_rounded", lambda *_: network)
+    arguments = (published / "out" / "tiny" / "0", tiny_training.stripes(), published / "records")
+    with pytest.raises(train.CheckpointError, match=r"the record's test error of .* these"):
+        train.publish(record, *arguments, tmp_path, "cpu", progress=False)

@@ -176,7 +176,11 @@ class Follow(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
-            self.set(result, self._follow(func, args, kwargs or {}, result))
+            found = self._follow(func, args, kwargs or {}, result)
+            changed = getattr(func, "__name__", "_").endswith("_")
+            # What needs no copy, such as `resolve_neg`, gives back what it is given.
+            if found is not None or changed or not any(result is given for given in args):
+                self.set(result, found)
         return result
 
     def clash(self, name: str, maps: Sequence[Tensor]) -> FieldType | None:

@@ -23,19 +23,12 @@ import torch
 from torch import Tensor, nn
 
 import econv
-from econv import demo, environment, lab, page, report, train, verify
+from econv import demo, environment, lab, layers, page, report, train, verify
 from econv.checking import KindError, checked
+from econv.engines.problem import times
 from econv.files import atomic, write_atomically
 from econv.groups import Group
-from econv.layers import (
-    Downsample2d,
-    GroupBatchNorm2d,
-    GroupConv2d,
-    GroupPool2d,
-    LiftConv2d,
-    PDOConv2d,
-    VectorConv2d,
-)
+from econv.layers import PDOConv2d, VectorConv2d
 from econv.progress import Progress
 from econv.testing import smooth_field
 
@@ -44,6 +37,7 @@ __all__ = ["main"]
 _COLUMNS = 8  # elements side by side in a table
 _COUNT = 4  # images
 _SIZE = 65  # pixels along each side of random fields
+_SIZE_OF_VOLUMES = 33  # voxels
 _LARGE = 129  # and of those for networks that are made for photographs
 _WHY = ("lie", "split", "advice", "sizes")  # what answers why, each of which may be skipped
 
@@ -279,21 +273,27 @@ def _check(args: argparse.Namespace) -> str | None:
     name = args.model or "built-in network"
     channels = args.channels
     if args.model is None:
+        looked_at = Group(args.group or "p8")
         if args.images is not None and channels is None:
-            channels = lab.load_images(args.images, limit=1).shape[1]
-        model: nn.Module = _first_look(Group(args.group or "p8"), channels or 1)
+            first = lab.load_images(args.images, limit=1, dimension=looked_at.dimension)
+            channels = first.shape[1]
+        model: nn.Module = _first_look(looked_at, channels or 1)
     else:
         model = _load_model(args.model, channels)
     group = _group_of(model, args)
     if group is not None and group.order == 1:
         raise BadInputError(f"{group} has nothing to check: its one element turns nothing")
     images = _images(args, model, channels, group)
-    square = images.shape[-1] == images.shape[-2]
+    square, volumes = len(set(images.shape[2:])) == 1, images.ndim == 5
     for option, given in (("--html", args.html), ("--angles", args.angles)):
         if given is not None and not square:
+            what = (
+                "volumes by any angle and needs cubes"
+                if volumes
+                else ("images by any angle and needs square ones")
+            )
             raise BadInputError(
-                f"{option} turns images by any angle and needs square ones; got "
-                f"{images.shape[-2]}×{images.shape[-1]} pixels"
+                f"{option} turns {what}; got {times(images.shape[2:])} {_points(images)}"
             )
     checkpoints = []
     with _Passes(args, model, group, square) as passes:
@@ -328,10 +328,12 @@ def _check(args: argparse.Namespace) -> str | None:
             passes.say("page")
             written = _page(args, model, images, table, sources, why_not, name, why)
 
-    shape = "×".join(str(n) for n in images.shape[-2:])
+    shape, what = times(images.shape[2:]), "volumes" if volumes else "images"
     of_group = "no layers that name a group" if group is None else group.name
-    print(f"{name}: {of_group}, {len(images)} images of {shape} pixels")
-    print("Table and curve use the images faded to zero outside of the inscribed disc.")
+    number = f"{len(images)} {what if len(images) > 1 else what[:-1]}"
+    print(f"{name}: {of_group}, {number} of {shape} {_points(images)}")
+    whole = "ball" if volumes else "disc"
+    print(f"Table and curve use the {what} faded to zero outside of the inscribed {whole}.")
     if len(checkpoints) > 1:
         _print_checkpoints(checkpoints)
         print(f"\nAfter {args.weights[-1]}:")
@@ -345,13 +347,16 @@ def _check(args: argparse.Namespace) -> str | None:
         print(f"\nThe sources of the error cannot be told apart: {why_not}")
     if why is not None:
         why.print()
+    if volumes:
+        others = "Lie derivatives, what the error is made of, what would help"
+        print(f"\nMeasured of images only: {others}")
     if args.angles and curve is not None:
-        print("\nError of the output over the angle")
+        print("\nError of the output over the angle" + (", about z" if volumes else ""))
         for angle, error in zip(curve.angles, curve.errors, strict=True):
             print(f"  {angle:>7.4g}°  {_figure(error)}")
         if curve.changed is not None:
             share = 100 * sum(curve.changed) / len(curve.changed)
-            print(f"  The predicted class is another than at 0° for {share:.0f} % of the images.")
+            print(f"  The predicted class is another than at 0° for {share:.0f} % of the {what}.")
 
     if args.json is not None:
         record = {
@@ -417,25 +422,33 @@ def _too_large(tables: Sequence[lab.LayerErrors], tolerance: float) -> str | Non
     return f"the error {_figure(error)} of {where} exceeds the tolerance {tolerance:g}"
 
 
+def _points(images: Tensor) -> str:
+    return "voxels" if images.ndim == 5 else "pixels"
+
+
 def _first_look(group: Group, channels: int) -> nn.Sequential:
+    def layer(name: str) -> Any:
+        return getattr(layers, f"{name}{group.dimension}d")
+
     def block(before: int, after: int) -> list[nn.Module]:
         return [
-            GroupConv2d(before, after, group),
-            GroupBatchNorm2d(after, group),
+            layer("GroupConv")(before, after, group),
+            layer("GroupBatchNorm")(after, group),
             nn.ReLU(),
         ]
 
+    few = 4 if group.dimension == 2 else 2
     return nn.Sequential(
-        LiftConv2d(channels, 4, group),
-        GroupBatchNorm2d(4, group),
+        layer("LiftConv")(channels, few, group),
+        layer("GroupBatchNorm")(few, group),
         nn.ReLU(),
-        *block(4, 4),
-        Downsample2d(),
-        *block(4, 8),
-        GroupPool2d(group),
-        nn.AdaptiveAvgPool2d(1),
+        *block(few, few),
+        layer("Downsample")(),
+        *block(few, 2 * few),
+        layer("GroupPool")(group),
+        nn.AdaptiveAvgPool2d(1) if group.dimension == 2 else nn.AdaptiveAvgPool3d(1),
         nn.Flatten(),
-        nn.Linear(8, 10),
+        nn.Linear(2 * few, 10),
     )
 
 
@@ -592,19 +605,31 @@ def _images(
     args: argparse.Namespace, model: nn.Module, channels: int | None, group: Group | None
 ) -> Tensor:
     quarter = group is None or any(group.matrices[e][0, 0] == 0 for e in group.grid_symmetries)
+    dimension = 2 if group is None else group.dimension
     of_layers = (getattr(module, "in_channels", None) for module in model.modules())
     reads = channels or next((found for found in of_layers if isinstance(found, int)), None)
     if args.images is not None:
         images = lab.load_images(
-            args.images, reads, square=quarter, limit=args.count or _COUNT, size=args.size
+            args.images,
+            reads,
+            square=quarter,
+            limit=args.count or _COUNT,
+            size=args.size,
+            dimension=dimension,
         )
     else:
         made_for = getattr(model, "image_size", None)
         made_for = made_for if isinstance(made_for, int) else _SIZE
         size = args.size or min(made_for, _SIZE if made_for <= _SIZE else _LARGE)
+        if dimension == 3:
+            size = args.size or min(made_for, _SIZE_OF_VOLUMES)
         named = args.model is not None and ":" not in args.model
         count = args.count or (_COUNT if not named else 2 if size <= _SIZE else 1)
-        images = smooth_field(size, reads or 1, args.smoothness, args.seed, count)
+        if dimension == 3:
+            count = args.count or 1
+        images = smooth_field(
+            size, reads or 1, args.smoothness, args.seed, count, dimension=dimension
+        )
     weights = [p for p in model.parameters() if p.is_floating_point()]
     return images.to(weights[0]) if weights else images
 
@@ -615,14 +640,17 @@ class _Passes:
     def __init__(
         self, args: argparse.Namespace, model: nn.Module, group: Group | None, square: bool
     ) -> None:
-        total = 1 + (len(_WHY) - len(set(args.skip)) if square else 0)
+        parts = {"sizes"} if group is not None and group.dimension == 3 else {*_WHY}
+        total = 1 + (len(parts - set(args.skip)) if square else 0)
         if group is not None:
-            exact = len(group.grid_symmetries)
-            total += group.order * max(1, len(args.weights)) + 2 + exact
+            plane = group.dimension == 2
+            exact = len(group.grid_symmetries if plane else group.grid_generators)
+            table = 1 + len(lab.telling_elements(group))
+            total += table * max(1, len(args.weights)) + 2 + exact
         if group is not None and square and (args.angles or args.plots or args.json):
-            total += 1 + len(args.angles or range(72))
-        if args.html is not None:
-            total += 2 * page.STEPS + 1
+            total += 1 + len(args.angles or range(page.STEPS[group.dimension]))
+        if args.html is not None and group is not None:
+            total += 2 * page.STEPS[group.dimension] + 1
         self._bar = Progress("econv check", total, _per_second, last=False)
         self._what = ""
         self._counts = True
@@ -684,11 +712,16 @@ def _probe(model: nn.Module, images: Tensor) -> str | None:
 
 def _sources(model: nn.Module, images: Tensor, group: Group) -> tuple[lab.ErrorSources | None, str]:
     off_grid = [e for e in range(group.order) if e not in group.grid_symmetries]
-    element = (off_grid or [e for e in group.grid_symmetries if e] or [0])[0]
+    element = (off_grid or [*group.grid_generators] or [0])[0]
     try:
         return lab.error_sources(model, images, element, group), ""
     except ValueError as error:
         return None, str(error)
+
+
+def _parts(images: Tensor) -> tuple[str, ...]:
+    """What of `_WHY` is measured; of volumes where samples lie alone."""
+    return ("sizes",) if images.ndim == 5 else _WHY
 
 
 class _Why:
@@ -719,7 +752,7 @@ class _Why:
             "sizes": ("sizes", lambda: self._sizes(model)),
         }
         for name, (what, measure) in parts.items():
-            if name not in args.skip:
+            if name in _parts(images) and name not in args.skip:
                 with passes.as_one(what):
                     try:
                         measure()
@@ -829,7 +862,7 @@ def _print_advice(advice: lab.Advice) -> None:
 
 def _print_table(table: lab.LayerErrors) -> None:
     exact = set(table.group.grid_symmetries)
-    print("\nEquivariance errors ‖f(πx) − πf(x)‖ / ‖πf(x)‖; ∗ marks symmetries of the pixel grid")
+    print("\nEquivariance errors ‖f(πx) − πf(x)‖ / ‖πf(x)‖; ∗ marks symmetries of the grid")
     names = [f"{entry.name} {entry.type}" for entry in table.layers]
     heads = [
         name + ("∗" if element in exact else " ")
@@ -838,8 +871,9 @@ def _print_table(table: lab.LayerErrors) -> None:
     first = max(len(name) for name in [*names, "output, invariant"]) + 2
     kinds = max(len(kind) for kind in (*(e.kind for e in table.layers), table.output_kind, "kind"))
     width = max(10, *(len(head) + 1 for head in heads))
-    for start in range(0, len(heads), _COLUMNS):
-        part = slice(start, start + _COLUMNS)
+    columns = min(_COLUMNS, max(1, 90 // width))
+    for start in range(0, len(heads), columns):
+        part = slice(start, start + columns)
         print(f"{'element':<{first + kinds}}" + "".join(f"{h:>{width}}" for h in heads[part]))
         for name, entry in zip(names, table.layers, strict=True):
             cells = "".join(f"{_figure(e):>{width - 1}} " for e in entry.errors[part])
@@ -875,9 +909,10 @@ def _print_sources(sources: lab.ErrorSources, group: Group) -> None:
         return
     estimated = sources.grid is not None and sources.element not in group.grid_symmetries
     note = " (estimate)" if estimated else ""
+    what, whole = ("images", "disc") if group.dimension == 2 else ("volumes", "ball")
     print(
-        f"\nThe images as they came, corners included: where the error at {sources.angle} comes "
-        f"from, in the map\nafter {sources.layer} ({_figure(sources.error)} in the whole disc, "
+        f"\nThe {what} as they came, corners included: where the error at {sources.angle} comes "
+        f"from, in the map\nafter {sources.layer} ({_figure(sources.error)} in the whole {whole}, "
         f"{_figure(sources.interior)} inside):"
     )
     if sources.broken_layer is None:
@@ -928,7 +963,7 @@ def _plots(folder: Path, model: nn.Module, curve: lab.AngleCurve | None, group: 
         ),
         None,
     )
-    if layer is not None:
+    if layer is not None and group.dimension == 2:
         figures["filters"] = plots.plot_filters(layer)
         figures["symbols"] = plots.plot_symbols(lab.operator_symbols(layer.basis))
         off_grid = [e for e in range(group.order) if e not in group.grid_symmetries]

@@ -26,8 +26,8 @@ from econv.layers import (
     FieldParameter,
     GroupFrameScore2d,
     GroupLinear,
-    GroupUpsampleConv2d,
-    GroupWindowConv2d,
+    GroupUpsampleConv,
+    GroupWindowConv,
     GroupWindows2d,
     PDOConv,
     SyncBatchNorm,
@@ -177,7 +177,7 @@ def _(layer: GroupWindows2d) -> nn.Module:
 
 
 @plain_form.register
-def _(layer: GroupWindowConv2d) -> nn.Module:
+def _(layer: GroupWindowConv) -> nn.Module:
     return _graph(_Window(layer), "Window")
 
 
@@ -342,7 +342,7 @@ def _(layer: GroupActivation) -> nn.Module:
 
 
 @plain_form.register
-def _(layer: GroupUpsampleConv2d) -> nn.Module:
+def _(layer: GroupUpsampleConv) -> nn.Module:
     return nn.Sequential(plain_form(layer.upsample), plain_form(layer.conv))
 
 
@@ -479,20 +479,24 @@ class _Window(_Fixed):
     matrix: Tensor
     bias: Tensor | None
 
-    def __init__(self, layer: GroupWindowConv2d) -> None:
+    def __init__(self, layer: GroupWindowConv) -> None:
         bias = None if layer.bias is None else _by_channel(layer.bias, layer.out_channels)
         super().__init__(synthesis=layer.synthesis, matrix=layer.weight.flatten(1), bias=bias)
         self.points = layer.points if layer.centred else None
         self.places = layer.places
+        self.dimension = layer.dimension
 
     def forward(self, x: Tensor) -> Tensor:
         if self.points is not None:
-            x = points_about_centre(x, self.points(x.shape[2]), self.points(x.shape[3]))
+            axes = range(2, 2 + self.dimension)
+            x = points_about_centre(x, *[self.points(x.shape[axis]) for axis in axes])
         found = functional.linear(jets(x, self.synthesis, self.places), self.matrix)
         found = found.transpose(1, 2).flatten(1)
         if self.bias is not None:
             found = found + self.bias
-        return found.unsqueeze(2).unsqueeze(3)
+        for axis in range(self.dimension):
+            found = found.unsqueeze(2 + axis)
+        return found
 
 
 class _CentredPool(nn.Module):
@@ -719,7 +723,7 @@ def _replace_layers(module: nn.Module, done: dict[int, nn.Module]) -> None:
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, GroupUpsampleConv2d):
+        if isinstance(m, GroupUpsampleConv):
             return False  # its halves are leaves; the first must see the size
         return _is_layer(m) or super().is_leaf_module(m, module_qualified_name)
 
@@ -759,7 +763,7 @@ def _with_forms(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
                 layer = _graph(_Enlarge(layer), "Enlarge")
             elif _is_layer(layer):
                 form: Callable[[Any], nn.Module] = plain_form
-                whole = isinstance(layer, GroupWindowConv2d)
+                whole = isinstance(layer, GroupWindowConv)
                 if isinstance(layer, PDOConv) and not whole and (steps := _before(layer)):
                     form = _conv
                     # Apart, so that a norm can be folded into the convolution.

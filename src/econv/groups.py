@@ -125,6 +125,15 @@ class Group:
         """``relative[a, b]`` is the index of a⁻¹·b, the k for which a·k = b."""
         return frozen(self.product[self.inverse])
 
+    def element_name(self, element: int) -> str:
+        """An element in words.
+
+        >>> Group("p8m").element_name(1), Group("p8m").element_name(9)
+        ('45°', '45°, mirrored')
+        """
+        angle = f"{360 * (element % self.rotations) / self.rotations:.4g}°"
+        return f"{angle}, mirrored" if element >= self.rotations else angle
+
     @cached_property
     def grid_symmetries(self) -> tuple[int, ...]:
         """The elements that map the pixel grid onto itself: quarter turns and flips.
@@ -134,6 +143,37 @@ class Group:
         """
         whole = (self.matrices == np.round(self.matrices)).all(axis=(1, 2))
         return tuple(int(element) for element in np.flatnonzero(whole))
+
+    @cached_property
+    def grid_generators(self) -> tuple[int, ...]:
+        """Symmetries of the grid of which all its others are products, far turns first.
+
+        >>> [Group("O").element_name(element) for element in Group("O").grid_generators]
+        ['90° about z', '90° about −y']
+        """
+        chosen: list[int] = []
+        reached = {0}
+        for element in sorted(self.grid_symmetries, key=lambda e: (self._period(e) < 4, e)):
+            if element not in reached:
+                chosen.append(element)
+                reached = self._products({*reached, element})
+        return tuple(chosen)
+
+    def _period(self, element: int) -> int:
+        """How often an element is done until nothing has changed."""
+        count, found = 1, element
+        while found:
+            found, count = int(self.product[found, element]), count + 1
+        return count
+
+    def _products(self, elements: set[int]) -> set[int]:
+        """All products of some elements."""
+        while True:
+            chosen = sorted(elements)
+            more = elements | set(self.product[np.ix_(chosen, chosen)].flatten().tolist())
+            if more == elements:
+                return elements
+            elements = more
 
     @cached_property
     def generators(self) -> tuple[int, ...]:
@@ -295,7 +335,11 @@ class Irrep:
 
 
 def rotation(k: int, n: int) -> FloatArray:
-    """The rotation by 2πk/n, exact for quarter turns and symmetric to the last bit for all."""
+    """The rotation by 2πk/n, exact for quarter turns and symmetric to the last bit for all.
+
+    >>> rotation(1, 4).tolist()
+    [[0.0, -1.0], [1.0, 0.0]]
+    """
     cosine, sine = _unit_vector(k % n, n)
     return np.array([[cosine, -sine], [sine, cosine]])
 
@@ -318,6 +362,10 @@ def _unit_vector(k: int, n: int) -> tuple[float, float]:
 
 
 def frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array, made read-only: values are shared and must not change."""
+    """The array, made read-only: values are shared and must not change.
+
+    >>> frozen(np.zeros(2)).flags.writeable
+    False
+    """
     array.flags.writeable = False
     return array

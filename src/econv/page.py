@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from econv.engines.problem import times
 from econv.files import atomic
 from econv.groups import Group, GroupLike
 from econv.lab import (
@@ -50,7 +51,9 @@ from econv.testing import _undisturbed, rotate
 
 __all__ = ["address", "filled", "page", "png", "write_page"]
 
-STEPS = 72
+STEPS = {2: 72, 3: 24}
+"""Angles of images and of volumes, which have several slices for each."""
+SLICES = 9
 COLUMNS = 9
 GAIN = 4
 LARGEST = 3_000_000
@@ -93,8 +96,9 @@ def page(
 
     Args:
         model: a network of layers of econv; measured in eval mode, and left as it is.
-        images: ``[n, channels, size, size]``; the pictures show the first, faded to zero outside
-            of its inscribed disc, so that turning it loses nothing.
+        images: ``[n, channels, size, size]``, or volumes with a third side; the pictures show the
+            first, faded to zero outside of its inscribed disc, so that turning it loses nothing.
+            Volumes turn about z, and a second slider moves through their slices.
         twin: the CNN to compare with, with modules of the same names; by default an untrained
             :func:`~econv.lab.plain_twin` whose batch norms have seen the images.
         group: the group to check, by default the model's.
@@ -110,9 +114,10 @@ def page(
         sizes: what `sizes` gave.
     """
     found = find_group(model, group)
-    if images.ndim != 4 or images.shape[-1] != images.shape[-2]:
+    if images.ndim != found.dimension + 2 or len(set(images.shape[2:])) > 1:
+        what, sides = ("square images", 2) if found.dimension == 2 else ("cubes", 3)
         raise ValueError(
-            f"expected square images [n, channels, size, size]; got {tuple(images.shape)}"
+            f"expected {what} [n, channels{', size' * sides}]; got {tuple(images.shape)}"
         )
     if input_kind_of(model, None) != "scalar":
         raise ValueError(
@@ -125,7 +130,7 @@ def page(
     table = table or layer_errors(ours, windowed(images), found)
     if sources is None:
         off_grid = [e for e in range(found.order) if e not in found.grid_symmetries]
-        element = (off_grid or [e for e in found.grid_symmetries if e] or [0])[0]
+        element = (off_grid or [*found.grid_generators] or [0])[0]
         sources = error_sources(ours, images, element, found)
     wanted = layer or sources.layer
     shown = next((entry for entry in table.layers if entry.name == wanted), None)
@@ -137,7 +142,8 @@ def page(
             "expected a twin with modules of the same names; it has no layer "
             f"{called!r}, whose maps the page shows"
         )
-    angles = [360 * k / STEPS for k in range(STEPS)]
+    steps = STEPS[found.dimension]
+    angles = [360 * k / steps for k in range(steps)]
     multiple = shown.order
     results = {}
     for name, network in (("ours", ours), ("twin", other)):
@@ -220,7 +226,7 @@ def _as_images(maps: Tensor, kind: str, multiple: int) -> Tensor:
     if kind == "regular":
         return maps.unflatten(1, (-1, multiple)).amax(2)
     if kind == "vector":
-        return maps.unflatten(1, (-1, 2)).norm(dim=2)
+        return maps.unflatten(1, (-1, multiple)).norm(dim=2)
     return maps
 
 
@@ -240,21 +246,26 @@ def _fill(
     why: str,
 ) -> str:
     turned = torch.cat([rotate(image, angle) for angle in angles]).double().cpu()
-    sheets = {"input": _input_sheet(turned, size)}
+    volumes = group.dimension == 3
+    sheets = {"input": _input_sheet(_slices(turned), size)}
     for name, result in results.items():
-        maps = result.maps[:, result.channel]
-        low, high = float(maps[0].min()), float(maps[0].max())
+        maps = _slices(result.maps[:, result.channel, None])[:, 0]
+        straight = maps[: len(maps) // len(angles)].repeat(len(angles), 1, 1)
+        low, high = float(straight.min()), float(straight.max())
         reach = (high - low) or 1.0
         sheets[name] = _sheet(maps, low, low + reach, _MAP, size)
         half = reach / 2 / GAIN
-        sheets[f"{name}-difference"] = _sheet(maps - maps[:1], -half, half, _DIFFERENCE, size)
-    step = 360 / group.rotations
+        sheets[f"{name}-difference"] = _sheet(maps - straight, -half, half, _DIFFERENCE, size)
+    own = [_turns_by(group, angle) for angle in angles]
+    side = image.shape[-1]
     data: dict[str, Any] = {
         "group": group.name,
         "angles": [round(angle, 6) if angle % 1 else int(angle) for angle in angles],
-        "own": [abs(a / step - round(a / step)) < 1e-9 for a in angles],
-        "exact": [a % 90 == 0 and abs(a / step - round(a / step)) < 1e-9 for a in angles],
+        "own": own,
+        "exact": [a % 90 == 0 and is_own for a, is_own in zip(angles, own, strict=True)],
         "columns": COLUMNS,
+        "slices": SLICES if volumes else 1,
+        "depths": [f"slice {n + 1} of {side}" for n in _places(side)] if volumes else [],
         "sheets": {name: {"png": sheet, "size": side} for name, (sheet, side) in sheets.items()},
         "errors": {name: [_finite(e) for e in result.errors] for name, result in results.items()},
         "chart": {"left": _LEFT, "width": _WIDTH},
@@ -272,7 +283,9 @@ def _fill(
         pooled += ", of the twin one channel"
     parts = {
         "title": html.escape(title),
-        "pixels": "×".join(str(n) for n in image.shape[-2:]),
+        "sides": times(image.shape[2:]),
+        "about": " about z" if volumes else "",
+        "slices": _slice_slider() if volumes else "",
         "compared": str(len(table.layers)),
         "last": str(len(angles) - 1),
         "start": str(_first_shown(data["own"])),
@@ -284,24 +297,87 @@ def _fill(
         "probabilities": probabilities,
         "chart": _chart(results, data["own"]),
         "table": _table(table),
-        "verdict": _verdict(table),
+        "verdict": _of_space(_verdict(table)) if volumes else _verdict(table),
         "layer": html.escape(shown.name),
         "angle": html.escape(sources.angle),
-        "sources": _sources(sources, group),
+        "sources": _of_space(_sources(sources, group)) if volumes else _sources(sources, group),
         "why": why,
         # `<` cannot end the script element, and U+2028 and U+2029 are written as escapes.
         "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    return filled("page.html", parts)
+    return filled("page.html", parts, _WORDS_OF_SPACE if volumes else {})
 
 
-def filled(template: str, parts: Mapping[str, str]) -> str:
-    """A template of this package with the style that all pages share, and its parts filled in."""
+_WORDS_OF_SPACE = {
+    "unturned image": "unturned volume",
+    "The image is": "The volume is",
+    "images that are": "volumes that are",
+    "the images as they came": "the volumes as they came",
+    "disc": "ball",
+    "pixel grid": "voxel grid",
+    "a square grid": "a cubic grid",
+    "pixel": "voxel",
+    "Pixels": "Voxels",
+    "larger images": "larger volumes",
+    "size of the image": "size of the volume",
+    "centre of the image": "centre of the volume",
+    "turn with the image": "turn with the volume",
+    "Downsample2d": "Downsample3d",
+    "size=7": "size=5",
+    "for every element of {{group}}": "for elements of {{group}} that make all others on the "
+    "voxel grid, and one of each other angle",
+    "At quarter turns and flips": "At the symmetries of the cube",
+}
+"""What our own texts say of images, and say of volumes."""
+
+
+def _of_space(text: str) -> str:
+    for word, other in _WORDS_OF_SPACE.items():
+        text = text.replace(word, other)
+    return text
+
+
+def _slice_slider() -> str:
+    return (
+        '<div class="line" style="margin-top:.5rem"><label for="slice">Slice along z</label> '
+        '<output id="depth" for="slice"></output></div>'
+        f'<input id="slice" type="range" min="0" max="{SLICES - 1}" step="1" '
+        f'value="{SLICES // 2}">'
+    )
+
+
+def _turns_by(group: Group, degrees: float) -> bool:
+    """Whether a turn by this angle, in space about z, is an element of the group."""
+    turn = np.eye(group.dimension)
+    angle = math.radians(degrees)
+    turn[:2, :2] = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
+    return bool((np.abs(np.asarray(group.matrices) - turn).max(axis=(1, 2)) < 1e-9).any())
+
+
+def _places(depth: int) -> list[int]:
+    """Which slices are shown, of so many: evenly from the first to the last."""
+    return [round(k * (depth - 1) / (SLICES - 1)) for k in range(SLICES)]
+
+
+def _slices(frames: Tensor) -> Tensor:
+    """The slices ``[n * slices, c, h, w]`` of volumes ``[n, c, d, h, w]``; images as they are."""
+    if frames.ndim == 4:
+        return frames
+    return frames[:, :, _places(frames.shape[2])].transpose(1, 2).flatten(0, 1)
+
+
+def filled(template: str, parts: Mapping[str, str], words: Mapping[str, str] | None = None) -> str:
+    """A template of this package with the style that all pages share, and its parts filled in.
+
+    ``words`` of the template are replaced by others first.
+    """
     given = {
         name: files("econv").joinpath(name).read_text(encoding="utf-8").rstrip("\n")
         for name in (template, "base.css")
     }
     whole = {**parts, "style": given["base.css"]}
+    for word, other in (words or {}).items():
+        given[template] = given[template].replace(word, other)
     # One pass: what is filled in is never read as a template.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: whole[match[1]], given[template] + "\n")
 
@@ -321,7 +397,7 @@ def _probabilities(
     classes: Sequence[str] | None,
 ) -> str:
     found = {name: result.scores.softmax(dim=1) for name, result in results.items()}
-    count = found["ours"].shape[1]
+    count, steps = found["ours"].shape[1], data["angles"]
     if classes is not None and len(classes) != count:
         raise ValueError(f"expected the names of {count} classes; got {len(classes)}")
     names = (
@@ -350,7 +426,7 @@ def _probabilities(
     return (
         '<section aria-labelledby="classes-title"><h2 id="classes-title">Class probabilities</h2>'
         '<p class="soft"><span class="ours">Equivariant network</span> and <span class="twin">CNN '
-        f"twin</span>; the thin line is where each bar stands at 0°.{more} Over the {STEPS} "
+        f"twin</span>; the thin line is where each bar stands at 0°.{more} Over the {len(steps)} "
         f"angles the predicted class stays the same {agreement['ours']} times for the network and "
         f"{agreement['twin']} times for the twin.</p>"
         f'<div class="classes">{"".join(rows)}</div></section>'

@@ -41,6 +41,10 @@ def plot_angles(
     percent, if not ``logarithmic``. Its spokes are at the angles of the group of the first curve.
     The linear scale has the share of images whose class changes, or for outputs that are no scores
     the error itself.
+
+    >>> curve = AngleCurve("scalar", (0.0, 90.0, 180.0, 270.0), (0.0, 0.1, 0.2, 0.1), None)
+    >>> len(plot_angles({"a network": curve}).axes)
+    2
     """
     named = {"error": curves} if isinstance(curves, AngleCurve) else dict(curves)
     if not named:
@@ -122,7 +126,12 @@ def plot_resolution(
     curves: ResolutionCurve | Mapping[str, ResolutionCurve],
     title: str = "Equivariance error over the resolution",
 ) -> Figure:
-    """Error over the length of a pixel with the fitted power law, both axes logarithmic."""
+    """Error over the length of a pixel with the fitted power law, both axes logarithmic.
+
+    >>> curve = ResolutionCurve(1, "45°", (1.0, 0.5), (0.04, 0.01), order=2.0)
+    >>> plot_resolution(curve).axes[0].get_legend().get_texts()[0].get_text()
+    'error, 45°: order 2.00'
+    """
     named = {"error": curves} if isinstance(curves, ResolutionCurve) else dict(curves)
     if not named:
         raise ValueError("expected at least one curve")
@@ -153,6 +162,10 @@ def plot_filters(layer: PDOConv2d, field: int = 0, channel: int = 0) -> Figure:
             itself are drawn.
         field: the output field.
         channel: the input channel, or input field.
+
+    >>> figure = plot_filters(LiftConv2d(1, 2, "p4"), field=1)
+    >>> [axis.get_title() for axis in figure.axes][:3]
+    ['canonical, 3×3', '0°', '90°']
     """
     if isinstance(layer, VectorConv2d) or not isinstance(layer, LiftConv2d | GroupConv2d):
         raise ValueError(f"expected a LiftConv2d or a GroupConv2d; got {type(layer).__name__}")
@@ -248,6 +261,10 @@ def plot_symbols(
     """The ideal response of each operator, its stencil's, and the difference, on one scale each.
 
     What is drawn is the response without the factor i^order that all three share.
+
+    >>> from econv.lab import operator_symbols
+    >>> len(plot_symbols(operator_symbols(LiftConv2d(1, 1, "p4").basis)).axes)  # three rows of nine
+    27
     """
     if not symbols:
         raise ValueError("expected at least one operator")
@@ -285,7 +302,12 @@ def plot_symbols(
 
 
 def save(figure: Figure, path: str | Path, dpi: int = 140) -> Path:
-    """Write a figure in the format that the name ends with: whole, or not at all."""
+    """Write a figure in the format that the name ends with: whole, or not at all.
+
+    >>> from tempfile import mkdtemp
+    >>> save(plot_filters(LiftConv2d(1, 2, "p4")), f"{mkdtemp()}/filters.png").name
+    'filters.png'
+    """
     wanted = Path(path)
     with atomic(wanted) as temporary:
         figure.savefig(temporary, dpi=dpi)

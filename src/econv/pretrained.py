@@ -41,7 +41,7 @@ __all__ = [
     "from_pretrained",
     "read_config",
     "remade",
-    "weights_folder",
+    "saved_folder",
     "weights_folders",
 ]
 
@@ -315,7 +315,7 @@ def _find(source: str, name: str, options: Mapping[str, Any]) -> Path:
             raise ValueError(f"expected {name} in {folder}; found {there}")
         return path
     if re.fullmatch(r"\w[\w.+=-]*", source):
-        return weights_folder(source) / name
+        return _weights_folder(source) / name
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         raise ValueError(
             "expected a folder, or a name such as 'owner/name' on the Hugging Face Hub; "
@@ -326,6 +326,12 @@ def _find(source: str, name: str, options: Mapping[str, Any]) -> Path:
     except (OSError, ValueError) as error:  # what huggingface_hub raises derives from these
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"cannot read {name} of {source!r} from the Hub: {reason}") from error
+
+
+def saved_folder(source: str | Path) -> Path:
+    """The folder with both files: by its path, the name of weights, or one of a repository."""
+    found = [_find(str(source), name, {}) for name in (_CONFIG, _WEIGHTS)]
+    return found[0].parent
 
 
 def weights_folders() -> list[Path]:
@@ -340,7 +346,7 @@ def weights_folders() -> list[Path]:
     return [*found, Path("weights"), *([checkout] if checkout.is_dir() else [])]
 
 
-def weights_folder(name: str) -> Path:
+def _weights_folder(name: str) -> Path:
     """The folder of the weights of that name; `ValueError` says where it looked, and what to do."""
     places = weights_folders()
     for place in places:
@@ -352,8 +358,9 @@ def weights_folder(name: str) -> Path:
             return folder
     there = sorted({file.parent.name for place in places for file in place.glob(f"*/{_CONFIG}")})
     raise ValueError(
-        f"expected weights by name: no weights named {name!r} in {', '.join(map(str, places))}; "
-        f"found {', '.join(there) or 'none'}. {_WHERE_FROM.format(name)}"
+        f"expected weights: {name!r} is neither a folder nor the name of weights in "
+        f"{', '.join(map(str, places))}, where there are {', '.join(there) or 'none'}. "
+        f"{_WHERE_FROM.format(name)}"
     )
 
 

@@ -48,6 +48,9 @@ def lift_filters(
 
     The last input channels are ``vectors``, in the plane (x, y), read in frame A: A⁻¹v. Before them
     come ``pseudoscalars``, which a frame that was mirrored reads with the other sign.
+
+    >>> lift_filters(torch.randn(2, 3, 9), "p4").shape
+    torch.Size([8, 3, 5, 5])
     """
     found = Group(group)
     out_fields, in_channels, _ = coefficients.shape
@@ -83,6 +86,9 @@ def group_filters(
     """Φ̃ as a filter bank: β ``[out, in, order, operators]`` → ``[out * order, in * order, …]``.
 
     Equation 22: output orientation A reads input orientation Ak through χ_k^(A).
+
+    >>> group_filters(torch.randn(2, 1, 4, 9), "p4").shape
+    torch.Size([8, 4, 5, 5])
     """
     found = Group(group)
     out_fields, in_fields, order, _ = coefficients.shape
@@ -110,6 +116,9 @@ def vector_filters(
 
     out(x) = Σ_A A · [s₁(x, A), s₂(x, A)], where s = Φ̃[e] has two fields for each vector; in space
     three.
+
+    >>> vector_filters(torch.randn(2 * 3, 1, 4, 9), "p4").shape
+    torch.Size([6, 4, 5, 5])
     """
     found = Group(group)
     d = found.dimension
@@ -137,6 +146,9 @@ def scalar_filters(
     """Group features to scalars: β ``[out, in, order, operators]`` → ``[out, …]``.
 
     out(x) = Σ_A s(x, A), for pseudoscalars Σ_A det(A)·s(x, A), where s = Φ̃[e].
+
+    >>> scalar_filters(torch.randn(3, 1, 4, 9), "p4").shape
+    torch.Size([3, 4, 5, 5])
     """
     found = Group(group)
     fields = group_filters(coefficients, found, operators, stencils, size, spacing)
@@ -185,7 +197,12 @@ def convolve(
     dilation: int = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Cross-correlation with zero padding, tap by tap: what `conv2d` and `conv3d` mean."""
+    """Cross-correlation with zero padding, tap by tap: what `conv2d` and `conv3d` mean.
+
+    >>> x, filters = torch.randn(1, 2, 6, 6).double(), torch.randn(3, 2, 5, 5).double()
+    >>> torch.allclose(convolve(x, filters, padding=2), torch.conv2d(x, filters, padding=2))
+    True
+    """
     batch, channels, *sizes = x.shape
     out_channels, in_channels, size, *_ = filters.shape
     if channels != in_channels * groups:
@@ -215,7 +232,11 @@ def convolve(
 
 
 def pad(x: Tensor, padding: int, modes: tuple[str, ...]) -> Tensor:
-    """The image with a border, as ``padding_mode=(y, x)`` says; pixel by pixel."""
+    """The image with a border, as ``padding_mode=(y, x)`` says; pixel by pixel.
+
+    >>> pad(torch.tensor([[[[1.0, 2.0]]]]), 1, ("zeros", "replicate"))[0, 0].tolist()
+    [[0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0]]
+    """
     batch, channels, *sizes = x.shape
     out = torch.zeros(batch, channels, *(n + 2 * padding for n in sizes)).double()
     for place in itertools.product(*map(range, out.shape[2:])):
@@ -244,6 +265,9 @@ def recentre(x: Tensor, *sizes: int) -> Tensor:
 
     A point on a pixel has one around it along that axis, a point between two pixels both; points
     outside of the image are zero.
+
+    >>> recentre(torch.tensor([[[[1.0, 2.0, 4.0]]]]), 1, 2).tolist()
+    [[[[1.5, 3.0]]]]
     """
     out = torch.zeros(*x.shape[:2], *sizes, dtype=torch.float64)
     for place in itertools.product(*map(range, sizes)):

@@ -76,6 +76,36 @@ class PointGroup(Group):
         found = places(self.matrices.swapaxes(1, 2), self.matrices.reshape(self.order, -1))
         return frozen(found)
 
+    def element_name(self, element: int) -> str:
+        """An element in words: the angle and the axis (x, y, z), and what is mirrored.
+
+        A reflection is named by the axis that it turns round; other elements that mirror are a
+        rotation times the inversion x → −x.
+
+        >>> group = Group("Oh")
+        >>> [group.element_name(element) for element in (0, 4, 12, 24, 25, 28)]
+        ['0°', '120° about (1, 1, 1)', '90° about z', 'inverted', 'mirrored along x', \
+'120° about (1, 1, 1), inverted']
+        """
+        whole = np.asarray(self.matrices[element])
+        mirrors = np.linalg.det(whole) < 0
+        turn = -whole if mirrors else whole
+        cosine = (np.trace(turn) - 1) / 2
+        angle = math.degrees(math.acos(min(1.0, max(-1.0, cosine))))
+        if angle < 1e-6:
+            return "inverted" if mirrors else "0°"
+        # What the rotation keeps; its direction is that in which the angle is positive.
+        kept = np.linalg.svd(turn - np.eye(3))[2][-1]
+        twist = np.array(
+            [turn[2, 1] - turn[1, 2], turn[0, 2] - turn[2, 0], turn[1, 0] - turn[0, 1]]
+        )
+        first = next(n for n in kept if abs(n) > 1e-9)
+        kept = kept * (np.sign(kept @ twist) if np.abs(twist).max() > 1e-9 else np.sign(first))
+        axis = _axis_name(kept)
+        if mirrors and angle > 180 - 1e-6:
+            return f"mirrored along {axis}"
+        return f"{angle:.4g}° about {axis}" + (", inverted" if mirrors else "")
+
     @cached_property
     def generators(self) -> tuple[int, ...]:
         found: list[int] = []
@@ -126,6 +156,16 @@ class PointGroup(Group):
         return tuple(
             n for n in fitting if (places(Group(n).matrices, flat, strict=False) >= 0).all()
         )
+
+
+def _axis_name(axis: FloatArray) -> str:
+    """x, y, z with a sign, or the direction in numbers whose largest is one."""
+    scaled = axis / np.abs(axis).max()
+    small = np.abs(scaled) < 1e-9
+    if small.sum() == 2:
+        place = int(np.abs(scaled).argmax())
+        return f"{'−' if scaled[place] < 0 else ''}{'xyz'[place]}"
+    return "(" + ", ".join(f"{n + 0.0:.3g}".replace("-", "−") for n in scaled.round(9)) + ")"
 
 
 def places(wanted: FloatArray, flat: FloatArray, strict: bool = True) -> IntArray:

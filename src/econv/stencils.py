@@ -422,7 +422,11 @@ def stencil_set(stencils: StencilsLike, accuracy: int = 2, rotations: int = 0) -
 
 
 def central(exponents: Exponents, accuracy: int = 2, size: int | None = None) -> Stencil:
-    """The central-difference stencil of one monomial, such as ∂xxy for ``(2, 1)``."""
+    """The central-difference stencil of one monomial, such as ∂xxy for ``(2, 1)``.
+
+    >>> central((1, 0)).weights[1].tolist()
+    [-0.5, 0.0, 0.5]
+    """
     (order,) = OperatorSet(exponent_tuples([exponents]))
     check_order(sum(order))
     return Central(accuracy).stencil(Polynomial.monomial(order), size)

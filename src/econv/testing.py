@@ -192,9 +192,9 @@ def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
     """Turn every channel of ``[batch, channels, height, width]`` anticlockwise by any angle.
 
     Exact at quarter turns (which swap height and width); elsewhere by quintic splines, with zeros
-    where no image was, as in :func:`transform`. In place of an angle it takes an orthogonal matrix,
-    which for volumes ``[batch, channels, depth, height, width]`` it must be: ``[3, 3]``, of (x, y,
-    z).
+    where no image was, as in :func:`transform`. Volumes ``[batch, channels, depth, height, width]``
+    turn about z. In place of an angle it takes an orthogonal matrix, ``[2, 2]`` of (x, y) or, for
+    volumes, ``[3, 3]`` of (x, y, z).
 
     >>> rotate(torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]]), 90)[0, 0].tolist()
     [[2.0, 4.0], [1.0, 3.0]]
@@ -205,8 +205,9 @@ def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
         return transform(x, None, degrees)
     if not isinstance(x, Tensor):
         raise ValueError(f"expected a torch.Tensor; got {type(x).__name__}")
-    if x.ndim != 4:
-        raise ValueError(f"expected [batch, channels, height, width]; got {tuple(x.shape)}")
+    if x.ndim not in (4, 5):
+        wanted = "[batch, channels, height, width], or a volume with its depth before these"
+        raise ValueError(f"expected {wanted}; got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"expected a floating-point image to interpolate; got {x.dtype}")
     if not math.isfinite(degrees):
@@ -216,7 +217,8 @@ def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
         return torch.rot90(x, round(degrees / 90), (-2, -1))
     angle = math.radians(degrees)
     cosine, sine = math.cos(angle), math.sin(angle)
-    return _resample(x, np.array([[cosine, -sine], [sine, cosine]]))
+    slices = x.flatten(1, -3)  # which a turn about z leaves in their places
+    return _resample(slices, np.array([[cosine, -sine], [sine, cosine]])).view(x.shape)
 
 
 def random_rotations(count: int, dimension: int = 3, seed: int = 0) -> FloatArray:
@@ -329,6 +331,13 @@ def assert_equivariant(
     By default the elements are the grid's own symmetries, which must hold to rounding: 1e-12 in
     float64, 1e-5 in float32, 5e-2 in half precisions. Other elements need a ``tolerance`` that says
     what the stencils are expected to give. Further arguments: see :func:`equivariance_error`.
+
+    >>> from econv import LiftConv2d
+    >>> image = torch.randn(1, 1, 16, 16, dtype=torch.float64)
+    >>> assert_equivariant(LiftConv2d(1, 2, "p8", dtype=torch.float64), image)
+    >>> assert_equivariant(lambda x: x.cumsum(3), image, "p4", output_kind="scalar")
+    Traceback (most recent call last):
+    AssertionError: ...
     """
     _expect_call(module, x)
     found = _group_of(module, group)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from econv.pretrained import from_pretrained, read_config, weights_folder, weights_folders
+from econv.pretrained import from_pretrained, read_config, saved_folder, weights_folders
 
 __all__ = ["LICENCE", "Transforms", "Weights", "inscribed_disc", "named"]
 
@@ -129,7 +129,7 @@ class Weights:
 
     @classmethod
     def find(cls, name: str | Path | Weights) -> Weights:
-        """The weights of that name, or those in a folder.
+        """The weights of that name, in a folder, or in a repository ``owner/name`` on the Hub.
 
         Names are looked for in the folder that ``ECONV_WEIGHTS`` names, in ``weights/`` and in the
         ``weights/`` of a checkout of econv. Raises `ValueError` where there are none, or where the
@@ -137,11 +137,8 @@ class Weights:
         """
         if isinstance(name, Weights):
             return name
-        given = Path(name)
-        folder = given if given.is_dir() else weights_folder(str(name))
+        folder = saved_folder(name)
         path = folder / "config.json"
-        if not path.is_file():
-            raise ValueError(f"expected config.json in {folder}; it is not there")
         entry = read_config(path).get(_ENTRY)
         wanted = {field.name for field in fields(cls)} - {"folder"}
         if not isinstance(entry, dict) or set(entry) != wanted:

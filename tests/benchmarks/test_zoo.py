@@ -34,6 +34,16 @@ def test_a_network_that_converts_is_exact_and_keeps_its_outputs(monkeypatch):
     assert found["seconds"] >= 0
 
 
+def test_a_network_of_volumes_is_measured_alike(monkeypatch):
+    network = nn.Sequential(nn.Conv3d(1, 24, 3, padding=1), nn.ReLU(), nn.Conv3d(24, 48, 3))
+    monkeypatch.setattr(zoo.Source, "make", lambda self: network)
+    monkeypatch.setattr(zoo, "GROUPS", {3: "T"})
+    found = zoo.measure(zoo.Source("monai", "ours", 6, channels=1, dimension=3))
+    assert found["outcome"] == "converts", found["sentence"]
+    assert found["same_shapes"]
+    assert found["error"] <= 1e-12
+
+
 def test_a_network_that_is_refused_says_why(monkeypatch):
     found = row(monkeypatch, Doubling(wide=True))
     assert found["outcome"] == "refused"

@@ -215,3 +215,15 @@ def test_the_tests_that_pages_name_exist():
         "tests/test_no.py::",
         "tests/test_basis.py::test_no",
     ]
+
+
+def test_names_in_tables_break_at_their_marks_and_figures_nowhere():
+    pytest.importorskip("latex2mathml", reason="the site is not built here")
+    found = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
+    hooks = importlib.util.module_from_spec(found)
+    found.loader.exec_module(hooks)
+    row = "<tr><td class='a/b/c/d/e/f/g/h/i'><code>layers/convolution.py</code></td>"
+    row += "<td>7.2e-05</td></tr><p>layers/convolution.py</p>"
+    assert hooks.on_page_content(row) == row.replace(
+        "<code>layers/convolution.py", "<code>layers/<wbr>convolution.<wbr>py"
+    ).replace("7.2e-05", '<span class="figure">7.2e-05</span>')

@@ -43,6 +43,15 @@ def test_vessels_are_found_at_every_angle():
     assert min(overlaps["plain U-Net"]) < min(overlaps["p8"]) - 0.05
 
 
+@pytest.mark.slow
+def test_materials_are_told_apart_in_any_orientation():
+    names = run("volumes")
+    tilted, anyhow = names["tilted"], names["anyhow"]
+    assert min(tilted["I"][0], tilted["I"][-1], tilted["plain CNN"][0]) > 0.9
+    assert tilted["plain CNN"][-1] < 0.5
+    assert anyhow["plain CNN"] + 0.2 < anyhow["I"] > 0.8
+
+
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_what_came_out_is_kept(path):
     outputs = [output for cell in cells(path) for output in cell["outputs"]]

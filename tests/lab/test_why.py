@@ -20,6 +20,7 @@ from econv import (
     GroupPool2d,
     LiftConv2d,
     VectorConv2d,
+    convert,
     lab,
 )
 from econv.checking import FieldType
@@ -386,6 +387,25 @@ def test_kinks_are_blamed_where_stencils_are_good_and_bends_are_not():
         return source(lab.split_error(model.double(), field(65)), "activations").alone or 0.0
 
     assert share(nn.ReLU()) > 10 * share(nn.Tanh())
+
+
+def test_blurred_activations_are_activations_and_blurs_alone_sampling():
+    model = nn.Sequential(
+        LiftConv2d(1, 2, "p8"), GroupActivation2d("relu"), GroupActivation2d("identity", width=1.1)
+    ).double()
+    split = lab.split_error(model, field(65))
+    assert source(split, "activations").layers == ("1 (GroupActivation2d)",)
+    assert source(split, "activations").share > 0.9
+    assert abs(source(split, "sampling").share) < 0.1
+    assert "other layers" not in {found.name for found in split.sources}
+
+
+def test_what_a_conversion_flattens_turns_as_before():
+    parts = [nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    source_network = nn.Sequential(*parts, nn.Linear(8, 3)).double()
+    network = convert(source_network, "p4", example_input=field(33), measure=False)
+    found = lab.split_error(network, field(33)).sources
+    assert "not equivariant" not in {one.name for one in found}
 
 
 def test_borders_are_blamed_for_images_that_reach_them():

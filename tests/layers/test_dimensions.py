@@ -32,6 +32,7 @@ from econv.layers import (
     GroupLayerNorm3d,
     GroupPool3d,
     GroupPReLU3d,
+    GroupUpsampleConv3d,
     NearestResize2d,
     NearestResize3d,
     Restrict3d,
@@ -135,6 +136,10 @@ FEATURES = {
     "pool": lambda group: GroupPool3d(group, "mean+std+top2"),
     "attention": lambda group: GroupAttentionPool3d(2, group),
     "fields": lambda group: FieldConv3d(2, group, scalars=1, pseudoscalars=1, vectors=1),
+    "up": lambda group: GroupUpsampleConv3d(2, 1, group, operators="order<=1"),
+    "up by 3": lambda group: GroupUpsampleConv3d(
+        2, 1, group, operators="order<=1", factor=3, excess=-2
+    ),
 }
 
 
@@ -200,7 +205,7 @@ def test_groups_of_the_plane_are_refused_and_the_reverse(name):
     with pytest.raises(ValueError, match=r"expected a group of space, such as .* got 'p4'"):
         FEATURES[name]("p4")
     kind = type(FEATURES[name]("T")).__name__.replace("3d", "2d")
-    arguments = {"fields": 2, "in_fields": 2, "num_groups": 1, "scalars": 1}
+    arguments = {"fields": 2, "in_fields": 2, "out_fields": 1, "num_groups": 1, "scalars": 1}
     taken = getattr(every, kind)
     code = {n: arguments[n] for n in arguments if n in taken.__init__.__code__.co_varnames}
     with pytest.raises(ValueError, match=r"expected a group of the plane, such as .* got 'O'"):

@@ -24,7 +24,7 @@ def check_answers(plan: Plan, node: fx.Node) -> None:
     if _is_of_dtype(node):  # which the converted network has as well
         return
     axes = _axes(plan, node)
-    whole = _whole_shapes(node)
+    whole = _whole_shapes(plan, node)
     value = value_of(node)
     # A number of the batch alone mostly goes into a shape, which the converted network has anew.
     # A device or a layout is not the example's either: the traced pass had no data.
@@ -72,7 +72,7 @@ def _describe(answer: Answer) -> str:
     return f"{owner(answer.node) or 'the network'}: {asked} is {answer.value!r}"
 
 
-def _whole_shapes(node: fx.Node) -> tuple[fx.Node, ...]:
+def _whole_shapes(plan: Plan, node: fx.Node) -> tuple[fx.Node, ...]:
     """The shapes that a node compares, where they have the same channels."""
     shapes: Any = node.args
     if node.target not in (operator.eq, operator.ne) or len(shapes) != 2:
@@ -80,7 +80,8 @@ def _whole_shapes(node: fx.Node) -> tuple[fx.Node, ...]:
     if not all(isinstance(s, fx.Node) and isinstance(value_of(s), torch.Size) for s in shapes):
         return ()
     sizes = [value_of(shape) for shape in shapes]
-    if not all(len(size) == 4 and size[1] == sizes[0][1] for size in sizes):
+    rank = len(plan.image)
+    if not all(len(size) == rank and size[1] == sizes[0][1] for size in sizes):
         return ()
     return tuple(shapes)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from econv.conversion.plan import IMAGE, Plan, Value
+from econv.conversion.plan import Plan, Value
 from econv.conversion.trace import ConversionError, name_of, owner, value_of
 
 __all__ = [
@@ -41,18 +41,16 @@ def known_arguments(plan: Plan, node: fx.Node, **defaults: Any) -> Any:
 
 
 def equal(pair: Any, what: str) -> Any:
-    """The number that rows and columns share."""
-    both = tuple(pair) if isinstance(pair, tuple | list) else (pair, pair)
-    if len(both) == 1:
-        both = both * 2
-    if len(both) != 2 or both[0] != both[1]:
-        raise ConversionError("", f"{what}: a quarter turn would exchange {both}")
-    return both[0]
+    """The number that all axes of positions share."""
+    each = tuple(pair) if isinstance(pair, tuple | list) else (pair,)
+    if len(set(each)) != 1:
+        raise ConversionError("", f"{what}: a quarter turn would exchange {each}")
+    return each[0]
 
 
-def check_map(value: Value, *other: tuple[str, ...]) -> None:
+def check_map(plan: Plan, value: Value, *other: tuple[str, ...]) -> None:
     """Refuse axes other than those of a map, or these."""
-    if value.axes not in (IMAGE, *other):
+    if value.axes not in (plan.image, *other):
         raise ConversionError("", f"it reads a tensor with axes {value.axes}")
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from econv.conversion.arguments import argument
+from econv.conversion.cubes import with_cubes
 from econv.conversion.fit import Kept
 from econv.conversion.fitting import fit_on_images
 from econv.conversion.heads import find_ends
@@ -41,7 +42,7 @@ from econv.conversion.trace import (
 from econv.conversion.widths import Sizes, match_widths
 from econv.groups import Group, GroupLike
 from econv.layers import ConvOptions
-from econv.layers.checks import check_module, truth
+from econv.layers.checks import MAPS, check_module, truth
 from econv.layers.normalisation import calibrate
 from econv.layers.orientations import read_statistics
 from econv.pretrained import remade
@@ -146,6 +147,12 @@ def convert(
     if options is not None and not isinstance(options, Mapping):
         raise ValueError(f"expected options as a mapping; got {options!r}")
     found = Group(group)
+    _check_dimension(model, found)
+    if found.dimension != 2 and images is not None:
+        raise ValueError(
+            f"expected no images for {found.name}: weights are fitted to images of two dimensions "
+            "only; pretrained=True alone fits filters"
+        )
     given = _read_images(model, images, labels, pretrained)
     if match is None:
         match = "fields" if pretrained else "params"
@@ -159,11 +166,11 @@ def convert(
     inputs = example_input if isinstance(example_input, tuple) else (example_input,)
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise ValueError(f"expected an nn.Module that is not scripted; got {type(model).__name__}")
-    examples = [x for x in inputs if is_image(x)]
-    if not examples:
+    if not any(is_image(x, found.dimension) for x in inputs):
+        sides = MAPS[found.dimension].removeprefix("[batch, ")
         raise ValueError(
-            "expected an example_input [batch, channels, height, width], or bags of images [batch, "
-            "instances, channels, height, width]; got "
+            f"expected an example_input [batch, {sides}, or bags of images [batch, instances, "
+            f"{sides}; got "
             f"{[tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in inputs]}"
         )
     if given is not None and len(inputs) > 1:
@@ -231,7 +238,7 @@ def _converted(
 ) -> ConvertedNetwork:
     """The network of a recipe; with ``pretrained``, with the weights of its source."""
     found, match, strict = recipe.group, recipe.match, recipe.strict
-    examples = [x for x in inputs if is_image(x)]
+    examples = [x for x in inputs if is_image(x, found.dimension)]
     _check_source(model, strict)
     if is_leaf(model):  # one layer: what is traced must contain it
         model = nn.Sequential(model).train(model.training)
@@ -243,18 +250,20 @@ def _converted(
     own = next(model.parameters(), torch.empty(0))
     where = {"device": own.device, "dtype": own.dtype}
     network, lines, accuracy = _build(plan, sizes, where, model, pretrained, given)
-    results = plan.trace.results
+    results = plan.given.results
     outputs = check_outputs(network, inputs, results[0])
-    kind = _output_kind(plan, results[0])
+    kind = _output_kind(plan, plan.trace.results[0])
     errors = _errors(model, network, inputs, found, kind, measure)
     if strict and measure:
         _check_exact(network, inputs, found, kind, errors["error"])
-    for name, result in zip(recipe.methods, results[1:], strict=True):
+    for name, wanted, result in zip(
+        recipe.methods, results[1:], plan.trace.results[1:], strict=True
+    ):
         method, read = getattr(network, name), arguments_of(getattr(model, name), inputs)
-        check_outputs(method, read, result, name)
+        check_outputs(method, read, wanted, name)
         if strict and measure:
             turns = _output_kind(plan, result)
-            change = _error(method, read, found, turns, _turn(read, found))
+            change = max(_error(method, read, found, turns, e) for e in _symmetries(read, found))
             _check_exact(method, read, found, turns, change, name)
     costs = _costs(plan, match, sizes, model, len(examples[0]))
     report = Report(
@@ -264,7 +273,7 @@ def _converted(
         lines=lines,
         source_parameters=_called_parameters(plan, model),
         parameters=parameters(network),
-        source_multiply_adds=_source_multiply_adds(plan),
+        source_multiply_adds=_source_multiply_adds(plan.given),
         outputs=outputs,
         multiply_adds=costs[0].multiply_adds,
         costs=costs,
@@ -281,6 +290,27 @@ def _converted(
         report = replace(report, notes=(*report.notes, missed))
     made_by = replace(recipe, scale=sizes.scale)
     return network.describe_as(group=found, output_kind=kind.kind, report=report, made_by=made_by)
+
+
+_OF_DIMENSION: dict[int, tuple[type[nn.Module], ...]] = {
+    2: (nn.Conv2d, nn.ConvTranspose2d),
+    3: (nn.Conv3d, nn.ConvTranspose3d),
+}
+
+
+def _check_dimension(model: nn.Module, group: Group) -> None:
+    """Refuse a group of the plane for a network of volumes, and the reverse."""
+    found = {d for d, kinds in _OF_DIMENSION.items() if _has(model, kinds)}
+    if found and group.dimension not in found:
+        wanted = {
+            2: "of the plane, such as 'p4', for a network with two-dimensional convolutions",
+            3: "of space, such as 'O', for a network with three-dimensional convolutions",
+        }
+        raise ValueError(f"expected a group {wanted[found.pop()]}; got {group.name!r}")
+
+
+def _has(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def _check_source(model: nn.Module, strict: bool) -> None:
@@ -308,9 +338,20 @@ def _plan(model: nn.Module, inputs: tuple[Any, ...], recipe: Recipe) -> Plan:
     group, pool = recipe.group, recipe.pool
     if pool != ATTENTION:
         read_statistics(pool, group.order, "pool")  # what is unknown fails before it is traced
-    found = trace(model, inputs, is_leaf, recipe.methods)
+    alike, replaced = with_cubes(model) if group.dimension == 3 else (model, [])
+    given, *others = (
+        trace(source, inputs, is_leaf, recipe.methods, group.dimension)
+        for source in ([model, alike] if replaced else [model])
+    )
+    found = others[0] if others else given
     _check_methods(found)
     plan = Plan(found, group, pool, recipe.options, recipe.strict, recipe.fitted, recipe.smooth)
+    plan.given = given
+    if replaced:
+        plan.notes.append(
+            "rotations exchange the axes: sides that differ became cubes of about as many voxels, "
+            f"and maps have other sizes ({_some(replaced)})"
+        )
     ends = find_ends(found.graph, found.modules)
     plan.heads, plan.inner = ends.heads, ends.inner
     pair_with_training(plan)
@@ -342,7 +383,7 @@ def _sizes(plan: Plan, match: str, model: nn.Module) -> Sizes:
         total = _called_parameters(plan, model)
         sizes = match_widths(lambda s: plan.count(s, "params"), total, order**-0.5)
     else:
-        total = _source_multiply_adds(plan)
+        total = _source_multiply_adds(plan.given)
         sizes = match_widths(lambda s: plan.count(s, "flops"), total, 1 / order)
     return sizes
 
@@ -370,7 +411,7 @@ def _costs(plan: Plan, match: str, sizes: Sizes, model: nn.Module, images: int) 
         if other != match:
             with contextlib.suppress(ValueError):  # none comes near, or a layer is too narrow
                 found[other] = _sizes(plan, other, model)
-    before = _source_multiply_adds(plan) * images
+    before = _source_multiply_adds(plan.given) * images
     costs = []
     for name, chosen in found.items():
         work = plan.count(chosen, "flops")
@@ -380,13 +421,13 @@ def _costs(plan: Plan, match: str, sizes: Sizes, model: nn.Module, images: int) 
     return tuple(costs)
 
 
-def _source_multiply_adds(plan: Plan) -> int:
+def _source_multiply_adds(source: Trace) -> int:
     total = 0
-    for node in plan.trace.graph.nodes:
+    for node in source.graph.nodes:
         if node.op == "call_module":
-            module = plan.module(node)
+            module = source.modules[str(node.target)]
             total += multiply_adds(module, positions_of(node, module))
-        elif node.op == "call_function" and name_of(node) == "conv2d":
+        elif node.op == "call_function" and name_of(node) in ("conv2d", "conv3d"):
             weight: Any = argument(node, 1, "weight")
             total += value_of(weight).numel() * value_of(node).shape[2:].numel()
     return total
@@ -410,7 +451,7 @@ def _build(
             if part.fit is not None:
                 errors[name] = part.fit(kept, modules[name])
                 _freeze(modules[name], part.source)
-            elif isinstance(part.source, nn.Conv2d | nn.Linear) and not part.kept:
+            elif isinstance(part.source, nn.Conv2d | nn.Conv3d | nn.Linear) and not part.kept:
                 plan.notes.append(f"{name}: its weights are drawn anew")
             if part.out and part.fit is not None and errors[name] is None:
                 plan.notes.append(f"{name}: its blocks are not the source's, its weights are new")
@@ -545,28 +586,31 @@ class _Output:
     """How the (first) output of a network turns."""
 
     kind: str
+    pixels: tuple[str, ...]
+    """The axes of positions."""
     axes: tuple[str, ...] = ()
 
     @property
     def turns_as(self) -> str:
         """The kind that :func:`as_image` has."""
-        return "scalar" if {"H", "W"} <= set(self.axes) else self.kind
+        return "scalar" if set(self.pixels) <= set(self.axes) else self.kind
 
     def as_image(self, x: Tensor) -> Tensor:
         """The output with the axes of an image."""
         if self.turns_as != "scalar" or len(self.axes) != x.ndim:
             return x
-        image = x.movedim((self.axes.index("H"), self.axes.index("W")), (-2, -1))
-        return image.reshape(1, -1, *image.shape[-2:])
+        last = range(-len(self.pixels), 0)
+        image = x.movedim(tuple(map(self.axes.index, self.pixels)), tuple(last))
+        return image.reshape(1, -1, *image.shape[-len(last) :])
 
 
 def _output_kind(plan: Plan, result: Any) -> _Output:
     first = next(leaf for leaf in leaves(result) if isinstance(leaf, fx.Node))
     value = plan.value(first)
     shape = value_of(first)
-    pixels = isinstance(shape, Tensor) and shape.ndim == 4 and value.has_pixels
+    pixels = isinstance(shape, Tensor) and shape.ndim == len(plan.image) and value.has_pixels
     axes = value.axes if value.kind in ("image", "fields") else ()
-    return _Output("scalar" if pixels else "invariant", axes)
+    return _Output("scalar" if pixels else "invariant", plan.pixels, axes)
 
 
 def _errors(
@@ -578,23 +622,20 @@ def _errors(
     measure: bool,
 ) -> dict[str, Any]:
     """The relative change of the output under a rotation, before and after."""
-    element = _turn(inputs, group)
-    quarter = 360 * (element % group.rotations) / group.rotations
-    turn = f"{quarter:.4g}°" if element < group.rotations else "mirror"
-    if not measure or element == 0:
-        return {"turn": turn, "source_error": None, "error": None}
-    return {
-        "turn": turn,
-        "source_error": _error(model, inputs, group, kind, element),
-        "error": _error(network, inputs, group, kind, element),
-    }
+    turns = _symmetries(inputs, group)
+    names = ["mirror" if e >= group.steps > 0 else group.element_name(e) for e in turns]
+    found: dict[str, Any] = {"turn": " and ".join(names), "source_error": None, "error": None}
+    if measure and turns != [0]:
+        for name, measured in (("source_error", model), ("error", network)):
+            found[name] = max(_error(measured, inputs, group, kind, e) for e in turns)
+    return found
 
 
 def _turns(
     model: nn.Module, network: nn.Module, inputs: tuple[Any, ...], group: Group, kind: _Output
 ) -> tuple[Turn, ...]:
     """The errors at 45° and 22.5°, where anything turns and nothing else would have to."""
-    if group.rotations == 1 or not _alone(inputs):
+    if group.steps < 2 or not _alone(inputs):
         return ()
     inputs = _in_disc(inputs)
     return tuple(
@@ -611,7 +652,7 @@ def _unsmoothed(
     plan: Plan, network: nn.Module, inputs: tuple[Any, ...], kind: _Output
 ) -> tuple[Unsmoothed, ...]:
     """The error at 45° with each activation or pooling in turn as in the source."""
-    if not plan.smoothed or not _alone(inputs):
+    if not plan.smoothed or plan.dimension != 2 or not _alone(inputs):
         return ()
     inputs = _in_disc(inputs)
     places = {id(module): name for name, module in network.named_modules()}
@@ -663,25 +704,31 @@ def _alone(inputs: tuple[Any, ...]) -> bool:
     return len(inputs) == 1 and inputs[0].ndim == 4 and min(inputs[0].shape[2:]) > 8
 
 
-def _turn(inputs: tuple[Any, ...], group: Group) -> int:
-    """The symmetry of the pixels to measure; of an oblong image one that leaves it its sides."""
-    image = next(x for x in inputs if is_image(x))
+def _symmetries(inputs: tuple[Any, ...], group: Group) -> list[int]:
+    """The symmetries of the pixels to measure; of an oblong image those that leave it its sides.
+
+    In the plane one, and in space so many that all others are products of them.
+    """
+    image = next(x for x in inputs if is_image(x, group.dimension))
     exact = [element for element in group.grid_symmetries if element]
-    if image.shape[-2] != image.shape[-1]:
+    if len(set(image.shape[-group.dimension :])) > 1:
         same = [e for e in exact if _moved(image, group, e).shape == image.shape]
         exact = same or exact
-    return exact[0] if exact else min(1, group.order - 1)
+    if group.dimension == 2 or not exact:
+        return exact[:1] or [min(1, group.order - 1)]
+    return [e for e in group.grid_generators if e in exact] or exact[:1]
 
 
 def _error(
     measured: nn.Module, inputs: tuple[Any, ...], group: Group, kind: _Output, element: int
 ) -> float:
-    place = next(i for i, x in enumerate(inputs) if is_image(x))
-    bags = inputs[place].shape[:-3]
+    axes = group.dimension + 1
+    place = next(i for i, x in enumerate(inputs) if is_image(x, group.dimension))
+    bags = inputs[place].shape[:-axes]
     run = _with_statistics(measured, inputs)
     turned = tuple(_turned(x, inputs[place], group, element) for x in inputs)
 
-    flat = inputs[place].flatten(0, -4)
+    flat = inputs[place].flatten(0, -axes - 1)
 
     def output(x: Tensor) -> Tensor:
         others = inputs if x is flat else turned
@@ -702,7 +749,7 @@ def _turned(x: Any, image: Tensor, group: Group, element: int) -> Any:
     """An argument of a turned image: images beside it, and maps without channels, turn with it."""
     if not isinstance(x, Tensor):
         return x
-    if is_image(x):
+    if is_image(x, group.dimension):
         return _moved(x, group, element)
     if tuple(x.shape) == (image.shape[0], *image.shape[2:]):
         return transform(x[:, None], group, element, "scalar")[:, 0]
@@ -711,8 +758,9 @@ def _turned(x: Any, image: Tensor, group: Group, element: int) -> Any:
 
 def _moved(image: Tensor, group: Group, element: int) -> Tensor:
     """A turned image, or bag of images."""
-    moved = transform(image.flatten(0, -4), group, element, "scalar")
-    return moved.unflatten(0, image.shape[:-3])
+    axes = group.dimension + 1
+    moved = transform(image.flatten(0, -axes - 1), group, element, "scalar")
+    return moved.unflatten(0, image.shape[:-axes])
 
 
 _ROUNDING = 1e-6
@@ -727,24 +775,26 @@ def _check_exact(
     method: str = "",
 ) -> None:
     """Refuse a network that a quarter turn or a flip changes by more than rounding can."""
-    element = _turn(inputs, group)
-    image = next(x for x in inputs if is_image(x))
+    elements = _symmetries(inputs, group)
+    image = next(x for x in inputs if is_image(x, group.dimension))
     own = next((p.dtype for p in network.parameters()), torch.float32)
     rounding = max(_ROUNDING, 1e3 * torch.finfo(own).eps)
-    if error is None or not error > rounding or element not in group.grid_symmetries:
+    on_grid = set(elements) <= set(group.grid_symmetries)
+    if error is None or not error > rounding or not on_grid:
         return
     if image.device.type != "mps":  # which has no float64
         wide = tuple(
             x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
         )
         precise = copy.deepcopy(network).double()
-        error = _error(precise, wide, group, kind, element)
+        error = max(_error(precise, wide, group, kind, element) for element in elements)
         if not error > _ROUNDING or _is_random(precise, wide):
             return
     raise ConversionError(
         method,
-        f"a symmetry of the pixels changes the output by {error:.2g}, far above rounding: "
-        "something in it knows where up is; strict=False converts it all the same",
+        f"a symmetry of the {'pixels' if group.dimension == 2 else 'voxels'} changes the output by "
+        f"{error:.2g}, far above rounding: something in it knows where up is; strict=False "
+        "converts it all the same",
     )
 
 

@@ -8,17 +8,20 @@ every orientation of the group, up to what the filters cannot express.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from econv.basis import FilterBasis
 from econv.conversion.plan import Plan
 from econv.conversion.widths import Sizes, Width, runs
-from econv.layers import GroupConv2d, GroupUpsampleConv2d, LiftConv2d, PDOConv2d
+from econv.layers import GroupConv, GroupUpsampleConv, LiftConv, PDOConv
+from econv.layers.sampling import by_dimension
 
 __all__ = ["Kept", "fit_error", "fit_filter"]
 
@@ -69,29 +72,32 @@ class Kept:
         The windows of the source lie to the left and on top of those about the centre, by half of
         the pixels that are ``left_over``.
         """
-        assert isinstance(layer, PDOConv2d)
+        assert isinstance(layer, PDOConv)
+        axes = layer.dimension
         source: Any = self.source
         weight = source.weight.detach().double().cpu()
         if weight.ndim == 2:
-            weight = weight[:, :, None, None]
-            if window is not None:  # a linear map of a flattened map
-                shape = (weight.shape[0], -1, kernel, kernel)
-                last = (weight.shape[0], kernel, kernel, -1)
-                weight = weight.reshape(shape) if window else weight.reshape(last).movedim(3, 1)
+            sides = (kernel,) * axes
+            if window is None:
+                weight = weight.view(*weight.shape, *[1] * axes)
+            elif window:  # a linear map of a flattened map
+                weight = weight.reshape(len(weight), -1, *sides)
+            else:
+                weight = weight.reshape(len(weight), *sides, -1).movedim(-1, 1)
         weight = weight[self.channels(out)]
         grouped = getattr(source, "groups", 1) > 1
         if grouped and not _same_blocks(self, source, layer, into, out):
             return None
         if into and not grouped:
             weight = weight[:, self.channels(into)]
-        weight = functional.pad(weight, (0, left_over, 0, left_over))
+        weight = functional.pad(weight, (0, left_over) * axes)
         half = (kernel + left_over) % 2 == 0
         fitted, error = fit_filter(layer.basis, weight, half)
         with torch.no_grad():
-            if isinstance(layer, LiftConv2d):
+            if isinstance(layer, LiftConv):
                 layer.weight.copy_(fitted)
             else:
-                assert isinstance(layer, GroupConv2d)
+                assert isinstance(layer, GroupConv)
                 layer.weight.zero_()
                 layer.weight[:, :, 0].copy_(fitted)
             if layer.bias is not None and source.bias is not None:
@@ -102,7 +108,7 @@ class Kept:
         self, layer: nn.Module, into: tuple[Width, ...], out: tuple[Width, ...]
     ) -> float | None:
         """Set the weight of an upsampling convolution from the source's transposed one."""
-        assert isinstance(layer, GroupUpsampleConv2d)
+        assert isinstance(layer, GroupUpsampleConv)
         source: Any = self.source
         weight = source.weight.detach().double().cpu()
         if source.groups > 1:
@@ -117,13 +123,15 @@ class Kept:
         return error
 
 
-def _impulse_responses(layer: GroupUpsampleConv2d, source: Any) -> tuple[Tensor, Tensor]:
+def _impulse_responses(layer: GroupUpsampleConv, source: Any) -> tuple[Tensor, Tensor]:
     """What one bright pixel becomes: by each weight of the layer, by each pixel of the kernel."""
-    impulse = torch.zeros(1, 1, 9, 9, dtype=torch.float64)
-    impulse[0, 0, 4, 4] = 1.0
-    kernel = source.kernel_size[0]
-    pixels = torch.eye(kernel * kernel, dtype=torch.float64).reshape(1, -1, kernel, kernel)
-    theirs = functional.conv_transpose2d(
+    axes = layer.dimension
+    impulse = torch.zeros(1, 1, *[9] * axes, dtype=torch.float64)
+    centre = (0, 0) + (4,) * axes
+    impulse[centre] = 1.0
+    sides = (source.kernel_size[0],) * axes
+    pixels = torch.eye(math.prod(sides), dtype=torch.float64).reshape(1, -1, *sides)
+    theirs = by_dimension("conv_transpose", axes)(
         impulse,
         pixels,
         None,
@@ -134,7 +142,7 @@ def _impulse_responses(layer: GroupUpsampleConv2d, source: Any) -> tuple[Tensor,
         source.dilation,
     )
     filters = torch.from_numpy(layer.conv.basis.synthesis[0].copy())[:, None]
-    ours = functional.conv2d(
+    ours = by_dimension("conv", axes)(
         layer.upsample(impulse), filters, None, 1, layer.conv.padding, layer.conv.dilation
     )
     return ours[0].flatten(1), theirs[0].flatten(1)
@@ -159,7 +167,7 @@ def _most_important(importance: Tensor, fields: int, blocks: int) -> Tensor:
 
 
 def _same_blocks(
-    kept: Kept, source: Any, layer: PDOConv2d, into: tuple[Width, ...], out: tuple[Width, ...]
+    kept: Kept, source: Any, layer: PDOConv, into: tuple[Width, ...], out: tuple[Width, ...]
 ) -> bool:
     """Whether the blocks of a grouped convolution are those of the source."""
     if into and source.groups == source.in_channels:
@@ -176,8 +184,8 @@ def _same_blocks(
 def fit_filter(basis: FilterBasis, filters: Tensor, half: bool = False) -> tuple[Tensor, float]:
     """The weights whose canonical filters are nearest to ``[…, k, k]``, and what is left of these.
 
-    Least squares over the pixels of both supports. ``half``: the filter is even and its layer reads
-    points between pixels, as means of these.
+    Filters of volumes are ``[…, k, k, k]``. Least squares over the pixels of both supports.
+    ``half``: the filter is even and its layer reads points between pixels, as means of these.
 
     >>> from econv import filter_basis
     >>> weights, error = fit_filter(filter_basis("p4", "paper", "central"), torch.randn(2, 3, 3, 3))
@@ -185,14 +193,14 @@ def fit_filter(basis: FilterBasis, filters: Tensor, half: bool = False) -> tuple
     (torch.Size([2, 3, 9]), True)
     """
     design = _as_run(basis.synthesis[0], half)
-    size, given = design.shape[-1], filters.shape[-1]
+    size, given, axes = design.shape[-1], filters.shape[-1], design.ndim - 1
     common = max(size, given)
     matrix = torch.from_numpy(_padded(design, common).reshape(len(design), -1).T.copy())
-    wanted = functional.pad(filters.double(), [(common - given) // 2] * 4)
-    flat = wanted.reshape(-1, common * common)
+    wanted = functional.pad(filters.double(), [(common - given) // 2] * 2 * axes)
+    flat = wanted.reshape(-1, common**axes)
     solution = torch.linalg.lstsq(matrix, flat.T).solution.T
     left = (solution @ matrix.T - flat).norm()
-    weights = solution.reshape(*filters.shape[:-2], len(design))
+    weights = solution.reshape(*filters.shape[:-axes], len(design))
     return weights, fit_error(float(left), float(flat.norm()))
 
 
@@ -204,18 +212,17 @@ def fit_error(left: float, whole: float) -> float:
 def _as_run(synthesis: np.ndarray, half: bool) -> np.ndarray:
     if not half:
         return synthesis
-    # On means of 2×2 pixels a filter acts as itself, blurred by them.
-    grown = np.zeros((*synthesis.shape[:-2], *(n + 1 for n in synthesis.shape[-2:])))
-    for row in (0, 1):
-        for column in (0, 1):
-            height, width = synthesis.shape[-2:]
-            grown[..., row : row + height, column : column + width] += synthesis / 4
-    return grown
+    # On means of neighbours along each axis a filter acts as itself, blurred by them.
+    for axis in range(1, synthesis.ndim):
+        nothing = np.zeros_like(synthesis.take([0], axis))
+        before, after = (nothing, synthesis), (synthesis, nothing)
+        synthesis = (np.concatenate(before, axis) + np.concatenate(after, axis)) / 2
+    return synthesis
 
 
 def _padded(design: np.ndarray, size: int) -> np.ndarray:
     each = (size - design.shape[-1]) // 2
-    return np.pad(design, [(0, 0), (each, each), (each, each)])
+    return np.pad(design, [(0, 0), *[(each, each)] * (design.ndim - 1)])
 
 
 def _importance(plan: Plan) -> dict[Width, Tensor]:
@@ -228,7 +235,7 @@ def _importance(plan: Plan) -> dict[Width, Tensor]:
             continue
         if weight.ndim == 1:
             _add(by_norm, part.into, weight.detach().abs().double().cpu())
-        elif part.out and not isinstance(part.source, nn.ConvTranspose2d):
+        elif part.out and not isinstance(part.source, _ConvTransposeNd):
             norms = weight.detach().double().cpu().flatten(1).norm(dim=1)
             _add(by_filter, part.out, norms)
     found = {}

@@ -24,7 +24,7 @@ from econv.layers import (
     GroupBatchNorm2d,
     GroupConv2d,
     GroupFrameScore2d,
-    GroupUpsampleConv2d,
+    GroupUpsampleConv,
     LiftConv2d,
     PDOConv2d,
 )
@@ -142,7 +142,7 @@ def fit_on_images(
 
 def _fitted(layer: nn.Module) -> nn.Module | None:
     """The module in a part of the network that can be fitted."""
-    if isinstance(layer, GroupUpsampleConv2d):
+    if isinstance(layer, GroupUpsampleConv):
         return layer.conv
     kinds = (
         *(PDOConv2d, GroupBatchNorm2d, GroupAttentionPool2d, GroupFrameScore2d),

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from econv.conversion.answers import check_answers
 from econv.conversion.arguments import known, no_rule
 from econv.conversion.network import sizes_in_order
-from econv.conversion.plan import BAGS, IMAGE, OTHER, Plan, Value
+from econv.conversion.plan import OTHER, Plan, Value
 from econv.conversion.registry import Rule
 from econv.conversion.rules import dropping, rule_of, rule_of_module
 from econv.conversion.trace import (
@@ -35,9 +35,9 @@ def is_leaf(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and not inside
 
 
-def is_image(value: Any) -> bool:
-    """Whether an input is a batch of images, or of bags of images."""
-    return isinstance(value, Tensor) and value.ndim in (4, 5)
+def is_image(value: Any, dimension: int = 2) -> bool:
+    """Whether an input is a batch of images, or of bags of images; with dimension 3 of volumes."""
+    return isinstance(value, Tensor) and value.ndim in (dimension + 2, dimension + 3)
 
 
 def convert_node(plan: Plan, node: fx.Node) -> None:
@@ -107,11 +107,14 @@ def _by_rule(plan: Plan, node: fx.Node, rule: Rule | None) -> Value:
 def _input(plan: Plan, value: Any) -> Value:
     if not isinstance(value, Tensor):
         return OTHER
-    if is_image(value):
-        return Value("image", IMAGE if value.ndim == 4 else BAGS)
+    rank = plan.dimension + 2
     images = [value_of(n) for n in plan.trace.signature if isinstance(value_of(n), Tensor)]
-    shapes = [(x.shape[0], *x.shape[2:]) for x in images if x.ndim == 4]
-    return Value("image", ("N", "H", "W")) if tuple(value.shape) in shapes else Value("invariant")
+    shapes = [(x.shape[0], *x.shape[2:]) for x in images if x.ndim == rank]
+    if tuple(value.shape) in shapes:
+        return Value("image", ("N", *plan.pixels))
+    if is_image(value, plan.dimension):
+        return Value("image", plan.image if value.ndim == rank else plan.bags)
+    return Value("invariant")
 
 
 def _is_about_arguments(node: fx.Node) -> bool:

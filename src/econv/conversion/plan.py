@@ -13,25 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from econv import layers
 from econv.conversion.trace import LEAVE, ConversionError, Trace, line_of, owner, value_of
 from econv.conversion.widths import Sizes, Width, count_of, join, runs
 from econv.groups import Group
-from econv.layers import (
-    ConvOptions,
-    GroupAttentionPool2d,
-    GroupPool2d,
-    GroupWindowConv2d,
-    PDOConv2d,
-    Spread2d,
-    Upsample2d,
-)
+from econv.layers import ConvOptions, GroupWindowConv, PDOConv
+from econv.layers.sampling import Upsample
 
 __all__ = [
-    "BAGS",
-    "FLAT",
-    "IMAGE",
-    "PATHS",
+    "POSITIONS",
     "VECTOR",
     "Emission",
     "Plan",
@@ -42,11 +34,10 @@ __all__ = [
     "multiply_adds",
 ]
 
-IMAGE = ("N", "C", "H", "W")
+POSITIONS = "DHW"
+"""The axes of positions; images have the last two of them."""
+
 VECTOR = ("N", "C")
-PATHS = ("N", "P", "C", "H", "W")
-BAGS = ("N", "I", "C", "H", "W")
-FLAT = (("N", "CHW"), ("N", "HWC"))
 
 ATTENTION = "attention"
 """The pooling over orientations that is learned."""
@@ -67,7 +58,8 @@ class Value:
     alone), ``"other"`` (no tensor).
 
     Group features are always ``[N, C, H, W]``, ``[N, C]`` or, for stacked paths,
-    ``[N, P, C, H, W]`` in the converted network, whatever the order of the axes in the source:
+    ``[N, P, C, H, W]`` in the converted network, whatever the order of the axes in the source, and
+    those of volumes have an axis ``D`` before ``H``:
     ``axes`` are the source's, with ``"1"`` for one that the converted network does without. Maps
     whose positions are in a row, ``("N", "C", "HW")``, or that are flattened, ``("N", "CHW")``,
     stay maps. Images keep the shape that they have in the source.
@@ -79,8 +71,8 @@ class Value:
     items: tuple[Value, ...] = ()
     start: tuple[Width, ...] = ()
     """For an item of a list: the widths before it."""
-    sides: tuple[int, int] = (1, 1)
-    """Where rows and columns are one axis: how many they are."""
+    sides: tuple[int, ...] = (1, 1)
+    """Where the axes of positions are one: how many each has."""
 
     @property
     def channels(self) -> int:
@@ -89,8 +81,13 @@ class Value:
 
     @property
     def has_pixels(self) -> bool:
-        """Whether rows and columns are left."""
+        """Whether positions are left."""
         return any("H" in axis for axis in self.axes)
+
+    @property
+    def pixels(self) -> set[str]:
+        """The axes of positions that are left."""
+        return set(POSITIONS) & set("".join(self.axes))
 
     def place(self, axis: str) -> int:
         """The dimension of an axis in the converted network."""
@@ -103,7 +100,7 @@ class Value:
     @property
     def layout(self) -> tuple[str, ...]:
         """The axes in the converted network."""
-        return tuple(a for a in "NIPCHW" if a in "".join(self.axes))
+        return tuple(a for a in f"NIPC{POSITIONS}" if a in "".join(self.axes))
 
 
 OTHER = Value("other")
@@ -186,6 +183,8 @@ class Plan:
     """Whether activations, poolings and strides are those that keep frequencies the grid holds."""
     smoothed: dict[str, Callable[[], nn.Module]] = field(default_factory=dict)
     """Of the modules that do so, what would be in their place otherwise."""
+    given: Trace = field(init=False)
+    """The pass of the network as it was given: its costs and outputs are the source's."""
     made: dict[str, nn.Module] = field(default_factory=dict)
     """The modules of the converted network, by the names of their parts."""
     values: dict[fx.Node, Value] = field(default_factory=dict)
@@ -213,9 +212,51 @@ class Plan:
     # What rules ask
 
     @property
+    def dimension(self) -> int:
+        """Of the space: 2 for images, 3 for volumes."""
+        return self.group.dimension
+
+    @property
+    def pixels(self) -> tuple[str, ...]:
+        """The axes of positions."""
+        return tuple(POSITIONS[-self.dimension :])
+
+    @property
+    def image(self) -> tuple[str, ...]:
+        """The axes of a map."""
+        return (*VECTOR, *self.pixels)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The axes of stacked paths."""
+        return ("N", "P", "C", *self.pixels)
+
+    @property
+    def bags(self) -> tuple[str, ...]:
+        """The axes of bags of images."""
+        return ("N", "I", "C", *self.pixels)
+
+    @property
+    def flat(self) -> tuple[tuple[str, ...], ...]:
+        """The axes of a flattened map."""
+        row = "".join(self.pixels)
+        return (("N", f"C{row}"), ("N", f"{row}C"))
+
+    def layer(self, name: str) -> Callable[..., nn.Module]:
+        """The layer of this dimension, such as `GroupPool2d` for ``"GroupPool"``."""
+        found: Callable[..., nn.Module] = getattr(layers, f"{name}{self.dimension}d")
+        return found
+
+    def plain(self, name: str) -> Callable[..., nn.Module]:
+        """The module of torch of this dimension, such as `Conv2d` for ``"Conv"``."""
+        found: Callable[..., nn.Module] = getattr(nn, f"{name}{self.dimension}d")
+        return found
+
+    @property
     def in_frames(self) -> bool:
         """Whether each orientation reads windows where the source does in an image turned so."""
-        return self.fitted and self.group.order > 1 and not self.smooth
+        plane = self.dimension == 2
+        return plane and self.fitted and self.group.order > 1 and not self.smooth
 
     def value(self, argument: Any) -> Value:
         """The value of an argument of a node."""
@@ -338,10 +379,12 @@ class Plan:
     def pool_part(self, beside: str, widths: tuple[Width, ...], reduce: str) -> str:
         """Add what pools fields of these widths over orientations."""
         if reduce != ATTENTION:
-            return self.insert(beside, "orientations", lambda: GroupPool2d(self.group, reduce))
+            return self.insert(
+                beside, "orientations", lambda: self.layer("GroupPool")(self.group, reduce)
+            )
 
         def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
-            return GroupAttentionPool2d(sizes.fields(widths), self.group, **where)
+            return self.layer("GroupAttentionPool")(sizes.fields(widths), self.group, **where)
 
         name = self.new_name(f"{beside}_orientations" if beside else "orientations")
         return self.add_part(PlannedModule(name, make, into=widths), describe, source="–")
@@ -388,7 +431,7 @@ class Plan:
             if fields == count:
                 return nn.Identity()
             if maps:
-                return nn.Conv2d(fields, count, 1, bias=False, **where)
+                return self.plain("Conv")(fields, count, 1, bias=False, **where)
             return nn.Linear(fields, count, bias=False, **where)
 
         def fit(kept: Any, layer: Any) -> float | None:
@@ -406,12 +449,12 @@ class Plan:
 
     def spread(self, node: fx.Node, value: Value, beside: str) -> tuple[Value, Step]:
         """An image as group features that are the same in every orientation."""
-        if value.axes not in (IMAGE, VECTOR):
+        if value.axes not in (self.image, VECTOR):
             raise ConversionError(beside, f"it joins group features and an image {value.axes}")
         channels = int(value_of(node).shape[1])
         width = Width(channels, beside)
         width.fix(channels)
-        name = self.insert(beside, "spread", lambda: Spread2d(self.group))
+        name = self.insert(beside, "spread", lambda: self.layer("Spread")(self.group))
         return (
             Value("fields", value.axes, (width,)),
             lambda e: e.module(name, e[node]),
@@ -515,12 +558,12 @@ def multiply_adds(module: nn.Module, positions: int) -> int:
     """Multiplications of the convolutions and linear maps in a module, at so many pixels."""
     total = 0
     for layer in module.modules():
-        if isinstance(layer, GroupWindowConv2d):
+        if isinstance(layer, GroupWindowConv):
             total += layer.multiply_adds() * positions
-        elif isinstance(layer, PDOConv2d):
+        elif isinstance(layer, PDOConv):
             per_pixel = layer.in_channels * layer.out_channels // layer.groups
-            total += per_pixel * layer.basis.size**2 * positions
-        elif isinstance(layer, nn.Conv2d | nn.ConvTranspose2d | nn.Linear | nn.Conv1d):
+            total += per_pixel * layer.basis.size**layer.dimension * positions
+        elif isinstance(layer, _ConvNd | nn.Linear):
             total += layer.weight.numel() * positions
     return total
 
@@ -528,15 +571,15 @@ def multiply_adds(module: nn.Module, positions: int) -> int:
 def expansion(module: nn.Module) -> int:
     """Multiplications that make the filters of a module of its weights."""
     return sum(
-        layer.weight.numel() * layer.group.order * layer.basis.size**2
+        layer.weight.numel() * layer.group.order * layer.basis.size**layer.dimension
         for layer in module.modules()
-        if isinstance(layer, PDOConv2d) and not isinstance(layer, GroupWindowConv2d)
+        if isinstance(layer, PDOConv) and not isinstance(layer, GroupWindowConv)
     )
 
 
 def positions_of(node: fx.Node, module: nn.Module) -> int:
     """The pixels of one image that a module of the source is evaluated at."""
-    if isinstance(module, nn.ConvTranspose2d):
+    if isinstance(module, _ConvTransposeNd):
         counted, channels = value_of(node.args[0]), module.in_channels  # type: ignore[arg-type]
     else:
         counted = value_of(node)
@@ -548,7 +591,7 @@ def positions_of(node: fx.Node, module: nn.Module) -> int:
 
 def describe(module: nn.Module) -> str:
     """A module in one line, with the layers in it that do something."""
-    inside = [describe(m) for m in module.children() if not isinstance(m, nn.Identity | Upsample2d)]
+    inside = [describe(m) for m in module.children() if not isinstance(m, nn.Identity | Upsample)]
     own = f"{type(module).__name__}({module.extra_repr()})"
     if not inside:
         return own

@@ -51,10 +51,10 @@ def _attends(module: nn.Module) -> bool:
     return isinstance(module, known) or any(hasattr(module, name) for name in queries)
 
 
-def _convolutions(model: nn.Module) -> list[nn.Conv2d]:
+def _convolutions(model: nn.Module) -> list[nn.Conv2d | nn.Conv3d]:
     """Convolutions that look further than one pixel and than one patch."""
-    found = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
-    return [m for m in found if m.kernel_size != (1, 1) and m.kernel_size != m.stride]
+    found = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
+    return [m for m in found if set(m.kernel_size) != {1} and m.kernel_size != m.stride]
 
 
 def _has(model: nn.Module, *kinds: type[nn.Module]) -> bool:
@@ -105,14 +105,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "convert a convolutional network of its size, such as a ResNet or a ConvNeXt",
     ),
     Architecture(
-        "a network of volumes",
-        "its convolutions are three-dimensional, and only those of images are converted",
-        lambda model: _has(model, nn.Conv3d, nn.ConvTranspose3d) and not _has(model, nn.Conv2d),
-    ),
-    Architecture(
         "a network of sequences",
         "its convolutions are one-dimensional, and there is no image to turn",
-        lambda model: _has(model, nn.Conv1d) and not _has(model, nn.Conv2d),
+        lambda model: _has(model, nn.Conv1d) and not _has(model, nn.Conv2d, nn.Conv3d),
     ),
     Architecture(
         "a recurrent network",

@@ -9,11 +9,11 @@ from typing import Any
 from torch import fx, nn
 
 from econv.conversion.arguments import check_map
-from econv.conversion.plan import Emission, Plan, PlannedModule, Step, Value, describe
+from econv.conversion.plan import POSITIONS, Emission, Plan, PlannedModule, Step, Value, describe
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import Width
 from econv.conversion.windows import Windows
-from econv.layers import GroupWindows2d, Recentre2d
+from econv.layers import GroupWindows2d
 
 __all__ = [
     "about_centre",
@@ -22,6 +22,7 @@ __all__ = [
     "in_its_place",
     "map_step",
     "module_step",
+    "one_pixel",
     "smooth_step",
 ]
 
@@ -55,7 +56,7 @@ def map_step(
     ``named`` is told the name of the module.
     """
     read, value = plan.first(node)
-    check_map(value)
+    check_map(plan, value)
     if node.op == "call_module":
         named(str(node.target))
         return module_step(plan, node, value, make)
@@ -87,7 +88,8 @@ def as_map(
     gone = [place for place, axis in enumerate(value.axes) if axis in ("1", "C")]
     axes = [axis for axis in value.axes if axis not in ("1", "C")]
     letters = [letter for axis in axes for letter in axis]
-    if sorted(letters) != ["H", "N", "W"] or "H" not in whole.layout:
+    wanted = [axis for axis in whole.layout if axis == "N" or axis in POSITIONS]
+    if sorted(letters) != sorted(wanted) or "H" not in wanted:
         raise ConversionError("", f"it joins tensors with axes {value.axes} and {whole.axes}")
 
     def step(e: Emission) -> fx.Node:
@@ -98,7 +100,7 @@ def as_map(
             if len(axis) > 1:
                 sides = [e.method("size", e[beside], whole.place(letter)) for letter in axis]
                 x = e.method("unflatten", x, place, sides)
-        x = e.method("permute", x, *(letters.index(letter) for letter in "NHW"))
+        x = e.method("permute", x, *(letters.index(letter) for letter in wanted))
         return e.method("unsqueeze", x, 1)
 
     return step
@@ -142,6 +144,13 @@ def in_frames(
     return name, replace(value, kind="fields", widths=widths)
 
 
+def one_pixel(e: Emission, x: fx.Node) -> fx.Node:
+    """Features without positions as a map of one pixel."""
+    for place in range(e.plan.dimension):
+        x = e.method("unsqueeze", x, 2 + place)
+    return x
+
+
 def about_centre(
     plan: Plan,
     node: fx.Node,
@@ -151,5 +160,5 @@ def about_centre(
 ) -> Value:
     """Pad or crop a map to these sizes, about its centre."""
     read: Any = node.args[0]
-    name = in_its_place(plan, node, lambda: Recentre2d(fill))
+    name = in_its_place(plan, node, lambda: plan.layer("Recentre")(fill))
     return plan.emit(node, value, lambda e: e.module(name, e[read], *sizes(e)))

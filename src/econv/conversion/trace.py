@@ -225,9 +225,13 @@ def name_of(node: fx.Node) -> str:
     return plain_name(node.target)
 
 
+_DISPATCHED = ("max_pool2d", "adaptive_max_pool2d", "max_pool3d", "adaptive_max_pool3d")
+"""Functions of torch without a name of their own."""
+
+
 def plain_name(target: Any) -> str:
     """What a function, method or operator is called, in place or not."""
-    for name in ("max_pool2d", "adaptive_max_pool2d"):  # dispatchers without a name of their own
+    for name in _DISPATCHED:
         if target is getattr(functional, name) or target is getattr(torch, name, None):
             return name
     return str(target if isinstance(target, str) else target.__name__).strip("_")
@@ -238,6 +242,7 @@ def trace(
     inputs: tuple[Any, ...],
     is_leaf: Callable[[nn.Module], bool],
     methods: tuple[str, ...] = (),
+    dimension: int = 2,
 ) -> Trace:
     """Trace a network in eval mode on these inputs; modules that are leaves stay whole.
 
@@ -252,7 +257,7 @@ def trace(
         raise ConversionError("", f"its arguments have no names of their own: {signature}")
     if len(inputs) > len(names):
         raise ValueError(f"expected at most {len(names)} example inputs; got {len(inputs)}")
-    source = _Source(model, names, is_leaf, methods)
+    source = _Source(model, names, is_leaf, methods, dimension)
     found = source.trace(inputs)
     differ = _always_differ(source, inputs, found)
     if differ:
@@ -274,7 +279,9 @@ class _Source:
         names: list[inspect.Parameter],
         is_leaf: Callable[[nn.Module], bool],
         methods: tuple[str, ...],
+        dimension: int,
     ) -> None:
+        self.dimension = dimension
         self.names = names
         self.methods = methods
         self.is_leaf = is_leaf
@@ -383,7 +390,7 @@ def _always_differ(
         return frozenset()
     agreeing, like = natural, inputs
     if not all(answer.agree for answer in compared):  # on sizes that halve well, they would
-        like = tuple(_halved_well(x) for x in inputs)
+        like = tuple(_halved_well(x, source.dimension) for x in inputs)
         try:
             agreeing = source.trace(like)
         except ConversionError:
@@ -412,8 +419,8 @@ def _always_differ(
     return found
 
 
-def _halved_well(x: Any) -> Any:
-    if not isinstance(x, Tensor) or x.ndim != 4:
+def _halved_well(x: Any, dimension: int) -> Any:
+    if not isinstance(x, Tensor) or x.ndim != dimension + 2:
         return x
     return torch.empty(*x.shape[:2], *(-(-n // 64) * 64 for n in x.shape[2:]), device="meta").to(
         x.dtype

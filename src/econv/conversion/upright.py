@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from econv.conversion.plan import (
     ATTENTION,
-    IMAGE,
+    VECTOR,
     Emission,
     Plan,
     PlannedModule,
@@ -25,7 +25,7 @@ from econv.conversion.plan import (
 from econv.conversion.structure import leaves
 from econv.conversion.trace import Call, value_of
 from econv.conversion.widths import Sizes, Width
-from econv.layers import GroupFrameScore2d, Spread2d
+from econv.layers import GroupFrameScore2d
 
 __all__ = ["attended"]
 
@@ -61,7 +61,7 @@ def attended(plan: Plan, node: fx.Node, value: Value, beside: str) -> Step:
 
     if _around(plan, place) is _around(plan, node):
         return lambda e: in_source_order(e, pool(e), value)
-    spread = plan.insert(beside, "spread", lambda: Spread2d(plan.group))
+    spread = plan.insert(beside, "spread", lambda: plan.layer("Spread")(plan.group))
     last = max(at for at, (found, _) in enumerate(plan.steps) if found is place)
     plan.steps.insert(last + 1, (place, lambda e: e.module(spread, pool(e))))
     return plan.pooled(read, value, beside, "mean")
@@ -94,13 +94,15 @@ def _before(plan: Plan, node: fx.Node) -> fx.Node | None:
 
 def _is_vector(plan: Plan, node: fx.Node) -> bool:
     value, found = plan.value(node), value_of(node)
-    if value.kind != "fields" or value.layout not in (IMAGE, IMAGE[:2]):
+    if value.kind != "fields" or value.layout not in (plan.image, VECTOR):
         return False
     return bool(found.shape[2:].numel() == 1)
 
 
 def _in_sight(plan: Plan, node: fx.Node, around: Call | None) -> list[fx.Node]:
     """Maps that the code of a call has at hand before a node, the last of each size."""
+    if plan.dimension != 2:
+        return []
     given = [] if around is None else [around.arguments]
     passes = plan.trace.passes_of(node)
     results = [call.result for call in passes[0].calls if call.caller is around]
@@ -113,7 +115,7 @@ def _in_sight(plan: Plan, node: fx.Node, around: Call | None) -> list[fx.Node]:
             continue
         at_hand = other in seen or (_around(plan, other) is around and other.op != "placeholder")
         value = plan.value(other)
-        if at_hand and value.kind == "fields" and value.axes == IMAGE:
+        if at_hand and value.kind == "fields" and value.axes == plan.image:
             size = value_of(other).shape[2:]
             if size.numel() > 1:
                 found.pop(size, None)

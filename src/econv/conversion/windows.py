@@ -12,7 +12,7 @@ __all__ = ["Windows"]
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a convolution or pooling, the same along rows and columns."""
+    """The windows of a convolution or pooling, the same along all axes."""
 
     kernel: int
     stride: int
@@ -31,8 +31,10 @@ class Windows:
 
     @classmethod
     def of(cls, given: Any) -> Windows:
-        """Read off a module or arguments; an error where rows and columns differ."""
-        kernel = equal(given.kernel_size, "its kernel is not square")
+        """Read off a module or arguments; an error where axes differ."""
+        sides = given.kernel_size
+        volume = isinstance(sides, tuple | list) and len(sides) == 3
+        kernel = equal(sides, f"its kernel is not {'a cube' if volume else 'square'}")
         stride = equal(given.stride or given.kernel_size, "its strides are unequal")
         dilation = equal(getattr(given, "dilation", 1), "its dilations are unequal")
         reach = dilation * (kernel - 1)
@@ -40,9 +42,10 @@ class Windows:
         if type(given).__name__ == "Conv2dSame":  # ⌈n / stride⌉ samples, as TensorFlow pads
             return cls(kernel, stride, reach, dilation, same=True)
         if type(given).__name__ == "Conv2dStaticSamePadding":  # as long as the image it is for
-            sides = getattr(given.static_padding, "padding", (0, 0, 0, 0))
-            padding = equal((sides[0] + sides[1], sides[2] + sides[3]), "its paddings are unequal")
-            before = equal((sides[0], sides[2]), "its paddings are unequal")
+            static = getattr(given.static_padding, "padding", (0, 0, 0, 0))
+            both = (static[0] + static[1], static[2] + static[3])
+            padding = equal(both, "its paddings are unequal")
+            before = equal((static[0], static[2]), "its paddings are unequal")
         elif isinstance(given.padding, str):
             padding = reach if given.padding == "same" else 0
         else:

@@ -15,6 +15,7 @@ from econv.lab.measure import (
     layer_errors,
     operator_symbols,
     resolution_curve,
+    telling_elements,
 )
 from econv.lab.results import (
     Advice,
@@ -74,6 +75,7 @@ __all__ = [
     "size_verdict",
     "sizes",
     "split_error",
+    "telling_elements",
     "verdict",
     "windowed",
 ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from econv.arrays import open_npz, read_npy
+from econv.engines.problem import times
 
 _PIXELS = 1 << 26
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".npy", ".npz")
@@ -27,6 +28,7 @@ def load_images(
     square: bool = False,
     limit: int | None = None,
     size: int | None = None,
+    dimension: int = 2,
 ) -> Tensor:
     """Images as a float tensor ``[n, channels, height, width]``; bytes become 0 … 1.
 
@@ -40,15 +42,18 @@ def load_images(
         limit: take so many only: of subfolders as many from each.
         size: cut the square in the middle of each image out and resize it to so many pixels;
             needed where images are of several sizes.
+        dimension: 3 for volumes ``[n, channels, depth, height, width]``, of arrays alone: those
+            have a depth before the height. ``square`` and ``size`` then mean cubes.
 
     >>> load_images(np.zeros((28, 28), dtype=np.uint8)).shape
     torch.Size([1, 1, 28, 28])
     """
     if isinstance(source, Tensor | np.ndarray):
-        named = [("the array", _as_images(source, "the array"))]
+        named = [("the array", _as_images(source, "the array", dimension))]
     else:
         paths = [Path(source)] if isinstance(source, str | Path) else [Path(p) for p in source]
-        named = [(str(p), _read_images(p, channels)) for p in _image_paths(paths, limit)]
+        found_paths = _image_paths(paths, limit)
+        named = [(str(p), _read_images(p, channels, dimension)) for p in found_paths]
     if size is not None:
         named = [(name, _resized(found, size)) for name, found in named]
     first, rest = named[0], named[1:]
@@ -67,10 +72,11 @@ def load_images(
             f"expected images of {channels} channel{'s' * (channels != 1)}, which the model reads; "
             f"{first[0]} has {images.shape[1]}"
         )
-    if square and images.shape[-1] != images.shape[-2]:
+    if square and len(set(images.shape[2:])) > 1:
+        whole, cut = ("square images", "square") if dimension == 2 else ("cubes", "to cubes")
         raise ValueError(
-            f"expected square images, which quarter turns map onto themselves; {first[0]} has "
-            f"{images.shape[-2]}×{images.shape[-1]} pixels; a size (--size) cuts them square"
+            f"expected {whole}, which quarter turns map onto themselves; {first[0]} has "
+            f"{times(images.shape[2:])} pixels; a size (--size) cuts them {cut}"
         )
     if not bool(torch.isfinite(images).all()):
         raise ValueError(f"expected finite numbers; {first[0]} has NaN or infinity")
@@ -78,7 +84,7 @@ def load_images(
 
 
 def windowed(images: Tensor, start: float = 0.7) -> Tensor:
-    """The images with everything outside of the inscribed disc faded to zero.
+    """The images with everything outside of the inscribed disc (of volumes the ball) faded to zero.
 
     Turning such an image loses no corner, so that what remains is the error of the model. The fade
     begins at the fraction ``start`` of the disc's radius.
@@ -86,10 +92,10 @@ def windowed(images: Tensor, start: float = 0.7) -> Tensor:
     >>> windowed(torch.ones(1, 1, 9, 9))[0, 0, 0, 0].item()
     0.0
     """
-    height, width = images.shape[-2:]
-    rows = torch.arange(height, dtype=torch.float64) - (height - 1) / 2
-    columns = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
-    radius = torch.sqrt(rows[:, None] ** 2 + columns**2) / (min(height, width) / 2)
+    sides = images.shape[2:]
+    lines = [torch.arange(n, dtype=torch.float64) - (n - 1) / 2 for n in sides]
+    squares = sum(line**2 for line in torch.meshgrid(*lines, indexing="ij"))
+    radius = torch.sqrt(torch.as_tensor(squares)) / (min(sides) / 2)
     fade = torch.clamp((radius - start) / (1 - start), 0, 1)
     # The polynomial from 0 to 1 with four derivatives that vanish at both ends: a kink in any of
     # them would be seen by the stencils.
@@ -98,14 +104,18 @@ def windowed(images: Tensor, start: float = 0.7) -> Tensor:
 
 
 def _resized(images: Tensor, size: int) -> Tensor:
-    """The square in the middle, of so many pixels along each side."""
-    height, width = images.shape[-2:]
-    side = min(height, width)
-    top, left = (height - side) // 2, (width - side) // 2
-    square = images[..., top : top + side, left : left + side]
+    """The square in the middle, or the cube, of so many pixels along each side."""
+    side = min(images.shape[2:])
+    square = images
+    for axis, length in enumerate(images.shape[2:], 2):
+        square = square.narrow(axis, (length - side) // 2, side)
     if side == size:
         return square
-    return functional.interpolate(square, (size, size), mode="bilinear", antialias=True)
+    if images.ndim == 4:
+        return functional.interpolate(square, (size, size), mode="bilinear", antialias=True)
+    if size < side:  # means, where torch has no antialiasing
+        return functional.adaptive_avg_pool3d(square, size)
+    return functional.interpolate(square, (size,) * 3, mode="trilinear")
 
 
 def _in_folder(folder: Path) -> list[Path]:
@@ -138,16 +148,18 @@ def _image_paths(paths: Sequence[Path], limit: int | None) -> list[Path]:
     return found[:limit]
 
 
-def _read_images(path: Path, channels: int | None) -> Tensor:
+def _read_images(path: Path, channels: int | None, dimension: int) -> Tensor:
     try:
         if path.suffix.lower() == ".npy":
-            return _as_images(read_npy(path), str(path))
+            return _as_images(read_npy(path), str(path), dimension)
         if path.suffix.lower() == ".npz":
             with open_npz(path) as archive:
                 if len(archive.names) != 1:
                     raise ValueError(f"expected one array; found {archive.names}")
-                return _as_images(archive.read(archive.names[0]), str(path))
-        picture = _as_images(_read_picture(path), str(path))
+                return _as_images(archive.read(archive.names[0]), str(path), dimension)
+        if dimension != 2:
+            raise ValueError("expected volumes as .npy or .npz")
+        picture = _as_images(_read_picture(path), str(path), dimension)
         # Folders of photographs have grey ones among them.
         grey = picture.shape[1] == 1 and channels == 3
         return picture.expand(-1, 3, -1, -1).contiguous() if grey else picture
@@ -181,7 +193,7 @@ def _read_picture(path: Path) -> npt.NDArray[Any]:
         return np.asarray(picture)
 
 
-def _as_images(source: npt.NDArray[Any] | Tensor, name: str) -> Tensor:
+def _as_images(source: npt.NDArray[Any] | Tensor, name: str, dimension: int) -> Tensor:
     if isinstance(source, np.ndarray):
         if source.dtype.kind not in "fiub":
             raise ValueError(f"{name}: expected an array of numbers; got {source.dtype}")
@@ -197,20 +209,25 @@ def _as_images(source: npt.NDArray[Any] | Tensor, name: str) -> Tensor:
         x = x.float() / 255
     elif x.dtype not in (torch.float32, torch.float64):
         x = x.float()
-    last = x.ndim >= 3 and x.shape[-1] in (1, 3, 4)
-    if x.ndim == 2:
+    more = x.ndim - dimension
+    last = more >= 1 and x.shape[-1] in (1, 3, 4)
+    if more == 0:
         x = x[None, None]
-    elif x.ndim == 3 and x.shape[0] <= 4:
+    elif more == 1 and x.shape[0] <= 4:
         x = x[None]
-    elif x.ndim == 3:
-        x = x.permute(2, 0, 1)[None] if last else x[:, None]
-    elif x.ndim == 4:
-        x = x.permute(0, 3, 1, 2) if last and x.shape[1] > 4 else x
+    elif more == 1:
+        x = x.movedim(-1, 0)[None] if last else x[:, None]
+    elif more == 2:
+        x = x.movedim(-1, 1) if last and x.shape[1] > 4 else x
     else:
-        raise ValueError(f"{name}: expected images of 2 to 4 dimensions; got {tuple(x.shape)}")
+        what = "images" if dimension == 2 else "volumes"
+        raise ValueError(
+            f"{name}: expected {what} of {dimension} to {dimension + 2} dimensions; "
+            f"got {tuple(x.shape)}"
+        )
     return x.contiguous()
 
 
 def _size_text(images: Tensor) -> str:
-    channels, height, width = images.shape[1:]
-    return f"{channels} channel{'s' * (channels != 1)} of {height}×{width} pixels"
+    channels, *sides = images.shape[1:]
+    return f"{channels} channel{'s' * (channels != 1)} of {times(sides)} pixels"

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from econv.checking import CHANNELWISE, SIGNED, FieldType, Follow, after
 from econv.groups import Group, GroupLike
-from econv.layers import GroupConv2d, GroupDropout2d
+from econv.layers import GroupConv
+from econv.layers.orientations import GroupDropout
 from econv.testing import rotate, transform
 
 
@@ -22,13 +23,19 @@ def element_name(group: GroupLike, element: int) -> str:
     >>> element_name("p8m", 1), element_name("p8m", 9)
     ('45°', '45°, mirrored')
     """
-    found = Group(group)
-    angle = f"{360 * (element % found.rotations) / found.rotations:.4g}°"
-    return f"{angle}, mirrored" if element >= found.rotations else angle
+    return Group(group).element_name(element)
 
 
 def find_group(model: nn.Module, group: GroupLike | None = None) -> Group:
-    """The group to check: the given one, or the one that all layers of the model share."""
+    """The group to check: the given one, or the one that all layers of the model share.
+
+    >>> from econv import LiftConv2d
+    >>> find_group(nn.Sequential(LiftConv2d(1, 2, "p8"), nn.ReLU()))
+    Group('p8')
+
+    Raises:
+        ValueError: without layers of a group or with several, and where pixels are no squares.
+    """
     for module in model.modules():
         if isinstance(spacing := getattr(module, "spacing", 1.0), tuple):
             raise ValueError(
@@ -62,6 +69,9 @@ def group_of_layers(model: nn.Module, group: GroupLike | None = None) -> Group:
     return chosen
 
 
+_DROPPING = (nn.Dropout, nn.Dropout2d, nn.Dropout3d, GroupDropout)
+
+
 @dataclass(frozen=True)
 class Map:
     name: str
@@ -73,7 +83,7 @@ class Map:
 
     @property
     def has_pixels(self) -> bool:
-        return self.value.ndim == 4 and min(self.value.shape[-2:]) > 1
+        return self.value.ndim > 3 and min(self.value.shape[2:]) > 1
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,7 @@ def trace_maps(
     """One pass, with the map after every layer and how it turns, and what a reader was given."""
     follow = Follow()
     own = getattr(model, "group", None)
-    first = own or next((m.group for m in model.modules() if isinstance(m, GroupConv2d)), group)
+    first = own or next((m.group for m in model.modules() if isinstance(m, GroupConv)), group)
     follow.set(x, FieldType(kind, Group(first) if kind == "regular" else None))
     maps: list[Map] = []
     unknown: list[str] = []
@@ -123,7 +133,7 @@ def trace_maps(
             return
         if not leaf and (module is model or follow.type_of(output) is not None):
             return  # its last layer has been seen
-        if isinstance(module, nn.Dropout | nn.Dropout2d | GroupDropout2d) and not module.training:
+        if isinstance(module, _DROPPING) and not module.training:
             if isinstance(output, Tensor) and inputs:
                 follow.set(output, follow.type_of(inputs[0]))
             return
@@ -171,7 +181,7 @@ def turn_map(x: Tensor, field_type: FieldType, group: Group, element: int) -> Te
         return x
     own = field_type.group or group
     inner = int(own.embed(group)[element])
-    if x.ndim == 4 and x.shape[-2:] != (1, 1):
+    if x.ndim == group.dimension + 2 and x.shape[2:].numel() > 1:
         return transform(x, own, inner, field_type.kind)
     return turn_channels(x, field_type.kind, own, inner)
 
@@ -179,7 +189,7 @@ def turn_map(x: Tensor, field_type: FieldType, group: Group, element: int) -> Te
 def together(field_type: FieldType, group: Group) -> int:
     if field_type.kind == "regular":
         return (field_type.group or group).order
-    return 2 if field_type.kind == "vector" else 1
+    return group.dimension if field_type.kind == "vector" else 1
 
 
 def turn_channels(x: Tensor, kind: str, group: Group, element: int) -> Tensor:
@@ -189,19 +199,21 @@ def turn_channels(x: Tensor, kind: str, group: Group, element: int) -> Tensor:
         return x.unflatten(1, (-1, group.order))[:, :, places].flatten(1, 2)
     if kind == "vector":
         matrix = torch.tensor(group.matrices[element], dtype=x.dtype, device=x.device)
-        return torch.einsum("dc,bvc...->bvd...", matrix, x.unflatten(1, (-1, 2))).flatten(1, 2)
+        vectors = x.unflatten(1, (-1, group.dimension))
+        return torch.einsum("dc,bvc...->bvd...", matrix, vectors).flatten(1, 2)
     return -x if kind == "pseudoscalar" and element >= group.rotations else x
 
 
 def rotate_map(x: Tensor, degrees: float, kind: str) -> Tensor:
     if kind == "invariant":
         return x
-    turned = rotate(x, degrees) if x.ndim == 4 else x
+    turned = rotate(x, degrees) if x.ndim > 3 else x
     if kind == "vector":
         angle = math.radians(degrees)
         cosine, sine = math.cos(angle), math.sin(angle)
-        matrix = torch.tensor([[cosine, -sine], [sine, cosine]], dtype=x.dtype, device=x.device)
-        turned = torch.einsum("dc,bvc...->bvd...", matrix, turned.unflatten(1, (-1, 2)))
+        matrix = torch.eye(max(2, x.ndim - 2), dtype=x.dtype, device=x.device)
+        matrix[:2, :2] = torch.tensor([[cosine, -sine], [sine, cosine]])
+        turned = torch.einsum("dc,bvc...->bvd...", matrix, turned.unflatten(1, (-1, len(matrix))))
         turned = turned.flatten(1, 2)
     return turned
 
@@ -224,7 +236,7 @@ def output_kind_of(model: nn.Module, trace: _Trace, given: str | None) -> FieldT
         return known
     if trace.output.ndim == 2:
         return FieldType("invariant")
-    if trace.maps and trace.output.ndim == 4:
+    if trace.maps and trace.output.ndim > 3:
         after = "; what these do is unknown: " + ", ".join(trace.unknown) if trace.unknown else ""
         raise ValueError(
             "the output is not known to be an equivariant map: expected a model that ends in "

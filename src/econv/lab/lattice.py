@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from econv.lab.lie import check_images
 from econv.lab.results import Misfit, Sizes
 from econv.lab.steps import _Hooks, _watched
-from econv.layers import PDOConv2d
+from econv.layers import PDOConv
 
 _FAR = 64  # from the given size, at most, in the search for one that fits
 
@@ -30,7 +30,8 @@ def sizes(model: nn.Module, images: Tensor, tried: Iterable[int] | None = None) 
 
     Args:
         model: any module of one tensor.
-        images: ``[batch, channels, size, size]``; only the shape matters.
+        images: ``[batch, channels, size, size]``, or volumes with a third side; only the shape
+            matters.
         tried: the sizes; by default the given one, 8 around it, and further where none of these
             fits.
 
@@ -39,15 +40,18 @@ def sizes(model: nn.Module, images: Tensor, tried: Iterable[int] | None = None) 
     >>> found.exact, found.below, found.above, found.pattern, found.misfits[0].name
     (False, 28, 30, 'even sizes', '1 (MaxPool2d)')
     """
-    check_images(images)
-    if images.shape[-1] != images.shape[-2]:
-        raise ValueError(f"expected square images to turn; got {tuple(images.shape[-2:])} pixels")
-    size = images.shape[-1]
+    volumes = isinstance(images, Tensor) and images.ndim == 5 and images.is_floating_point()
+    if not volumes:
+        check_images(images)
+    if len(set(images.shape[2:])) > 1:
+        what = "cubes" if volumes else "square images"
+        raise ValueError(f"expected {what} to turn; got {tuple(images.shape[2:])} pixels")
+    size, axes = images.shape[-1], images.ndim - 2
     channels, dtype = images.shape[1], images.dtype
     shapes = copy.deepcopy(model).to("meta").eval()
     known: dict[int, list[Misfit] | None] = {}
     try:
-        _misfits(shapes, torch.empty(1, channels, size, size, device="meta", dtype=dtype))
+        _misfits(shapes, torch.empty(1, channels, *[size] * axes, device="meta", dtype=dtype))
         network, device = shapes, torch.device("meta")
     except Exception:  # a module that needs numbers, or a size on which the model does not run
         network, device = copy.deepcopy(model).eval(), images.device
@@ -56,7 +60,7 @@ def sizes(model: nn.Module, images: Tensor, tried: Iterable[int] | None = None) 
         if n not in known:
             try:
                 with torch.no_grad():
-                    x = torch.zeros(1, channels, n, n, device=device, dtype=dtype)
+                    x = torch.zeros(1, channels, *[n] * axes, device=device, dtype=dtype)
                     known[n] = _misfits(network, x)
             except Exception:  # too small, or of another size than the model was made for
                 known[n] = None
@@ -87,6 +91,7 @@ def sizes(model: nn.Module, images: Tensor, tried: Iterable[int] | None = None) 
         _ends([n for n in wanted if known[n] is not None] or wanted),
         below,
         above,
+        axes,
     )
 
 
@@ -114,7 +119,7 @@ def _misfits(model: nn.Module, x: Tensor) -> list[Misfit]:
 class _Geometry(_Hooks):
     """Where the samples of every step lie; of the user's modules, of the functions they call."""
 
-    functions = _Hooks.functions | {"conv2d", "pad"}
+    functions = _Hooks.functions | {"conv2d", "conv3d", "pad"}
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -136,7 +141,7 @@ class _Geometry(_Hooks):
         self, name: str, kind: str, module: nn.Module | None, inputs: Any, output: Tensor
     ) -> Tensor | None:
         read = next((a for a in inputs if isinstance(a, Tensor)), None)
-        if read is None or read.ndim != 4 or output.ndim != 4:
+        if read is None or read.ndim not in (4, 5) or output.ndim != read.ndim:
             return None
         _, args, kwargs = self.given
         why = _of_module(module, read, output) if module is not None else None
@@ -149,17 +154,17 @@ class _Geometry(_Hooks):
 
 
 def _of_module(module: nn.Module, read: Tensor, output: Tensor) -> str | None:
-    if isinstance(module, PDOConv2d):
+    if isinstance(module, PDOConv):
         if module.centred:
             return None
         return _windows(read, output, module.extent, module.stride, module.padding, 1)
     if type(module).__module__.startswith("econv.layers"):
         return None
-    if isinstance(module, nn.ConvTranspose2d):
+    if isinstance(module, nn.ConvTranspose2d | nn.ConvTranspose3d):
         if any(module.output_padding):
             return f"output_padding={module.output_padding} adds pixels at two sides only"
         return None
-    if isinstance(module, nn.Conv2d | nn.MaxPool2d | nn.AvgPool2d | nn.LPPool2d):
+    if isinstance(module, _WINDOWS):
         padding = getattr(module, "padding", 0)
         dilation = getattr(module, "dilation", 1)
         if padding == "same":
@@ -171,26 +176,32 @@ def _of_module(module: nn.Module, read: Tensor, output: Tensor) -> str | None:
     if isinstance(module, nn.Upsample):
         return _resized(module.mode, read, output)
     padding = getattr(module, "padding", None)
-    if isinstance(padding, tuple) and len(padding) == 4 and "Pad" in type(module).__name__:
-        left, right, top, bottom = padding
-        return None if left == right and top == bottom else f"padding={padding} is not symmetric"
+    if isinstance(padding, tuple) and "Pad" in type(module).__name__:
+        return None if padding[::2] == padding[1::2] else f"padding={padding} is not symmetric"
     return None
+
+
+_WINDOWS = (
+    *(nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.LPPool2d),
+    *(nn.Conv3d, nn.MaxPool3d, nn.AvgPool3d, nn.LPPool3d),
+)
+_POOLS = {f"{kind}_pool{d}d" for kind in ("max", "avg", "lp") for d in (2, 3)}
 
 
 def _of_function(
     name: str, args: Any, kwargs: dict[str, Any], read: Tensor, output: Tensor
 ) -> str | None:
-    if name in ("max_pool2d", "avg_pool2d", "boolean_dispatch", "lp_pool2d"):
+    if name in _POOLS | {"boolean_dispatch"}:
         names = ("kernel_size", "stride", "padding", "dilation")
         given = dict(zip(names, args[1:], strict=False)) | kwargs
         if "kernel_size" not in given:
             return None
         stride = given.get("stride") or given["kernel_size"]
-        dilation = given.get("dilation", 1) if name in ("max_pool2d", "boolean_dispatch") else 1
+        dilation = given.get("dilation", 1) if name[:3] in ("max", "boo") else 1
         dilation = dilation if not isinstance(dilation, bool) else 1
         size, padding = given["kernel_size"], given.get("padding", 0)
         return _windows(read, output, size, stride, padding, dilation)
-    if name == "conv2d":
+    if name in ("conv2d", "conv3d"):
         of_conv = ("weight", "bias", "stride", "padding", "dilation")
         given = dict(zip(of_conv, args[1:], strict=False)) | kwargs
         size, padding = tuple(given["weight"].shape[2:]), given.get("padding", 0)
@@ -198,15 +209,16 @@ def _of_function(
         stride = given.get("stride", 1)
         return _windows(read, output, size, stride, padding, given.get("dilation", 1))
     if name == "pad":
-        padding = [*(args[1] if len(args) > 1 else kwargs["pad"]), 0, 0, 0, 0][:4]
-        even = padding[0] == padding[1] and padding[2] == padding[3]
+        number = 2 * (read.ndim - 2)
+        padding = [*(args[1] if len(args) > 1 else kwargs["pad"]), *[0] * number][:number]
+        even = padding[::2] == padding[1::2]
         return None if even else f"padding={tuple(padding)} is not symmetric"
     if name == "interpolate":
         return _resized(str(kwargs.get("mode", "nearest")), read, output)
     if name == "slice":
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         for place, part in enumerate(index):
-            axis = 4 - (len(index) - place) if Ellipsis in index else place
+            axis = read.ndim - (len(index) - place) if Ellipsis in index else place
             if not isinstance(part, slice) or axis < 2:
                 continue
             start, _, step = part.indices(read.shape[axis])
@@ -219,8 +231,8 @@ def _of_function(
 def _windows(
     read: Tensor, output: Tensor, size: Any, stride: Any, padding: Any, dilation: Any
 ) -> str | None:
-    """Whether windows of so many pixels lie symmetrically on both axes."""
-    for axis in (0, 1):
+    """Whether windows of so many pixels lie symmetrically on all axes."""
+    for axis in range(read.ndim - 2):
         n, m = read.shape[2 + axis], output.shape[2 + axis]
         k, s, p, d = (_first(value, axis) for value in (size, stride, padding, dilation))
         first, last = -p, -p + s * (m - 1) + d * (k - 1)

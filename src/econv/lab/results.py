@@ -66,7 +66,11 @@ class Blame(_Result):
 
 
 def verdict(blame: Blame) -> str:
-    """A sentence on what is to blame, and why."""
+    """A sentence on what is to blame, and why.
+
+    >>> verdict(Blame(("conv1",), strided=False))
+    'conv1 breaks equivariance.'
+    """
     if blame.between is not None:
         first, last = blame.between
         why = (
@@ -344,6 +348,8 @@ class Sizes(_Result):
     """The nearest smaller size that fits."""
     above: int | None
     """The nearest larger size that fits."""
+    dimension: int = 2
+    """Of the images; 3 for volumes."""
 
     @property
     def pattern(self) -> str:
@@ -369,18 +375,24 @@ class Sizes(_Result):
 
 
 def size_verdict(sizes: Sizes) -> str:
-    """A sentence or two on which sizes fit, and which layer is to blame."""
+    """A sentence or two on which sizes fit, and which layer is to blame.
+
+    >>> size_verdict(Sizes(33, True, (), (31, 33, 35, 37), (31, 38), 31, 35)).partition(": ")[0]
+    'Sampling fits 33×33 pixels'
+    """
     low, high = sizes.tried
+    points = "pixels" if sizes.dimension == 2 else "voxels"
+    whole = f"{'×'.join([str(sizes.size)] * sizes.dimension)} {points}"
     if sizes.exact is None:
-        here = f"The model does not run on {sizes.size}×{sizes.size} pixels."
+        here = f"The model does not run on {whole}."
     elif sizes.exact:
-        here = f"Sampling fits {sizes.size}×{sizes.size} pixels: quarter turns move no sample."
+        here = f"Sampling fits {whole}: quarter turns move no sample."
     else:
-        blamed = "; ".join(f"{m.name} reads {m.reads} pixels: {m.why}" for m in sizes.misfits)
-        here = f"Sampling does not fit {sizes.size}×{sizes.size} pixels: {blamed}."
+        blamed = "; ".join(f"{m.name} reads {m.reads} {points}: {m.why}" for m in sizes.misfits)
+        here = f"Sampling does not fit {whole}: {blamed}."
     near = [str(n) for n in (sizes.below, sizes.above) if n is not None]
     nearest = f" The nearest that fit: {' and '.join(near)}." if near and not sizes.exact else ""
-    return f"{here}{nearest} From {low} to {high} pixels it fits {sizes.pattern}."
+    return f"{here}{nearest} From {low} to {high} {points} it fits {sizes.pattern}."
 
 
 def _short(error: float) -> str:

@@ -106,7 +106,13 @@ def output_error(
     input_kind: str | None = None,
     output_kind: str | None = None,
 ) -> float:
-    """‖f(πx) − πf(x)‖ / ‖πf(x)‖ of the output at any angle, as :func:`split_error` has it."""
+    """‖f(πx) − πf(x)‖ / ‖πf(x)‖ of the output at any angle, as :func:`split_error` has it.
+
+    >>> from econv import LiftConv2d
+    >>> model = nn.Sequential(LiftConv2d(1, 2, "p4"), nn.ReLU())
+    >>> output_error(model, torch.randn(1, 1, 33, 33), degrees=90.0) < 1e-4
+    True
+    """
     check_images(images)
     with _undisturbed(model, images.device) as run:
         steps = trace_steps(model, run, images, input_kind=input_kind, output_kind=output_kind)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -50,13 +51,13 @@ ACTIVATING = {
 
 _POOLING = {
     *("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "lp_pool2d"),
+    *("max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "lp_pool3d"),
     *("boolean_dispatch", "interpolate", "pixel_shuffle", "pixel_unshuffle", "grid_sample"),
 }
 
 _REDUCING = {"mean", "sum", "amax", "amin", "logsumexp", "norm"}
 """Functions that may read all pixels."""
 
-_OURS = (GroupActivation, GroupPReLU2d)
 _SAMPLING: tuple[type[nn.Module], ...] = (
     nn.AvgPool2d,
     nn.MaxPool2d,
@@ -319,7 +320,9 @@ class _Watch(_Hooks):
             before = None
         field_type = None if self.plain else self.type_of(output)
         if module is not None and not self.plain:
-            field_type = after(module, before, inputs, output)
+            said = after(module, before, inputs, output)
+            # Of what a conversion wrote, its functions say more.
+            field_type = field_type if said is None and isinstance(module, GraphModule) else said
         if field_type is None or field_type.kind in ("unflattened", "lost"):
             field_type = self.guess(output, before)
         self.set(output, field_type)
@@ -376,9 +379,9 @@ def function_name(func: Any) -> str:
 
 
 def _fewer_pixels(before: Tensor, result: Tensor) -> bool:
-    if before.ndim != 4 or result.ndim != 4:
+    if before.ndim not in (4, 5) or result.ndim != before.ndim:
         return False
-    return any(b > 1 and r < b for b, r in zip(before.shape[-2:], result.shape[-2:], strict=True))
+    return any(b > 1 and r < b for b, r in zip(before.shape[2:], result.shape[2:], strict=True))
 
 
 def _without_pixels(before: Tensor, result: Tensor) -> bool:
@@ -410,7 +413,9 @@ def _stride_of(module: nn.Module) -> float | None:
 def _source(module: nn.Module | None, kind: str) -> str:
     if module is None:
         return "activations" if kind in ACTIVATING else "sampling"
-    if isinstance(module, (*ACTIVATIONS, nn.PReLU, nn.RReLU, nn.Threshold, *_OURS)):
+    if isinstance(module, GroupActivation):
+        return "sampling" if isinstance(module.function, nn.Identity) else "activations"
+    if isinstance(module, (*ACTIVATIONS, nn.PReLU, nn.RReLU, nn.Threshold, GroupPReLU2d)):
         return "activations"
     if isinstance(module, _SAMPLING):
         return "sampling"

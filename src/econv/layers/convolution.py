@@ -25,7 +25,17 @@ from econv.layers.checks import (
     truth,
 )
 from econv.layers.constants import WithConstants
-from econv.layers.sampling import Enlarge2d, Upsample2d, picked, recentre, window_count
+from econv.layers.sampling import (
+    Enlarge,
+    Enlarge2d,
+    Enlarge3d,
+    Upsample,
+    Upsample2d,
+    Upsample3d,
+    picked,
+    recentre,
+    window_count,
+)
 from econv.operators import OperatorsLike
 from econv.stencils import Aspect, StencilsLike, stencil_set
 
@@ -38,7 +48,9 @@ __all__ = [
     "GroupConv2d",
     "GroupConv3d",
     "GroupLinear",
+    "GroupUpsampleConv",
     "GroupUpsampleConv2d",
+    "GroupUpsampleConv3d",
     "LiftConv",
     "LiftConv2d",
     "LiftConv3d",
@@ -781,20 +793,10 @@ class VectorConv3d(VectorConv, GroupConv3d):
     """
 
 
-class GroupUpsampleConv2d(nn.Module):
-    """An upsampling convolution: linear interpolation, then :class:`GroupConv2d`.
+class GroupUpsampleConv(nn.Module):
+    """What :class:`GroupUpsampleConv2d` and :class:`GroupUpsampleConv3d` share."""
 
-    The equivariant counterpart of a transposed convolution with stride ``factor``; options are
-    those of `GroupConv2d`. n pixels become ``factor`` · n + ``excess``: for a transposed layer
-    the excess is extent − stride − 2·padding + output_padding.
-
-    >>> up = GroupUpsampleConv2d(4, 2, "p4")
-    >>> up(torch.randn(1, 16, 8, 8)).shape, up(torch.randn(1, 16, 8, 8), size=15).shape
-    (torch.Size([1, 8, 16, 16]), torch.Size([1, 8, 15, 15]))
-    >>> GroupUpsampleConv2d(4, 2, "p4", factor=3, excess=-1)(torch.randn(1, 16, 8, 8)).shape[-1]
-    23
-    """
-
+    dimension: int
     input_kind = "regular"
     output_kind = "regular"
 
@@ -809,25 +811,62 @@ class GroupUpsampleConv2d(nn.Module):
         **options: Unpack[ConvOptions],
     ) -> None:
         super().__init__()
-        enlarge = Enlarge2d(factor, excess)
-        self.upsample = Upsample2d() if (factor, excess) == (2, 0) else enlarge
-        self.conv = GroupConv2d(in_fields, out_fields, group, **options)
+        double, more, conv = _UPSAMPLING[self.dimension]
+        enlarge = more(factor, excess)
+        self.upsample = double() if (factor, excess) == (2, 0) else enlarge
+        self.conv = conv(in_fields, out_fields, group, **options)
 
     @property
     def group(self) -> Group:
         """The group of the convolution."""
         return self.conv.group
 
-    def forward(self, x: Tensor, size: int | tuple[int, int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, size: int | tuple[int, ...] | None = None) -> Tensor:
         """Upsample and convolve; to twice the size, ``size`` may be that or one less."""
         if size is None:
             enlarged = self.upsample(x)
-        elif isinstance(self.upsample, Upsample2d):
+        elif isinstance(self.upsample, Upsample):
             enlarged = self.upsample(x, size)
         else:
             raise ValueError(f"expected no size with {self.upsample}; got {size}")
         result: Tensor = self.conv(enlarged)
         return result
+
+
+_UPSAMPLING: dict[int, tuple[type[Upsample], type[Enlarge], type[GroupConv]]] = {
+    2: (Upsample2d, Enlarge2d, GroupConv2d),
+    3: (Upsample3d, Enlarge3d, GroupConv3d),
+}
+
+
+class GroupUpsampleConv2d(GroupUpsampleConv):
+    """An upsampling convolution: linear interpolation, then :class:`GroupConv2d`.
+
+    The equivariant counterpart of a transposed convolution with stride ``factor``; options are
+    those of `GroupConv2d`. n pixels become ``factor`` · n + ``excess``: for a transposed layer
+    the excess is extent − stride − 2·padding + output_padding.
+
+    >>> up = GroupUpsampleConv2d(4, 2, "p4")
+    >>> up(torch.randn(1, 16, 8, 8)).shape, up(torch.randn(1, 16, 8, 8), size=15).shape
+    (torch.Size([1, 8, 16, 16]), torch.Size([1, 8, 15, 15]))
+    >>> GroupUpsampleConv2d(4, 2, "p4", factor=3, excess=-1)(torch.randn(1, 16, 8, 8)).shape[-1]
+    23
+    """
+
+    dimension = 2
+
+
+class GroupUpsampleConv3d(GroupUpsampleConv):
+    """:class:`GroupUpsampleConv2d` for volumes, by groups of space.
+
+    >>> up = GroupUpsampleConv3d(2, 1, "T")
+    >>> up(torch.randn(1, 24, 4, 4, 4)).shape[2:]
+    torch.Size([8, 8, 8])
+    >>> up(torch.randn(1, 24, 4, 4, 4), size=(7, 8, 8)).shape[2:]
+    torch.Size([7, 8, 8])
+    """
+
+    dimension = 3
 
 
 _WORDS = {2: ("an image", "pixels"), 3: ("a volume", "voxels")}

@@ -164,6 +164,7 @@ class GroupBatchNorm(_BatchNorm):
 class GroupBatchNorm2d(GroupBatchNorm):
     """Batch norm with one mean, variance, scale and bias per *field*, which equivariance needs.
 
+    ``[batch, fields * order, height, width]`` in and out.
     The statistics run over batch, orientations and pixels. Arguments and state are those of
     `BatchNorm2d` with ``fields`` in place of channels. To share the statistics of several
     processes, use :func:`~econv.convert_sync_batchnorm`; torch's own conversion, which does not
@@ -245,6 +246,7 @@ class GroupInstanceNorm(_InstanceNorm):
 class GroupInstanceNorm2d(GroupInstanceNorm):
     """Instance norm with one mean and variance per sample and *field*, over all its orientations.
 
+    ``[batch, fields * order, height, width]`` in and out.
     Arguments and state are those of `InstanceNorm2d` with ``fields`` in place of channels.
 
     >>> GroupInstanceNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
@@ -352,6 +354,7 @@ class GroupGroupNorm(_FieldAffine):
 class GroupGroupNorm2d(GroupGroupNorm):
     """Group norm over blocks of whole fields, with one scale and one bias per *field*.
 
+    ``[batch, fields * order, height, width]`` in and out.
     `GroupNorm` on ``fields`` in place of channels: each of ``num_groups`` blocks is normalised over
     its fields, all their orientations and all pixels.
 
@@ -405,7 +408,8 @@ class GroupLayerNorm(_FieldAffine):
 class GroupLayerNorm2d(GroupLayerNorm):
     """Layer norm over all fields and orientations of a pixel; one scale and one bias per *field*.
 
-    What ConvNeXt calls LayerNorm2d, made equivariant.
+    ``[batch, fields * order, height, width]`` in and out. What ConvNeXt calls
+    LayerNorm2d, made equivariant.
 
     >>> GroupLayerNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
     torch.Size([2, 32, 8, 8])
@@ -429,6 +433,10 @@ def calibrate(model: nn.Module, images: Tensor) -> nn.Module:
 
     An untrained network in eval mode otherwise applies statistics that it has never seen.
     Returns the model, in eval mode.
+
+    >>> norm = nn.BatchNorm2d(1)
+    >>> calibrate(norm, torch.full((2, 1, 4, 4), 3.0)).running_mean
+    tensor([3.])
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     model.eval()

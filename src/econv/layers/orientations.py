@@ -190,6 +190,8 @@ class GroupDropout(nn.Module):
 class GroupDropout2d(GroupDropout):
     """Drops whole fields: all orientations and pixels of a field together.
 
+    ``[batch, fields * order, height, width]`` in and out; in eval mode the input itself.
+
     >>> import torch
     >>> GroupDropout2d("p8", p=0.2).eval()(torch.ones(1, 16, 4, 4)).sum().item()
     256.0
@@ -341,6 +343,8 @@ class GroupPReLU(nn.Module):
 class GroupPReLU2d(GroupPReLU):
     """`PReLU` with one slope per *field*.
 
+    ``[batch, fields * order, height, width]`` in and out.
+
     >>> import torch
     >>> GroupPReLU2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
     torch.Size([2, 32, 8, 8])
@@ -389,8 +393,12 @@ class Restrict(WithConstants):
 class Restrict2d(Restrict):
     """:func:`restrict` as a module.
 
-    Its input turns as features of ``whole``, its output as features of ``subgroup``; for the
+    ``[batch, fields * order, …]`` in and out: more fields, of a smaller order. Its input turns
+    as features of ``whole``, its output as features of ``subgroup``; for the
     elements of the subgroup it commutes with both.
+
+    >>> Restrict2d("p8", "p4")(torch.randn(1, 3 * 8, 5, 5)).shape  # 6 fields of p4
+    torch.Size([1, 24, 5, 5])
     """
 
     dimension = 2

@@ -77,8 +77,8 @@ class _Classifier(Pretrained):
         """Put a new last layer in, for other classes, or none for 0: the features come out."""
         if global_pool is not None:
             raise ValueError(f"expected no global_pool: the head keeps its own; got {global_pool}")
-        whole = isinstance(num_classes, Integral) and not isinstance(num_classes, bool)
-        if not whole or num_classes < 0:
+        given: Any = num_classes
+        if isinstance(given, bool) or not isinstance(given, Integral) or given < 0:
             raise ValueError(f"expected num_classes of 0 or more; got {num_classes!r}")
         like = next(self.parameters())
         made = self._new_classifier(num_classes) if num_classes else nn.Identity()

@@ -123,6 +123,8 @@ def _for_volumes(
     depth: str | None, group: str | None, options: dict[str, Any]
 ) -> ImageNetResNet | ConvNet:
     found = None if group is None else read_group(group, 3, "create_model")
+    if options.get("group") is not None:
+        read_group(options["group"], 3, "create_model")
     given: dict[str, Any] = {"group": found} if found else {"group": None, "dimension": 3}
     if depth is None:
         return ConvNet(**{**_stack(found), **given, **options})

@@ -179,8 +179,9 @@ def expect_whole(name: str, given: Any) -> None:
     """One whole number above 0, or for a name in the plural a sequence of them."""
     many = name in ("fields", "pooled_after")
     fits = not many or (isinstance(given, Sequence) and not isinstance(given, str))
-    for value in (given if many else [given]) if fits else ():
-        fits &= isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+    values: Any = (given if many else [given]) if fits else ()
+    for value in values:
+        fits &= not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
     if not fits:
         what = "whole numbers" if many else "a whole number"
         raise ValueError(f"expected {name}: {what} of at least 1; got {given!r}")

@@ -132,5 +132,7 @@ def _named(name: str, options: dict[str, Any]) -> Any:
         return by_name(name, options)
     dimension = 3 if own[1] else 2
     group = None if own[2] is None else read_group(own[2], dimension, "create_model")
+    if renamed.get("group") is not None:
+        read_group(renamed["group"], dimension, "create_model")
     given: dict[str, Any] = {"group": group} if group else {"group": None, "dimension": dimension}
     return UNet(**{**given, **renamed})

@@ -113,7 +113,7 @@ def run(
     processes.together(places, OSError)  # before hours of training, not after
     with _held(folder, processes):
         if data is None:
-            given = {"root": root, "source": source, "recreated": recreated}
+            given: dict[str, Any] = {"root": root, "source": source, "recreated": recreated}
             data = load(recipe.dataset, seed=data_seed, **given)
         elif recreated:
             raise ValueError("expected recreated without data: those at hand are what they are")

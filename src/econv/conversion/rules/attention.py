@@ -13,8 +13,6 @@ from econv.conversion.registry import rule
 from econv.conversion.steps import as_map
 from econv.conversion.trace import ConversionError, name_of, owner, value_of
 
-_POSITIONS = {"H", "W", "HW", "WH"}
-
 
 @rule(nn.MultiheadAttention, nn.TransformerEncoderLayer, many=True)
 def attention_module(plan: Plan, node: fx.Node) -> Value:
@@ -72,7 +70,7 @@ def _contract(plan: Plan, node: fx.Node, operands: list[tuple[fx.Node, str]], ou
     readers = [_weights(plan, node, weight, axes, (read, value)) for weight in weights]
     summed = [place for x in letters if x not in out for place in value.places(axes[x])]
     gone = {axis for x, axis in axes.items() if x not in out} - {"1"}
-    if not gone <= _POSITIONS or len({*"".join(gone)}) == 1 or "P" in value.axes:
+    if {*"".join(gone)} not in (set(), value.pixels) or "P" in value.axes:
         raise ConversionError("", f"{name_of(node)} sums group features over the axes {gone}")
     for x in out:
         axes.setdefault(x, "1")
@@ -119,12 +117,14 @@ def _of_images(plan: Plan, node: fx.Node, operands: list[tuple[fx.Node, str]], o
     for read, letters in operands:
         value = plan.value(read)
         for x, axis in zip(letters, value.axes, strict=False):
-            if value.kind == "image" and axis in _POSITIONS and axes.setdefault(x, axis) != axis:
+            of_positions = value.kind == "image" and set(axis) <= value.pixels
+            if of_positions and axes.setdefault(x, axis) != axis:
                 raise ConversionError("", f"{name_of(node)} joins the axes {axes[x]} and {axis}")
             axes.setdefault(x, axis)
-    kept = [axes[x] for x in out if axes.get(x) in _POSITIONS]
-    gone = {letter for x, axis in axes.items() if x not in out for letter in axis}
-    if len(gone & {"H", "W"}) == 1 or len(kept) != len({*kept}):
+    pixels = set(plan.pixels)
+    kept = [axes[x] for x in out if set(axes.get(x, "")) & pixels]
+    gone = {letter for x, axis in axes.items() if x not in out for letter in axis} & pixels
+    if gone not in (set(), pixels) or len(kept) != len({*kept}):
         raise ConversionError(
             "", f"{name_of(node)}: attention between positions has no counterpart here"
         )

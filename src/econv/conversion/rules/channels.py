@@ -16,7 +16,7 @@ from econv.conversion.arguments import (
     known_arguments,
     why_positional,
 )
-from econv.conversion.plan import IMAGE, Emission, Plan, Step, Value
+from econv.conversion.plan import Emission, Plan, Step, Value
 from econv.conversion.registry import rule
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import Width, divide, join, slice_runs
@@ -42,7 +42,7 @@ def concatenate(plan: Plan, node: fx.Node) -> Value:
     for part, value in zip(parts, values, strict=True):
         found = value
         if value.kind in ("image", "invariant"):
-            known = value if value.axes else replace(value, axes=IMAGE[: value_of(part).ndim])
+            known = value if value.axes else replace(value, axes=plan.image[: value_of(part).ndim])
             found, readers[part] = plan.spread(part, known, owner(node) or node.name)
         if found.kind != "fields" or found.axes != whole.axes:
             raise ConversionError("", f"it concatenates tensors with axes {found.axes}")

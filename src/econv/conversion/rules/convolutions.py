@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -16,8 +17,6 @@ from econv.conversion.answers import expect_that
 from econv.conversion.arguments import argument, equal, known, no_rule
 from econv.conversion.plan import (
     ATTENTION,
-    FLAT,
-    IMAGE,
     VECTOR,
     Emission,
     Plan,
@@ -31,22 +30,13 @@ from econv.conversion.trace import ConversionError, name_of, value_of
 from econv.conversion.upright import attended
 from econv.conversion.widths import Sizes, Width, join, runs
 from econv.conversion.windows import Windows
-from econv.layers import (
-    ConvOptions,
-    GroupActivation2d,
-    GroupConv2d,
-    GroupLinear,
-    GroupPool2d,
-    GroupUpsampleConv2d,
-    GroupWindowConv2d,
-    LiftConv2d,
-)
+from econv.engines.problem import times
+from econv.layers import ConvOptions, GroupLinear
 from econv.operators import OperatorsLike
 
 _OPERATORS: dict[int, OperatorsLike] = {
     1: "order<=0",
-    2: ((0, 0), (1, 0), (0, 1), (1, 1)),  # what the four pixels of 2×2 can tell apart
-    3: "paper",
+    3: "order<=2",
     4: "order<=3",
     5: "order<=4",
     6: "order<=5",
@@ -55,18 +45,29 @@ _OPERATORS: dict[int, OperatorsLike] = {
 _LARGEST = 11
 
 
+def _operators_of(kernel: int, dimension: int) -> OperatorsLike:
+    """The operators that replace a kernel of so many pixels along each axis."""
+    if kernel == 2:  # what the pixels of 2×2 can tell apart, in space but for ∂xyz
+        products = itertools.product(range(2), repeat=dimension)
+        return tuple(exponents for exponents in products if sum(exponents) <= 2)
+    if kernel == 3 and dimension == 2:
+        return "paper"
+    return _OPERATORS[min(kernel, 7)]
+
+
 def _operators(plan: Plan, windows: Windows, side: int) -> tuple[OperatorsLike, int, str]:
     """The operators that replace a kernel, the size of their stencils, and what to say of it."""
     if windows.kernel > _LARGEST:
         raise ConversionError(
             "",
-            f"a kernel of {windows.kernel}×{windows.kernel} reaches further than derivatives of "
-            f"sixth order; the largest that has a counterpart is {_LARGEST}×{_LARGEST}",
+            f"a kernel of {times((windows.kernel,) * plan.dimension)} reaches further than "
+            "derivatives of sixth order; the largest that has a counterpart is "
+            f"{times((_LARGEST,) * plan.dimension)}",
         )
     if plan.fitted:
         operators = _reaching(plan, windows, side)
         return operators, _stencil_size(plan, operators), ""
-    operators = _OPERATORS[min(windows.kernel, 7)]
+    operators = _operators_of(windows.kernel, plan.dimension)
     size = _stencil_size(plan, operators)
     note = ""
     if windows.dilation * (size - 1) + 1 > side:
@@ -91,9 +92,9 @@ def _reaching(plan: Plan, windows: Windows, side: int) -> OperatorsLike:
         return "order<=0"
     exact = plan.options.get("stencils") == "central" and plan.options.get("accuracy", 2) == 2
     if not exact or len(plan.group.grid_symmetries) < plan.group.order:
-        return _OPERATORS[min(support, 7)]
+        return _operators_of(support, plan.dimension)
     support = min(support, _LARGEST)
-    return tuple((i, j) for i in range(support) for j in range(support))
+    return tuple(itertools.product(range(support), repeat=plan.dimension))
 
 
 def _stencil_size(plan: Plan, operators: OperatorsLike) -> int:
@@ -138,7 +139,7 @@ def _plain_convolution(plan: Plan, node: fx.Node, reason: str) -> Value:
     name = str(node.target)
     plan.left.append((name, reason))
     into = value.widths
-    if value.axes != IMAGE or name in plan.parts:
+    if value.axes != plan.image or name in plan.parts:
         return plan.as_in_source(node)
     out = _grouped_width(name, module, value) if into else _new_width(name, module.out_channels)
     order = plan.group.order
@@ -146,7 +147,7 @@ def _plain_convolution(plan: Plan, node: fx.Node, reason: str) -> Value:
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         channels = sizes.fields(into) * order if into else module.in_channels
         groups = _groups(sizes, into, out, module) if into else 1
-        return nn.Conv2d(
+        return plan.plain("Conv")(
             channels,
             sizes.fields(out) * order,
             module.kernel_size,
@@ -161,12 +162,16 @@ def _plain_convolution(plan: Plan, node: fx.Node, reason: str) -> Value:
 
     plan.add_part(
         PlannedModule(name, make, module, positions_of(node, module), into, out),
-        "left alone, as Conv2d",
+        f"left alone, as Conv{plan.dimension}d",
     )
-    return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
+    return _maybe_head(plan, node, name, Value("fields", plan.image, out))
 
 
-@rule(nn.Conv2d, variants=("Conv2dSame", "Conv2dStaticSamePadding"), otherwise=_plain_convolution)
+@rule(
+    *(nn.Conv2d, nn.Conv3d),
+    variants=("Conv2dSame", "Conv2dStaticSamePadding"),
+    otherwise=_plain_convolution,
+)
 def convolution(plan: Plan, node: fx.Node) -> Value:
     return _convolve(plan, node, plan.module(node), str(node.target))
 
@@ -174,12 +179,12 @@ def convolution(plan: Plan, node: fx.Node) -> Value:
 def _convolve(plan: Plan, node: fx.Node, module: Any, name: str) -> Value:
     """A convolution that a module, or a function with the numbers of one, does."""
     read, value = plan.first(node)
-    if value.axes != IMAGE:
-        raise ConversionError("", f"it reads a tensor with axes {value.axes}, not {IMAGE}")
+    if value.axes != plan.image:
+        raise ConversionError("", f"it reads a tensor with axes {value.axes}, not {plan.image}")
     windows = Windows.of(module)
     pointwise = windows.kernel == 1 and windows.stride == 1 and not windows.padding
     if value.kind == "image" and pointwise:  # also a function, whose numbers stay where they are
-        return plan.copy(node, Value("image", IMAGE))
+        return plan.copy(node, Value("image", plan.image))
     if value.kind == "fields" and pointwise and node in plan.heads and module.groups == 1:
         return _read_out(plan, node, module, value, name)
     if name in plan.parts:
@@ -212,15 +217,15 @@ def _convolve(plan: Plan, node: fx.Node, module: Any, name: str) -> Value:
         fields = sizes.fields(out)
         if not into:
             own: ConvOptions = {**options, "groups": math.gcd(fields, module.groups)}
-            return LiftConv2d(module.in_channels, fields, plan.group, **own, **where)
+            return plan.layer("LiftConv")(module.in_channels, fields, plan.group, **own, **where)
         own = {**options, "groups": _groups(sizes, into, out, module)}
-        return GroupConv2d(sizes.fields(into), fields, plan.group, **own, **where)
+        return plan.layer("GroupConv")(sizes.fields(into), fields, plan.group, **own, **where)
 
     fit = _fit_convolution(windows, 0 if exact else side, into, out)
     plan.add_part(PlannedModule(name, make, module, positions_of(node, module), into, out, fit))
     if note:
         plan.notes.append(f"{name}: its operators fit into a small map{note}")
-    return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
+    return _maybe_head(plan, node, name, Value("fields", plan.image, out))
 
 
 def _blurred(plan: Plan, windows: Windows, name: str) -> str | None:
@@ -229,7 +234,7 @@ def _blurred(plan: Plan, windows: Windows, name: str) -> str | None:
         return None
     # With the blur of the activation before about that of eight binomial taps, for a stride of 2.
     width = min(4.0, 0.55 * windows.stride)
-    return plan.insert(name, "blur", lambda: GroupActivation2d("identity", 1, width))
+    return plan.insert(name, "blur", lambda: plan.layer("GroupActivation")("identity", 1, width))
 
 
 def _shuffled_by(plan: Plan, node: fx.Node) -> int | None:
@@ -263,12 +268,13 @@ def _sub_pixels(plan: Plan, node: fx.Node, module: Any, name: str, factor: int) 
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         fields = sizes.fields(into), sizes.fields(out)
-        return GroupUpsampleConv2d(*fields, plan.group, factor=factor, **options, **where)
+        layer = plan.layer("GroupUpsampleConv")
+        return layer(*fields, plan.group, factor=factor, **options, **where)
 
     pixels = int(finer.shape[2:].numel())
     plan.add_part(PlannedModule(name, make, module, pixels, into, out))
     plan.finer.add(node)
-    return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
+    return _maybe_head(plan, node, name, Value("fields", plan.image, out))
 
 
 def _maybe_head(plan: Plan, node: fx.Node, name: str, value: Value) -> Value:
@@ -340,13 +346,15 @@ def _read_out(
         else plan.pooled(read, value, name, plan.reduce)
     )
     into = value.widths
-    each = 1 if learned else GroupPool2d(plan.group, plan.reduce).outputs
+    pooling: Any = plan.layer("GroupPool")
+    each = 1 if learned else pooling(plan.group, plan.reduce).outputs
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         bias = module.bias is not None
         if isinstance(module, nn.Linear):
             return nn.Linear(sizes.fields(into) * each, module.out_features, bias, **where)
-        return nn.Conv2d(sizes.fields(into) * each, module.out_channels, 1, bias=bias, **where)
+        fields = sizes.fields(into) * each
+        return plan.plain("Conv")(fields, module.out_channels, 1, bias=bias, **where)
 
     def fit(kept: Any, layer: Any) -> float | None:
         with torch.no_grad():
@@ -363,10 +371,10 @@ def _read_out(
     return plan.emit(node, Value(kind, value.axes), lambda e: e.module(name, pool(e)))
 
 
-@rule(nn.ConvTranspose2d)
+@rule(nn.ConvTranspose2d, nn.ConvTranspose3d)
 def transposed_convolution(plan: Plan, node: fx.Node) -> Value:
     module, value = plan.module(node), plan.value(node.args[0])
-    if value.axes != IMAGE or value.kind != "fields":
+    if value.axes != plan.image or value.kind != "fields":
         raise ConversionError("", "a transposed convolution is converted on group features only")
     windows = Windows.of(module)
     more = equal(module.output_padding, "its output paddings are unequal")
@@ -387,7 +395,7 @@ def transposed_convolution(plan: Plan, node: fx.Node) -> Value:
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         own: ConvOptions = {**options, "groups": _groups(sizes, into, out, module)}
-        return GroupUpsampleConv2d(
+        return plan.layer("GroupUpsampleConv")(
             sizes.fields(into),
             sizes.fields(out),
             plan.group,
@@ -403,7 +411,7 @@ def transposed_convolution(plan: Plan, node: fx.Node) -> Value:
         return kept.fit_transposed(layer, into, out)
 
     plan.add_part(PlannedModule(name, make, module, pixels, into, out, fit))
-    return _maybe_head(plan, node, name, Value("fields", IMAGE, out))
+    return _maybe_head(plan, node, name, Value("fields", plan.image, out))
 
 
 @rule(nn.Linear, variants=("Linear",))
@@ -414,13 +422,13 @@ def linear(plan: Plan, node: fx.Node) -> Value:
         if value.axes[-1] == "C":
             return plan.copy(node, value)
         raise ConversionError("", "it reads the pixels of an image in a fixed order")
-    if value.axes in FLAT:
+    if value.axes in plan.flat:
         return _window(plan, node, module, value)
     if value.axes[-1] != "C":
         raise ConversionError("", f"it maps the last of the axes {value.axes}, not the channels")
     if value.axes != VECTOR:
         return _channels_last(plan, node, module, value)
-    if node in plan.heads or not _returns_to_pixels(node):
+    if node in plan.heads or not _returns_to_pixels(plan, node):
         return _read_out(plan, node, module, value)
     if str(node.target) in plan.parts:
         return _again(plan, node, value)
@@ -436,7 +444,7 @@ def linear(plan: Plan, node: fx.Node) -> Value:
     return plan.emit(node, Value("fields", VECTOR, out), lambda e: e.module(name, e[read]))
 
 
-def _returns_to_pixels(node: fx.Node) -> bool:
+def _returns_to_pixels(plan: Plan, node: fx.Node) -> bool:
     """Whether what follows meets a map again, as the gates of squeeze-and-excitation do."""
     seen = set()
     stack = list(node.users)
@@ -446,7 +454,8 @@ def _returns_to_pixels(node: fx.Node) -> bool:
             continue
         seen.add(user)
         out = value_of(user)
-        if isinstance(out, torch.Tensor) and out.ndim == 4 and out.shape[2:].numel() > 1:
+        maps = isinstance(out, torch.Tensor) and out.ndim == len(plan.image)
+        if maps and out.shape[2:].numel() > 1:
             return True
         stack += list(user.users)
     return False
@@ -454,7 +463,7 @@ def _returns_to_pixels(node: fx.Node) -> bool:
 
 def _channels_last(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value:
     """A linear map of the channels of every pixel: a 1×1 convolution."""
-    if set("".join(value.axes)) != set(IMAGE):
+    if set("".join(value.axes)) != set(plan.image):
         raise ConversionError("", f"it reads a tensor with axes {value.axes}")
     read: Any = node.args[0]
     name = str(node.target)
@@ -467,7 +476,8 @@ def _channels_last(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -
     options["bias"] = module.bias is not None
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
-        return GroupConv2d(sizes.fields(into), sizes.fields(out), plan.group, **options, **where)
+        fields = sizes.fields(into), sizes.fields(out)
+        return plan.layer("GroupConv")(*fields, plan.group, **options, **where)
 
     fit = _fit_convolution(Windows(1, 1, 0), 1, into, out)
     plan.add_part(PlannedModule(name, make, module, positions_of(node, module), into, out, fit))
@@ -484,10 +494,12 @@ def _window(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value
     name = str(node.target)
     if name in plan.parts:
         raise ConversionError("", "it is called twice")
-    height, width = value.sides
-    if height != width:
-        raise ConversionError("", f"it reads a map of {height}×{width} pixels, which is not square")
-    side = min(height, _WINDOW)
+    shape, points = times(value.sides), "pixels" if plan.dimension == 2 else "voxels"
+    if len(set(value.sides)) > 1:
+        wanted = "square" if plan.dimension == 2 else "a cube"
+        raise ConversionError("", f"it reads a map of {shape} {points}, which is not {wanted}")
+    length = value.sides[0]
+    side = min(length, _WINDOW)
     into, out = value.widths, _new_width(str(node.target), module.out_features)
     windows = Windows(side, 1, 0)
     options: ConvOptions = {
@@ -499,17 +511,17 @@ def _window(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value
     }
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
-        return GroupWindowConv2d(
-            sizes.fields(into), sizes.fields(out), plan.group, **options, **where
-        )
+        fields = sizes.fields(into), sizes.fields(out)
+        return plan.layer("GroupWindowConv")(*fields, plan.group, **options, **where)
 
     smaller = None
-    if side < height:
-        smaller = plan.insert(name, "smaller", lambda: nn.AdaptiveAvgPool2d(side))
-        plan.notes.append(f"{name}: the map that it reads is averaged to {side}×{side} pixels")
+    if side < length:
+        smaller = plan.insert(name, "smaller", lambda: plan.plain("AdaptiveAvgPool")(side))
+        averaged = times((side,) * plan.dimension)
+        plan.notes.append(f"{name}: the map that it reads is averaged to {averaged} {points}")
     fit = None
     if smaller is None:
-        first = value.axes[1] == "CHW"
+        first = value.axes == plan.flat[0]
         fit = _fit_convolution(windows, side, into, out, window=first)
     plan.add_part(PlannedModule(name, make, module, 1, into, out, fit))
     found = Value("fields", VECTOR, out)
@@ -517,13 +529,14 @@ def _window(plan: Plan, node: fx.Node, module: nn.Linear, value: Value) -> Value
     channels = plan.as_channels(node, found, name) if head else None
 
     def step(e: Emission) -> fx.Node:
-        for axis in (2, 3):
-            same = e.function(operator.eq, e.method("size", e[read], axis), height)
+        for axis in range(2, 2 + plan.dimension):
+            same = e.function(operator.eq, e.method("size", e[read], axis), length)
             expect_that(
                 e,
                 same,
-                f"expected images of the example's size: {name} reads a map of {height}×{width} "
-                "pixels, as in the source; convert with an example of this size",
+                f"expected {'images' if plan.dimension == 2 else 'volumes'} of the example's size: "
+                f"{name} reads a map of {shape} {points}, as in the source; convert with an "
+                "example of this size",
             )
         x = e[read] if smaller is None else e.module(smaller, e[read])
         vector = e.method("flatten", e.module(name, x), 1)
@@ -557,20 +570,21 @@ def along_channels(plan: Plan, node: fx.Node) -> Value:
     return plan.emit(node, value, step)
 
 
-@rule("conv2d")
+@rule("conv2d", "conv3d")
 def convolution_by_function(plan: Plan, node: fx.Node) -> Value:
-    """`conv2d` with a parameter of the source: a module that has it."""
+    """`conv2d` or `conv3d` with a parameter of the source: a module that has it."""
     weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
     reads = [found for found in (weight, bias) if found is not None]
     if not all(_is_parameter(plan, found) for found in reads):
         raise no_rule(plan, node, ": only filters that are parameters become PDO-eConvs")
-    out, each, height, width = value_of(weight).shape
+    out, each, *kernel = value_of(weight).shape
     given: dict[str, Any] = {"bias": bias is not None, "device": "meta"}
     defaults = (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
     for place, (key, default) in enumerate(defaults, start=3):
         found = known(argument(node, place, key, default))
         given[key] = tuple(found) if isinstance(found, list) else found
-    module = nn.Conv2d(each * given["groups"], out, (height, width), **given)
+    kind: Any = {"conv2d": nn.Conv2d, "conv3d": nn.Conv3d}[name_of(node)]
+    module = kind(each * given["groups"], out, tuple(kernel), **given)
     module.weight = plan.trace.attribute(str(weight.target))
     if bias is not None:
         module.bias = plan.trace.attribute(str(bias.target))
@@ -584,7 +598,7 @@ def _is_parameter(plan: Plan, node: Any) -> bool:
     return is_attribute and isinstance(plan.trace.attribute(str(node.target)), nn.Parameter)
 
 
-@rule("conv1d", "conv_transpose2d", "linear", "unfold", "conv3d")
+@rule("conv1d", "conv_transpose2d", "conv_transpose3d", "linear", "unfold")
 def filtering(plan: Plan, node: fx.Node) -> Value:
     raise no_rule(plan, node, ": only modules with filters of their own become PDO-eConvs")
 

@@ -9,7 +9,6 @@ from econv.conversion.plan import Plan, Value
 from econv.conversion.registry import rule
 from econv.conversion.steps import map_step, module_step
 from econv.conversion.trace import ConversionError, name_of, owner
-from econv.layers import GroupDropout2d
 
 
 @rule(nn.Dropout, nn.AlphaDropout, classes=("StochasticDepth", "DropPath"))
@@ -17,19 +16,19 @@ def dropout_module(plan: Plan, node: fx.Node) -> Value:
     return plan.copy(node, plan.value(node.args[0]))
 
 
-@rule(nn.Dropout2d)
+@rule(nn.Dropout2d, nn.Dropout3d)
 def dropout_of_maps(plan: Plan, node: fx.Node) -> Value:
     value, p = plan.value(node.args[0]), plan.module(node).p
     if value.kind == "image":
         return plan.copy(node, value)
-    return map_step(plan, node, lambda: GroupDropout2d(plan.group, p))
+    return map_step(plan, node, lambda: plan.layer("GroupDropout")(plan.group, p))
 
 
-@rule("dropout", "dropout2d", "feature_dropout", "alpha_dropout", drops=True)
+@rule("dropout", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout", drops=True)
 def dropout(plan: Plan, node: fx.Node) -> Value:
     """A function that drops, as a module that knows whether it is trained."""
     name, (read, value) = name_of(node), plan.first(node)
-    maps = value.kind == "fields" and name in ("dropout2d", "feature_dropout")
+    maps = value.kind == "fields" and name in ("dropout2d", "dropout3d", "feature_dropout")
     p = float(known(argument(node, 1, "p", 0.5)))
     drops, trained = _drops(node), plan.in_training.get(node)
     if drops:
@@ -46,7 +45,8 @@ def dropout(plan: Plan, node: fx.Node) -> Value:
     def make() -> nn.Module:
         if name in ("dropout", "alpha_dropout"):
             return nn.Dropout(p) if name == "dropout" else nn.AlphaDropout(p)
-        return GroupDropout2d(plan.group, p) if value.kind == "fields" else nn.Dropout2d(p)
+        fields = value.kind == "fields"
+        return plan.layer("GroupDropout")(plan.group, p) if fields else plan.plain("Dropout")(p)
 
     if maps:
         return map_step(plan, node, make)

@@ -9,12 +9,11 @@ from torch import Tensor, fx, nn
 
 from econv.conversion.arguments import no_rule, why_positional
 from econv.conversion.per_field import field_parameter
-from econv.conversion.plan import IMAGE, VECTOR, Plan, Step, Value
+from econv.conversion.plan import VECTOR, Plan, Step, Value
 from econv.conversion.registry import rule
 from econv.conversion.steps import as_map, smooth_step
 from econv.conversion.trace import ConversionError, name_of, owner, value_of
 from econv.conversion.widths import join, runs
-from econv.layers import GroupActivation2d
 from econv.layers.activations import ACTIVATIONS
 
 
@@ -37,14 +36,17 @@ def pointwise(plan: Plan, node: fx.Node) -> Value:
     values = plan.values_read(node)
     if len([value for value in values if value.kind != "other"]) != 1:
         raise no_rule(plan, node)
-    function = _function(plan, node) if plan.smooth and values[0].axes == IMAGE else None
+    function = _function(plan, node) if plan.smooth and values[0].axes == plan.image else None
     if function is None or values[0].kind != "fields" or plan.group.order == 1:
         return plan.copy(node, values[0])
     # Fitted layers after it expect the function that the source has.
     kinked = isinstance(function, _KINKED) and not plan.fitted
     used = nn.SiLU() if kinked else function
     return smooth_step(
-        plan, node, lambda: GroupActivation2d(copy.deepcopy(used)), lambda: copy.deepcopy(function)
+        plan,
+        node,
+        lambda: plan.layer("GroupActivation")(copy.deepcopy(used)),
+        lambda: copy.deepcopy(function),
     )
 
 
@@ -148,19 +150,19 @@ def _join_operand(
         raise ConversionError("", positional)
     place = len(shape) - len(whole.axes) + whole.axes.index("C")
     channels = shape[place] if place >= 0 else 1
-    if channels == 1 and value.kind == "image" and whole.axes not in (IMAGE, VECTOR):
+    if channels == 1 and value.kind == "image" and whole.axes not in (plan.image, VECTOR):
         pairs = zip(reversed(value.axes), reversed(whole.axes), strict=False)
         if any(axis not in ("1", "C", other) for axis, other in pairs):
             raise ConversionError("", f"it joins tensors with axes {value.axes} and {whole.axes}")
         readers[read] = as_map(read, value, widest, whole)
         return
-    if whole.axes not in (IMAGE, VECTOR):
+    if whole.axes not in (plan.image, VECTOR):
         raise ConversionError("", f"it joins an image and group features with axes {whole.axes}")
     if channels == 1:
         return
-    if value.kind != "image" and value.axes not in (IMAGE, VECTOR):
+    if value.kind != "image" and value.axes not in (plan.image, VECTOR):
         raise ConversionError("", f"a tensor of shape {shape} meets group features")
-    known = value if value.axes else replace(value, axes=IMAGE[: len(shape)])
+    known = value if value.axes else replace(value, axes=plan.image[: len(shape)])
     spread, reader = plan.spread(read, known, here)
     join(whole.widths, spread.widths)
     readers[read] = reader
@@ -186,7 +188,7 @@ def expand(plan: Plan, node: fx.Node) -> Value:
     read, value = plan.first(node)
     before, after = value_of(read).shape, value_of(node).shape
     if value.kind != "fields":
-        axes = value.axes if value.kind == "image" else IMAGE[-len(after) :]
+        axes = value.axes if value.kind == "image" else plan.image[-len(after) :]
         positional = why_positional(tuple(before), axes)
         if value.kind != "image" and (positional or len(before) != len(after)):
             raise ConversionError("", positional or f"it expands {tuple(before)}")
@@ -201,13 +203,13 @@ def expand(plan: Plan, node: fx.Node) -> Value:
 def uniform_image(plan: Plan, node: fx.Node) -> Value:
     """An image where an expansion gives every pixel the same numbers."""
     before, after = value_of(node.args[0]), value_of(node)  # type: ignore[arg-type]
-    if before.ndim == after.ndim == 4 and before.shape[2:].numel() == 1:
-        return plan.copy(node, Value("image", IMAGE))
+    if before.ndim == after.ndim == plan.dimension + 2 and before.shape[2:].numel() == 1:
+        return plan.copy(node, Value("image", plan.image))
     return plan.copy_constant(node)
 
 
 @rule("zeros", "ones", "full", constants=True)
 def constant_image(plan: Plan, node: fx.Node) -> Value:
-    if value_of(node).ndim == 4:
-        return plan.copy(node, Value("image", IMAGE))
+    if value_of(node).ndim == plan.dimension + 2:
+        return plan.copy(node, Value("image", plan.image))
     return plan.copy_constant(node)

@@ -9,12 +9,11 @@ from typing import Any
 from torch import fx
 
 from econv.conversion.arguments import known, no_rule, reads_extrema
-from econv.conversion.plan import IMAGE, OTHER, Emission, Plan, Step, Value
+from econv.conversion.plan import OTHER, Emission, Plan, Step, Value
 from econv.conversion.registry import rule, rule_for
 from econv.conversion.steps import about_centre, map_step
 from econv.conversion.trace import ConversionError, value_of
 from econv.conversion.widths import slice_runs
-from econv.layers import CentredAvgPool2d
 
 
 @rule("getitem", many=True)
@@ -43,15 +42,15 @@ def getitem(plan: Plan, node: fx.Node) -> Value:
     sizes = dict(zip(value.axes, value_of(read).shape, strict=True))
     if by_axis["N"] != full:
         raise ConversionError("", "it takes out images of the batch")
-    rows, columns = (by_axis.get(axis, full) for axis in "HW")
-    if (rows, columns) != (full, full):
-        if by_axis["C"] != full or value.axes != IMAGE:
+    rows, *others = (by_axis.get(axis, full) for axis in plan.pixels)
+    if any(taken != full for taken in (rows, *others)):
+        if by_axis["C"] != full or value.axes != plan.image:
             raise ConversionError("", f"it indexes group features by {index}")
-        from_first = rows.start in (None, 0) and rows.stop is None and rows == columns
-        if from_first and rows.step is not None:
+        alike = all(taken == rows for taken in others)
+        if alike and rows.start in (None, 0) and rows.stop is None and rows.step is not None:
             stride = int(rows.step)
-            return map_step(plan, node, lambda: CentredAvgPool2d(1, stride))
-        return _crop(plan, node, value, given["H"], given["W"])
+            return map_step(plan, node, lambda: plan.layer("CentredAvgPool")(1, stride))
+        return _crop(plan, node, value, [given[axis] for axis in plan.pixels])
     start, stop, step = by_axis["C"].indices(sizes["C"])
     if value.kind == "image":
         return plan.copy(node, value)
@@ -87,24 +86,24 @@ def _slice_fields(read: fx.Node, item: Value) -> Step:
     return step
 
 
-def _crop(plan: Plan, node: fx.Node, value: Value, rows: slice, columns: slice) -> Value:
-    """A part of a map about its centre; ``rows`` and ``columns`` are the source's, with nodes."""
+def _crop(plan: Plan, node: fx.Node, value: Value, taken: list[slice]) -> Value:
+    """A part of a map about its centre; the slices of each axis are the source's, with nodes."""
     read: Any = node.args[0]
     shape = value_of(read).shape[2:]
-    for given, size in zip((rows, columns), shape, strict=True):
+    for given, size in zip(taken, shape, strict=True):
         start, stop, step = fx.node.map_arg(given, value_of).indices(size)
         if step != 1 or abs(start - (size - stop)) > 1:
             raise ConversionError("", f"it crops an image to one side: {node.args[1]}")
     fixed = not any(
-        isinstance(edge, fx.Node) for given in (rows, columns) for edge in (given.start, given.stop)
+        isinstance(edge, fx.Node) for given in taken for edge in (given.start, given.stop)
     )
-    if fixed and (rows.start, rows.stop) != (columns.start, columns.stop):
+    if fixed and len({(given.start, given.stop) for given in taken}) > 1:
         raise ConversionError("", f"it takes rows and columns differently: {node.args[1]}")
-    if fixed and _same_at_both_ends(rows):
+    if fixed and _same_at_both_ends(taken[0]):
         return plan.copy(node, value)
 
     def sizes(e: Emission) -> list[Any]:
-        return [_length(e, e[read], axis, e.args(g)) for axis, g in ((2, rows), (3, columns))]
+        return [_length(e, e[read], axis, e.args(g)) for axis, g in enumerate(taken, 2)]
 
     return about_centre(plan, node, value, sizes)
 

@@ -19,16 +19,10 @@ from econv.conversion.arguments import argument, check_map, is_channel_axis, kno
 from econv.conversion.per_field import common_number, field_parameter, fit_by_channel
 from econv.conversion.plan import VECTOR, Emission, Make, Plan, PlannedModule, Value
 from econv.conversion.registry import rule
+from econv.conversion.steps import one_pixel
 from econv.conversion.trace import ConversionError, name_of, owner, value_of
 from econv.conversion.widths import Sizes
-from econv.layers import (
-    FieldParameter,
-    GroupBatchNorm2d,
-    GroupGroupNorm2d,
-    GroupInstanceNorm2d,
-    GroupLayerNorm2d,
-    GroupPReLU2d,
-)
+from econv.layers import FieldParameter
 
 _CHANNELS_FIRST = ("LayerNorm2d", "LayerNormAct2d", "LayerNorm2dFp32")
 _GROUP_NORM = (("weight", 2), ("bias", 3), ("eps", 4))
@@ -38,7 +32,7 @@ _GROUP_NORM = (("weight", 2), ("bias", 3), ("eps", 4))
 
 @rule(_BatchNorm, variants=("BatchNormAct2d", "SyncBatchNorm"))
 def batch_norm(plan: Plan, node: fx.Node) -> Value:
-    return _statistics_norm(plan, node, GroupBatchNorm2d, VECTOR)
+    return _statistics_norm(plan, node, "GroupBatchNorm", VECTOR)
 
 
 @rule(classes=("FrozenBatchNorm2d",))
@@ -47,34 +41,35 @@ def frozen_batch_norm(plan: Plan, node: fx.Node) -> Value:
     module, value = plan.module(node), plan.value(node.args[0])
     if value.kind == "image":
         return plan.copy(node, value)
-    check_map(value)
+    check_map(plan, value)
     plan.notes.append(f"{node.target}: its frozen statistics are learned anew")
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
-        return GroupBatchNorm2d(sizes.fields(value.widths), plan.group, module.eps, **where)
+        fields = sizes.fields(value.widths)
+        return plan.layer("GroupBatchNorm")(fields, plan.group, module.eps, **where)
 
     return _layer_in_place(plan, node, make)
 
 
 @rule(_InstanceNorm)
 def instance_norm(plan: Plan, node: fx.Node) -> Value:
-    return _statistics_norm(plan, node, GroupInstanceNorm2d)
+    return _statistics_norm(plan, node, "GroupInstanceNorm")
 
 
 def _statistics_norm(
     plan: Plan,
     node: fx.Node,
-    layer: type[GroupBatchNorm2d | GroupInstanceNorm2d],
+    layer: str,
     *other_axes: tuple[str, ...],
 ) -> Value:
     """A norm that may keep running statistics."""
     module, value = plan.module(node), plan.value(node.args[0])
     if value.kind == "image":
         return plan.copy(node, value)
-    check_map(value, *other_axes)
+    check_map(plan, value, *other_axes)
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
-        return layer(
+        return plan.layer(layer)(
             sizes.fields(value.widths),
             plan.group,
             module.eps,
@@ -92,12 +87,14 @@ def group_norm(plan: Plan, node: fx.Node) -> Value:
     module, value = plan.module(node), plan.value(node.args[0])
     if value.kind == "image":
         return plan.copy(node, value)
-    check_map(value, VECTOR)
+    check_map(plan, value, VECTOR)
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         fields = sizes.fields(value.widths)
         groups = _most_groups(module.num_groups, module.num_channels, fields)
-        return GroupGroupNorm2d(groups, fields, plan.group, module.eps, module.affine, **where)
+        return plan.layer("GroupGroupNorm")(
+            groups, fields, plan.group, module.eps, module.affine, **where
+        )
 
     return _layer_in_place(plan, node, make)
 
@@ -120,7 +117,7 @@ def layer_norm(plan: Plan, node: fx.Node) -> Value:
         return plan.copy(node, value)
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
-        return GroupLayerNorm2d(
+        return plan.layer("GroupLayerNorm")(
             sizes.fields(value.widths), plan.group, module.eps, module.elementwise_affine, **where
         )
 
@@ -136,7 +133,8 @@ def prelu(plan: Plan, node: fx.Node) -> Value:
 
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         slope = 0.25 if initial is None else initial
-        return GroupPReLU2d(sizes.fields(value.widths), plan.group, slope, **where)
+        fields = sizes.fields(value.widths)
+        return plan.layer("GroupPReLU")(fields, plan.group, slope, **where)
 
     return _layer_in_place(plan, node, make)
 
@@ -165,8 +163,7 @@ def _layer_in_place(plan: Plan, node: fx.Node, make: Make) -> Value:
     if value.axes == VECTOR:
 
         def on_vectors(e: Emission) -> fx.Node:
-            map_ = e.method("unsqueeze", e.method("unsqueeze", e[read], 2), 3)
-            return e.method("flatten", e.module(name, map_), 1)
+            return e.method("flatten", e.module(name, one_pixel(e, e[read])), 1)
 
         return plan.emit(node, value, on_vectors)
     return plan.emit(node, value, lambda e: e.module(name, e[read]))
@@ -218,7 +215,7 @@ def _learned(
     plan: Plan, node: fx.Node, value: Value, weight: Any, bias: Any
 ) -> Callable[[Emission, Any], Any]:
     """What a norm does last: numbers for every channel, as numbers for every field."""
-    last = value if value.axes == VECTOR else replace(value, axes=("N", "H", "W", "C"))
+    last = value if value.axes == VECTOR else replace(value, axes=("N", *plan.pixels, "C"))
     scale, shift = (
         field_parameter(plan, node, found, last) if isinstance(found, fx.Node) else None
         for found in (weight, bias)
@@ -259,7 +256,7 @@ def norm_of_fields(plan: Plan, node: fx.Node) -> Value:
     instances = name_of(node) == "instance_norm"
     if value.kind == "image":
         return plan.copy(node, value)
-    check_map(value)
+    check_map(plan, value)
     places = (("weight", 3), ("bias", 4), ("eps", 7)) if instances else _GROUP_NORM
     weight, bias, eps = (argument(node, place, name) for name, place in places)
     if instances and (
@@ -274,9 +271,9 @@ def norm_of_fields(plan: Plan, node: fx.Node) -> Value:
     def make(sizes: Sizes, where: dict[str, Any]) -> nn.Module:
         fields = sizes.fields(value.widths)
         if groups is None:
-            return GroupInstanceNorm2d(fields, plan.group, epsilon, affine=False)
+            return plan.layer("GroupInstanceNorm")(fields, plan.group, epsilon, affine=False)
         fitting = _most_groups(groups, value.channels, fields)
-        return GroupGroupNorm2d(fitting, fields, plan.group, epsilon, affine=False)
+        return plan.layer("GroupGroupNorm")(fitting, fields, plan.group, epsilon, affine=False)
 
     name = plan.new_name(f"{owner(node)}_{node.name}" if owner(node) else node.name)
     plan.add_part(PlannedModule(name, make, into=value.widths), source=name_of(node))

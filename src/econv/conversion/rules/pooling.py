@@ -14,12 +14,11 @@ from econv.conversion.registry import rule
 from econv.conversion.steps import in_frames, in_its_place, map_step, smooth_step
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.windows import Windows
-from econv.layers import CentredAvgPool2d, CentredMaxPool2d, Downsample2d
 
 _WINDOWS = {"kernel_size": None, "stride": None, "padding": 0}
 
 
-@rule(nn.MaxPool2d, "max_pool2d")
+@rule(nn.MaxPool2d, nn.MaxPool3d, "max_pool2d", "max_pool3d")
 def max_pool(plan: Plan, node: fx.Node) -> Value:
     given = known_arguments(
         plan, node, **_WINDOWS, dilation=1, ceil_mode=False, return_indices=False
@@ -37,13 +36,13 @@ def max_pool(plan: Plan, node: fx.Node) -> Value:
     numbers = windows.kernel, windows.stride, windows.padding // 2
 
     def plain() -> nn.Module:
-        return CentredMaxPool2d(*numbers, given.ceil_mode)
+        return plan.layer("CentredMaxPool")(*numbers, given.ceil_mode)
 
     # Fitted layers after it expect maxima.
     return _pooled(plan, node, windows, plain, "max" if plan.fitted else "mean")
 
 
-@rule(nn.AvgPool2d, "avg_pool2d")
+@rule(nn.AvgPool2d, nn.AvgPool3d, "avg_pool2d", "avg_pool3d")
 def avg_pool(plan: Plan, node: fx.Node) -> Value:
     given = known_arguments(
         plan, node, **_WINDOWS, ceil_mode=False, count_include_pad=True, divisor_override=None
@@ -59,7 +58,7 @@ def avg_pool(plan: Plan, node: fx.Node) -> Value:
     numbers = windows.kernel, windows.stride, windows.padding // 2
 
     def plain() -> nn.Module:
-        return CentredAvgPool2d(*numbers, given.ceil_mode, given.count_include_pad)
+        return plan.layer("CentredAvgPool")(*numbers, given.ceil_mode, given.count_include_pad)
 
     return _pooled(plan, node, windows, plain, "mean")
 
@@ -76,7 +75,7 @@ def _in_frames(plan: Plan, node: fx.Node, windows: Windows) -> bool:
 def _pooled_in_frames(
     plan: Plan, node: fx.Node, windows: Windows, kind: Callable[..., nn.Module], **options: Any
 ) -> Value:
-    check_map(plan.value(node.args[0]))
+    check_map(plan, plan.value(node.args[0]))
     beside = str(node.target) if node.op == "call_module" else owner(node)
     before, _ = in_frames(plan, node, windows, beside, **options)
     read: Any = node.args[0]
@@ -92,7 +91,7 @@ def _pooled(
     halves = tuple(out.shape[2:]) == tuple((n + 1) // 2 for n in read.shape[2:])
     if not (plan.smooth and windows.stride == 2 and halves):
         return map_step(plan, node, plain)
-    return smooth_step(plan, node, lambda: Downsample2d(reduce, 8), plain)
+    return smooth_step(plan, node, lambda: plan.layer("Downsample")(reduce, 8), plain)
 
 
 @rule(classes=("BlurPool2d",))
@@ -100,4 +99,4 @@ def blur_pool(plan: Plan, node: fx.Node) -> Value:
     read, out = value_of(node.args[0]), value_of(node)  # type: ignore[arg-type]
     if tuple(out.shape[2:]) != tuple((n + 1) // 2 for n in read.shape[2:]):
         raise ConversionError("", "it blurs without halving")
-    return map_step(plan, node, Downsample2d)
+    return map_step(plan, node, plan.layer("Downsample"))

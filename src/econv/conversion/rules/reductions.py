@@ -24,10 +24,10 @@ def reduce(plan: Plan, node: fx.Node) -> Value:
     chosen = (dims,) if isinstance(dims, int) else tuple(dims)
     gone = {value.axes[d] for d in chosen}
     letters = set("".join(gone))
-    if len(letters & {"H", "W"}) == 1:
+    if letters & set(plan.pixels) not in (set(), value.pixels):
         raise ConversionError("", f"{name} takes rows and columns apart")
     axes = value.axes if keep else _without(value.axes, gone)
-    sides = (1, 1) if keep and "H" in letters else value.sides
+    sides = (1,) * plan.dimension if keep and "H" in letters else value.sides
     if value.kind == "image" and isinstance(value_of(node), Tensor):
         pixels = "H" in "".join(axes) and not (keep and "H" in letters)
         return plan.copy(node, Value("image" if pixels else "invariant", axes, sides=sides))

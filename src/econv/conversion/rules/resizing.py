@@ -16,14 +16,16 @@ from econv.conversion.registry import rule
 from econv.conversion.steps import about_centre, in_its_place
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import Width
-from econv.layers import NearestResize2d
 
 
-@rule(nn.AdaptiveAvgPool2d, "adaptive_avg_pool2d", nn.AdaptiveMaxPool2d, "adaptive_max_pool2d")
+@rule(
+    *(nn.AdaptiveAvgPool2d, "adaptive_avg_pool2d", nn.AdaptiveMaxPool2d, "adaptive_max_pool2d"),
+    *(nn.AdaptiveAvgPool3d, "adaptive_avg_pool3d", nn.AdaptiveMaxPool3d, "adaptive_max_pool3d"),
+)
 def pool_to_size(plan: Plan, node: fx.Node) -> Value:
-    """Pooling to a size, which must be the same along both sides."""
+    """Pooling to a size, which must be the same along all sides."""
     value = plan.value(node.args[0])
-    check_map(value)
+    check_map(plan, value)
     is_module = node.op == "call_module"
     size = plan.module(node).output_size if is_module else argument(node, 1, "output_size")
     _check_size(node, size, "its output sizes are unequal")
@@ -32,16 +34,15 @@ def pool_to_size(plan: Plan, node: fx.Node) -> Value:
 
 def _check_size(node: fx.Node, size: Any, what: str) -> None:
     """Sizes that are numbers must be equal; sizes read off a map turn with it."""
-    both = tuple(size) if isinstance(size, tuple | list) else (size, size)
-    follow = [isinstance(n, fx.Node) for n in both]
+    each = tuple(size) if isinstance(size, tuple | list) else (size,)
+    follow = [isinstance(n, fx.Node) for n in each]
     if not any(follow):
         equal(size, what)
     elif not all(follow):
-        raise ConversionError("", f"{what}: only one of them follows the image")
+        raise ConversionError("", f"{what}: only some of them follow the image")
     read: Any = node.args[0]
-    height, width = value_of(read).shape[2:]
-    new = tuple(value_of(node).shape[2:])
-    if height == width and new[0] != new[1]:
+    old, new = value_of(read).shape[2:], tuple(value_of(node).shape[2:])
+    if len(set(old)) == 1 != len(set(new)):
         raise ConversionError("", f"{what}: a quarter turn would exchange {new}")
 
 
@@ -82,7 +83,7 @@ def _resize(plan: Plan, node: fx.Node, given: _Resizing) -> Value:
     size is computed and given instead.
     """
     read, value = plan.first(node)
-    check_map(value)
+    check_map(plan, value)
     factor: Any = None
     if given.size is not None:
         _check_size(node, given.size, "its sizes are unequal")
@@ -97,7 +98,7 @@ def _resize(plan: Plan, node: fx.Node, given: _Resizing) -> Value:
         plan.notes.append(
             f"{owner(node) or node.name}: where two pixels are equally near, it takes their mean"
         )
-        name = in_its_place(plan, node, NearestResize2d)
+        name = in_its_place(plan, node, plan.layer("NearestResize"))
     ratio = None if factor is None else Fraction(float(factor)).limit_denominator(1000)
 
     def step(e: Emission) -> fx.Node:
@@ -105,11 +106,11 @@ def _resize(plan: Plan, node: fx.Node, given: _Resizing) -> Value:
         if ratio is not None:
             scaled = [
                 e.function(operator.mul, e.method("size", x, axis), ratio.numerator)
-                for axis in (2, 3)
+                for axis in range(2, 2 + plan.dimension)
             ]
             sides = [e.function(operator.floordiv, n, ratio.denominator) for n in scaled]
         else:
-            sides = _two(e, given.size)
+            sides = _sides(e, given.size)
         if nearest:
             return e.module(name, x, *sides)
         options: dict[str, Any] = {"mode": given.mode}
@@ -122,18 +123,22 @@ def _resize(plan: Plan, node: fx.Node, given: _Resizing) -> Value:
     return plan.emit(node, value, step)
 
 
-def _two(e: Emission, size: Any) -> list[Any]:
-    """Height and width, of a size given as one number, two, or a shape."""
+def _sides(e: Emission, size: Any) -> list[Any]:
+    """Each side, of a size given as one number, several, or a shape."""
+    number = e.plan.dimension
     if isinstance(size, fx.Node) and not isinstance(value_of(size), int):
-        return [e.function(operator.getitem, e[size], i) for i in (0, 1)]
-    both = e.args(size if isinstance(size, tuple | list) else (size, size))
-    return [both[0], both[-1]]
+        return [e.function(operator.getitem, e[size], i) for i in range(number)]
+    each = size if isinstance(size, tuple | list) else (size,)
+    return list(e.args(tuple(each) if len(each) == number else (each[0],) * number))
 
 
-@rule(nn.ConstantPad2d, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d, nn.CircularPad2d)
+@rule(
+    *(nn.ConstantPad2d, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d, nn.CircularPad2d),
+    *(nn.ConstantPad3d, nn.ZeroPad3d, nn.ReflectionPad3d, nn.ReplicationPad3d, nn.CircularPad3d),
+)
 def pad_module(plan: Plan, node: fx.Node) -> Value:
     module = plan.module(node)
-    constant = isinstance(module, nn.ConstantPad2d | nn.ZeroPad2d)
+    constant = isinstance(module, nn.modules.padding._ConstantPadNd)
     mode = "constant" if constant else type(module).__name__
     return _pad(plan, node, list(module.padding), mode, getattr(module, "value", 0.0))
 
@@ -147,33 +152,35 @@ def pad(plan: Plan, node: fx.Node) -> Value:
 def _pad(plan: Plan, node: fx.Node, amounts: Any, mode: str, fill: Any) -> Value:
     """Padding of pixels, about the centre, or of channels."""
     read, value = plan.first(node)
-    check_map(value)
+    check_map(plan, value)
+    number = 2 * plan.dimension
     known = [int(n) for n in fx.node.map_arg(amounts, value_of)]
-    sides = [*known[:4], *[0] * (4 - len(known[:4]))]
+    sides = [*known[:number], *[0] * (number - len(known[:number]))]
     follows_size = bool(set(node.all_input_nodes) - {read})  # and so turns with the image
-    totals = sides[0] + sides[1], sides[2] + sides[3]
-    uneven = max(abs(sides[0] - sides[1]), abs(sides[2] - sides[3])) > 1
-    if uneven or (totals[0] != totals[1] and not follows_size):
+    pairs = list(zip(sides[::2], sides[1::2], strict=True))  # the last axis first
+    uneven = max(abs(before - after) for before, after in pairs) > 1
+    if uneven or (len(set(map(sum, pairs))) > 1 and not follows_size):
         raise ConversionError("", f"it pads the sides of an image differently: {sides}")
-    same = not follows_size and sides[0] == sides[1] and sides[2] == sides[3]
-    if len(known) == 4 and same:
+    same = not follows_size and all(before == after for before, after in pairs)
+    if len(known) == number and same:
         return plan.copy(node, value)
-    if len(known) == 4 and mode == "constant":
+    if len(known) == number and mode == "constant":
 
         def sizes(e: Emission) -> list[Any]:
-            left, right, top, bottom = (
-                [e.function(operator.getitem, e[amounts], i) for i in range(4)]
+            given = (
+                [e.function(operator.getitem, e[amounts], i) for i in range(number)]
                 if isinstance(amounts, fx.Node)
                 else e.args(amounts)
             )
+            places = range(number - 2, -1, -2)
             return [
-                _sum(e, e.method("size", e[read], 2), top, bottom),
-                _sum(e, e.method("size", e[read], 3), left, right),
+                _sum(e, e.method("size", e[read], axis), given[place], given[place + 1])
+                for axis, place in enumerate(places, 2)
             ]
 
         return about_centre(plan, node, value, sizes, float(fill or 0.0))
-    channels = [*known[4:], 0, 0][:2]
-    if not same or any(sides) or len(known) > 6 or min(channels) < 0:
+    channels = [*known[number:], 0, 0][:2]
+    if not same or any(sides) or len(known) > number + 2 or min(channels) < 0:
         raise ConversionError("", f"it pads by {known}, with mode {mode!r}")
     if value.kind == "image":
         return plan.copy(node, value)
@@ -184,7 +191,7 @@ def _pad(plan: Plan, node: fx.Node, amounts: Any, mode: str, fill: Any) -> Value
     def step(e: Emission) -> fx.Node:
         order = e.plan.group.order
         each = [e.sizes.fields(widths) * order for widths in (before, after)]
-        return e.function(functional.pad, e[read], (0, 0, 0, 0, *each), value=fill or 0)
+        return e.function(functional.pad, e[read], (*[0] * number, *each), value=fill or 0)
 
     return plan.emit(node, replace(value, widths=(*before, *value.widths, *after)), step)
 

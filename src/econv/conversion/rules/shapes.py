@@ -15,9 +15,7 @@ from torch import fx, nn
 
 from econv.conversion.arguments import known
 from econv.conversion.plan import (
-    FLAT,
-    IMAGE,
-    PATHS,
+    POSITIONS,
     VECTOR,
     Emission,
     Plan,
@@ -26,11 +24,14 @@ from econv.conversion.plan import (
     in_source_order,
 )
 from econv.conversion.registry import rule
+from econv.conversion.steps import one_pixel
 from econv.conversion.trace import ConversionError, owner, value_of
 from econv.conversion.widths import divide
 
-SHUFFLED = ("N", "C", "P", "H", "W")
-"""Paths whose channels are to alternate."""
+
+def _shuffled(plan: Plan) -> tuple[str, ...]:
+    """The axes of paths whose channels are to alternate."""
+    return ("N", "C", "P", *plan.pixels)
 
 
 @rule(
@@ -42,8 +43,8 @@ def reshape(plan: Plan, node: fx.Node) -> Value:
     read, value = plan.first(node)
     before, after = tuple(value_of(read).shape), tuple(value_of(node).shape)
     if value.kind != "fields":
-        return plan.copy(node, _of_image(value, before, after, node))
-    found = _axes_after(value, before, after)
+        return plan.copy(node, _of_image(plan, value, before, after, node))
+    found = _axes_after(plan, value, before, after)
     if found is None and _is_of_bags(value, before, after):
         channels = plan.as_channels(read, value, owner(node) or node.name)
         readers: dict[fx.Node, Step] = {
@@ -53,7 +54,9 @@ def reshape(plan: Plan, node: fx.Node) -> Value:
     if found is None and value.channels == 1:  # without its axis, the only channel is an image
         image, reader = plan.as_image(read, value, owner(node) or node.name)
         return plan.emit(
-            node, _of_image(image, before, after, node), lambda e: e.copy(node, {read: reader})
+            node,
+            _of_image(plan, image, before, after, node),
+            lambda e: e.copy(node, {read: reader}),
         )
     if found is None:
         positions = value.has_pixels and "positions"
@@ -64,24 +67,26 @@ def reshape(plan: Plan, node: fx.Node) -> Value:
             "equivariant counterpart here",
         )
 
-    if value.axes == SHUFFLED and found.axes == IMAGE:
+    image_axes, paths = plan.image, plan.paths
+    alternate = value.axes == _shuffled(plan) and found.axes == image_axes
+    if alternate:
         plan.notes.append(
             f"{owner(node) or node.name}: shuffled channels keep the source's weights only with a "
             "field for each"
         )
 
     def step(e: Emission) -> fx.Node:
-        if value.axes == SHUFFLED and found.axes == IMAGE:
+        if alternate:
             fields = e.method("unflatten", e[read], 2, (-1, e.plan.group.order))
             return e.method("flatten", e.method("transpose", fields, 1, 2), 1, 3)
-        if found.layout == PATHS != value.layout:
+        if found.layout == paths != value.layout:
             return e.method("unflatten", e[read], 1, (after[1], -1))
-        if value.layout == PATHS != found.layout:
+        if value.layout == paths != found.layout:
             return e.method("flatten", e[read], 1, 2)
-        if value.layout == IMAGE and found.layout == VECTOR:
+        if value.layout == image_axes and found.layout == VECTOR:
             return e.method("flatten", e[read], 1)
-        if value.layout == VECTOR and found.layout == IMAGE:
-            return e.method("unsqueeze", e.method("unsqueeze", e[read], 2), 3)
+        if value.layout == VECTOR and found.layout == image_axes:
+            return one_pixel(e, e[read])
         return e[read]
 
     return plan.emit(node, found, step)
@@ -93,36 +98,37 @@ def _is_of_bags(value: Value, before: tuple[int, ...], after: tuple[int, ...]) -
     return value.axes[0] == "N" and of_instances and after[0] * after[1] == before[0] > after[0]
 
 
-def _axes_after(value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value | None:
+def _axes_after(
+    plan: Plan, value: Value, before: tuple[int, ...], after: tuple[int, ...]
+) -> Value | None:
     axes = value.axes
     if before == after:
         return value
-    if axes == IMAGE and len(after) == 5:
-        return _divided(value, before, after)
-    if axes == PATHS and after == (before[0], before[1] * before[2], *before[3:]):
-        return replace(value, axes=IMAGE, widths=value.widths * before[1])
-    if axes == SHUFFLED and after == (before[0], before[1] * before[2], *before[3:]):
-        return replace(value, axes=IMAGE, widths=value.widths * before[2])
+    if axes == plan.image and len(after) == len(plan.paths):
+        return _divided(plan, value, before, after)
+    if axes == plan.paths and after == (before[0], before[1] * before[2], *before[3:]):
+        return replace(value, axes=plan.image, widths=value.widths * before[1])
+    if axes == _shuffled(plan) and after == (before[0], before[1] * before[2], *before[3:]):
+        return replace(value, axes=plan.image, widths=value.widths * before[2])
     sizes = dict(_atoms(value, before))
-    if set(sizes) <= set(IMAGE) and sizes.get("H", 1) == sizes.get("W", 1) == 1:
-        return _of_one_pixel(value, after)
+    if set(sizes) <= set(plan.image) and all(sizes.get(axis, 1) == 1 for axis in plan.pixels):
+        return _of_one_pixel(plan, value, after)
     found = _regrouped(value, before, after)
     if found is None or found.axes[0] != "N":
         return None
-    known = ("N", "C", "H", "W", "HW", "WH", "1")
-    row = all(axis in known for axis in found.axes) and "C" in found.axes
-    return found if row or found.axes in FLAT else None
+    row = all(axis in ("N", "C", "1") or set(axis) <= set(POSITIONS) for axis in found.axes)
+    return found if (row and "C" in found.axes) or found.axes in plan.flat else None
 
 
 def _atoms(value: Value, sizes: tuple[int, ...]) -> list[tuple[str, int]]:
     """The axes of a tensor one by one, with those in it that a change of shape made one."""
-    sides = dict(zip("HW", value.sides, strict=True))
+    sides = dict(zip(POSITIONS[-len(value.sides) :], value.sides, strict=True))
     found = []
     for axis, size in zip(value.axes, sizes, strict=True):
         if len(axis) == 1:
             found += [(axis, size)] if axis != "1" else []
             continue
-        pixels = value.sides[0] * value.sides[1]
+        pixels = math.prod(sides[letter] for letter in axis if letter in sides)
         found += [(letter, sides.get(letter, size // pixels)) for letter in axis]
     return found
 
@@ -151,46 +157,51 @@ def _regrouped(
     if any(size > 1 or not drop for _, size in rest):
         return None
     sizes = dict(atoms)
-    return replace(value, axes=tuple(axes), sides=(sizes.get("H", 1), sizes.get("W", 1)))
+    letters = POSITIONS if "D" in sizes else POSITIONS[-len(value.sides) :]
+    return replace(value, axes=tuple(axes), sides=tuple(sizes.get(x, 1) for x in letters))
 
 
-def _of_one_pixel(value: Value, after: tuple[int, ...]) -> Value | None:
+def _of_one_pixel(plan: Plan, value: Value, after: tuple[int, ...]) -> Value | None:
     """Features without positions, under axes of length one that come and go."""
     number = value.channels
-    for axes in (VECTOR, ("N", "1", "C"), ("N", "C", "1"), IMAGE, ("N", "H", "W", "C")):
+    maps = (plan.image, ("N", *plan.pixels, "C"))
+    for axes in (VECTOR, ("N", "1", "C"), ("N", "C", "1"), *maps):
         sizes = tuple(number if axis == "C" else 1 for axis in axes[1:])
         if after[1:] == sizes:
             return replace(value, axes=axes)
     return None
 
 
-def _divided(value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value | None:
+def _divided(
+    plan: Plan, value: Value, before: tuple[int, ...], after: tuple[int, ...]
+) -> Value | None:
     """Channels as stacked paths of equally many."""
     paths, channels = after[1:3]
     if after != (before[0], paths, channels, *before[2:]) or paths * channels != before[1]:
         return None
-    return replace(value, axes=PATHS, widths=divide(value.widths, paths))
+    return replace(value, axes=plan.paths, widths=divide(value.widths, paths))
 
 
 def _of_image(
-    value: Value, before: tuple[int, ...], after: tuple[int, ...], node: fx.Node
+    plan: Plan, value: Value, before: tuple[int, ...], after: tuple[int, ...], node: fx.Node
 ) -> Value:
     """Images keep the source's shapes; only the axes are followed."""
     if value.kind != "image" or before == after:
         return value
     sizes = dict(_atoms(value, before))
-    if sizes.get("H", 1) == sizes.get("W", 1) == 1:
-        return Value("invariant", VECTOR if len(after) == 2 else IMAGE)
-    if value.axes == IMAGE and len(after) == 5 and after == (before[0], *after[1:3], *before[2:]):
-        return Value("image", PATHS)  # channels as anchors and their numbers
+    if all(sizes.get(axis, 1) == 1 for axis in plan.pixels):
+        return Value("invariant", VECTOR if len(after) == 2 else plan.image)
+    divided = after == (before[0], *after[1:3], *before[2:])
+    if value.axes == plan.image and len(after) == len(plan.paths) and divided:
+        return Value("image", plan.paths)  # channels as anchors and their numbers
     found = _regrouped(value, before, after, drop=True)
-    known = ("N", "I", "NI", "P", "C", "H", "W", "HW", "WH", "1")
-    if found is not None and all(axis in known for axis in found.axes):
+    known = ("N", "I", "NI", "P", "C", "1")
+    if found is not None and all(a in known or set(a) <= set(POSITIONS) for a in found.axes):
         if found.axes[0] in ("NI", "I"):  # the instances of all bags are a batch
             return replace(found, axes=("N", *found.axes[1:]))
         return found
-    if len(after) == 4 and value.axes == ("N", "H", "W") and after[1] == 1:
-        return Value("image", IMAGE)
+    if len(after) == len(plan.image) and value.axes == ("N", *plan.pixels) and after[1] == 1:
+        return Value("image", plan.image)
     raise ConversionError(
         owner(node) or node.name,
         f"it reshapes an image from {before} to {after}: pixels in a fixed order do not turn",
@@ -233,5 +244,6 @@ def sub_pixels(plan: Plan, node: fx.Node) -> Value:
     raise ConversionError(
         "",
         "it lays channels out as pixels in a frame that does not turn; right after a convolution "
-        "with stride 1 PixelShuffle is converted, and so are ConvTranspose2d and Upsample",
+        f"with stride 1 PixelShuffle is converted, and so are ConvTranspose{plan.dimension}d and "
+        "Upsample",
     )

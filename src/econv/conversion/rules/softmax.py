@@ -7,12 +7,10 @@ from dataclasses import replace
 from torch import fx, nn
 
 from econv.conversion.arguments import argument, check_map, known
-from econv.conversion.plan import IMAGE, VECTOR, Emission, Plan, Value
+from econv.conversion.plan import VECTOR, Emission, Plan, Value
 from econv.conversion.registry import rule
 from econv.conversion.trace import ConversionError, name_of, owner
 from econv.conversion.widths import divide
-
-_ROWS = ("HW", "WH")
 
 
 @rule(nn.Softmax, nn.LogSoftmax)
@@ -23,7 +21,7 @@ def softmax_module(plan: Plan, node: fx.Node) -> Value:
 @rule(nn.Softmax2d)
 def softmax_of_maps(plan: Plan, node: fx.Node) -> Value:
     value = plan.value(node.args[0])
-    check_map(value)
+    check_map(plan, value)
     return plan.copy(node, value)
 
 
@@ -39,13 +37,14 @@ def _softmax(plan: Plan, node: fx.Node, dim: int | None) -> Value:
     if not value.axes:
         return plan.copy(node, value)
     axis = value.axes[dim]
-    if axis in ("H", "W"):
+    if axis in plan.pixels:
         raise ConversionError("", "it takes rows and columns apart")
     if value.kind == "image":
         return plan.copy(node, value)
-    if axis in _ROWS or (axis in ("CHW", "HWC") and value.channels == 1):
+    flat = axis in [row for _, row in plan.flat] and value.channels == 1
+    if flat or set(axis) == set(plan.pixels):
         return _over_positions(plan, node, read, value)
-    if axis == "P" or (axis == "C" and value.axes in (IMAGE, VECTOR)):
+    if axis == "P" or (axis == "C" and value.axes in (plan.image, VECTOR)):
         return plan.copy(node, value)
     if axis == "C" and "P" not in value.axes:  # the layout has them second
         name = name_of(node) if node.op != "call_module" else _NAMES[type(plan.module(node))]
@@ -62,7 +61,8 @@ def _over_positions(plan: Plan, node: fx.Node, read: fx.Node, value: Value) -> V
         image, reader = plan.as_image(read, value, owner(node) or node.name)
         if node.op == "call_module":
             plan.keep(node)
-        axes = tuple(axis if len(axis) < 3 else "HW" for axis in value.axes)
+        row = "".join(plan.pixels)
+        axes = tuple(row if "C" in axis and axis != "C" else axis for axis in value.axes)
         return plan.emit(node, replace(image, axes=axes), lambda e: e.copy(node, {read: reader}))
     name = name_of(node) if node.op != "call_module" else _NAMES[type(plan.module(node))]
 
@@ -78,7 +78,7 @@ def radix_softmax(plan: Plan, node: fx.Node) -> Value:
     """Weights of the paths of split attention, from features without positions."""
     module = plan.module(node)
     read, value = plan.first(node)
-    if module.cardinality != 1 or value.axes != IMAGE:
+    if module.cardinality != 1 or value.axes != plan.image:
         raise ConversionError("", "its paths are divided into groups")
     if module.radix == 1:
         return plan.emit(
