@@ -39,7 +39,7 @@ from recording import Growing, joined, origin
 
 Array = npt.NDArray[Any]
 SIDE = 32
-TESTED = 0.25
+SHARE = 0.25
 """The share of the patients that the test has."""
 
 _OURS = {"model": "convnet6_3d_O", "fields": (2, 4, 4, 8, 8, 12)}
@@ -139,16 +139,16 @@ def read(database: Path) -> dict[str, Array]:
     base.close()
     volumes, classes, patients = [], [], []
     names = sorted({patient for patient, _ in scans.values()})
-    for scan, annotations in drawn.items():
+    for scan, judged in drawn.items():
         patient, thickness = scans[scan]
-        boxes = [box(own) for _, own in annotations]
+        boxes = [box(own) for _, own in judged]
         for group in together(boxes):
-            rating = statistics.mean(annotations[i][0] for i in group)
+            rating = statistics.mean(judged[i][0] for i in group)
             if rating == 3:
                 continue
             low, high = (np.stack([boxes[i][end] for i in group]) for end in (0, 1))
             centre = (low.min(0) + high.max(0)) / 2
-            masks = [rasterised(annotations[i][1], thickness, centre) for i in group]
+            masks = [rasterised(judged[i][1], thickness, centre) for i in group]
             volumes.append(np.round(255 * np.mean(masks, 0)).astype(np.uint8))
             classes.append(rating > 3)
             patients.append(names.index(patient))
@@ -159,10 +159,10 @@ def read(database: Path) -> dict[str, Array]:
     }
 
 
-def tested(patients: Array, seed: int = 0) -> Array:
+def held_out(patients: Array) -> Array:
     """Which nodules are for the test: those of a share of the patients."""
     names = np.unique(patients)
-    chosen = np.random.default_rng(seed).permutation(names)[: round(TESTED * len(names))]
+    chosen = np.random.default_rng(0).permutation(names)[: round(SHARE * len(names))]
     return np.isin(patients, chosen)
 
 
@@ -238,7 +238,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.add_subplot()
-    for name, marker in zip(NETWORKS, "osD", strict=True):
+    for name, marker in zip(NETWORKS, "osD", strict=False):
         rows = [row for row in record["runs"] if row["network"] == name]
         counts = sorted({row["count"] for row in rows})
         own = [[row["auc"] for row in rows if row["count"] == count] for count in counts]
@@ -300,7 +300,7 @@ def main() -> None:
             plot({**plotted.head, "runs": plotted.rows}, given.plot)
         return
     arrays = dict(np.load(given.data)) if given.data else read(_database(given.database))
-    held = tested(arrays["patient"])
+    held = held_out(arrays["patient"])
     x, y = torch.from_numpy(arrays["x"])[:, None], torch.from_numpy(arrays["y"].astype(np.int64))
     pool, test = Split(x[~held], y[~held]), Split(x[held][: given.test], y[held][: given.test])
     processes = Processes.join(given.device)

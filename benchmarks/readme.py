@@ -860,20 +860,74 @@ def tetris(found: dict[str, Any]) -> str:
     for size in sorted({row["size"] for row in found["runs"]}):
         own = [row for row in found["runs"] if row["size"] == size]
         shares = [100 * row["accuracy"] for row in own]
-        spread = f" ± {statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
+        pair = [100 * statistics.mean(row["each"][:2]) for row in own]
         cells.append(
             [
                 f"{size}³",
                 f"{own[0]['parameters']:,}",
                 str(len(own)),
-                f"{statistics.mean(shares):.1f}{spread} %",
+                f"{report.spread(shares)} %",
+                f"{report.spread(pair)} %",
             ]
         )
-    head = ["stencils", "parameters", "seeds", "right under all rotations"]
+    head = ["stencils", "parameters", "seeds", "right under all rotations", "the chiral pair"]
     note = (
-        f"(Group {found['group']}, {found['stencils']} stencils, {found['steps']} steps on the "
-        f"eight upright pieces; the test has {found['copies']} of each, turned by cubic splines; "
-        f"{code(found)}; `benchmarks/tetris.py`. Settings were chosen on turned pieces.)"
+        f"(Group I, isotropic stencils, {found['steps']} steps on the eight upright pieces; the "
+        f"test has {found['copies']} of each, turned by cubic splines; mean ± deviation over the "
+        f"seeds; {code(found)}; `benchmarks/tetris.py`.)"
+    )
+    return "\n".join([*table(head, cells), "", note])
+
+
+def tetris_candidates(found: dict[str, Any]) -> str:
+    """What was tried, and how it did in validation."""
+    sizes = sorted({row["size"] for row in found["tries"]})
+    by_name: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in found["tries"]:
+        by_name.setdefault(row["name"], {})[row["size"]] = row
+    cells = []
+    for name, rows in by_name.items():
+        own = [rows.get(size) for size in sizes]
+        cells.append(
+            [name]
+            + [f"{100 * row['accuracy']:.1f} %" if row else "–" for row in own]
+            + [f"{100 * statistics.mean(row['each'][:2]):.0f} %" if row else "–" for row in own]
+        )
+    head = ["network", *(f"{size}³" for size in sizes), *(f"the pair, {size}³" for size in sizes)]
+    return "\n".join(table(head, cells))
+
+
+def volume_records(rows: list[report.Row]) -> str:
+    """ModelNet10 in every orientation."""
+    cells = []
+    for row in rows:
+        if row.recipe.table == 5:
+            errors = [100 - record.test_error for record in row.records]
+            share = f"{report.spread(errors)} %" if errors else "–"
+            count = f"{row.records[0].parameters:,}" if errors else "–"
+            cells.append(
+                [row.recipe.row.replace(", ModelNet10", ""), count, str(len(errors)), share]
+            )
+    return "\n".join(table(["network", "parameters", "seeds", "right, turned"], cells))
+
+
+def nodules(found: dict[str, Any]) -> str:
+    """Areas under the curve, by how many nodules were learned from."""
+    counts = sorted({row["count"] for row in found["runs"]})
+    cells = []
+    for name in dict.fromkeys(row["network"] for row in found["runs"]):
+        own = [row for row in found["runs"] if row["network"] == name]
+        line = [name, f"{own[0]['parameters']:,}"]
+        for count in counts:
+            areas = [row["auc"] for row in own if row["count"] == count]
+            line.append(f"{statistics.mean(areas):.3f} ± {statistics.stdev(areas):.3f}")
+        cells.append(line)
+    seeds = len({row["seed"] for row in found["runs"]})
+    head = ["network", "parameters", *(f"{count:,} nodules" for count in counts)]
+    note = (
+        f"(Area under the curve on {found['test']} nodules of other patients, mean ± deviation "
+        f"over {seeds} seeds; the size of the nodule alone has {found['by_size']:.3f}; "
+        f"{code(found)}; `benchmarks/nodules.py`.)"
     )
     return "\n".join([*table(head, cells), "", note])
 
@@ -929,6 +983,9 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         "equivariance of volumes": ("volumes.json", volume_errors),
         "speed of volumes": ("volume_engines_cpu.json", volume_speed),
         "tetris": ("tetris.json", tetris),
+        "tetris candidates": ("tetris.json", tetris_candidates),
+        "modelnet": (RECORDS, volume_records),
+        "nodules": ("nodules.json", nodules),
     },
 }
 # What needs a machine that there may have been none of.

@@ -773,3 +773,23 @@ def test_a_restricted_network_is_saved_and_made_again(tmp_path):
 def test_restrictions_that_do_not_fit_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
         create_model(name, **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["convnet6_3d", "convnet6_3d_O", "convnet6_3d_I", "convnet6_3d_Oh"]
+)
+def test_stacks_for_volumes_have_as_many_parameters_whatever_the_group(name):
+    count = sum(p.numel() for p in create_model(name).parameters())
+    assert abs(count / 208_000 - 1) < 0.03
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "silu", "antialias": 0.7, "margin": 1}])
+def test_a_stack_for_volumes_keeps_its_scores_under_the_symmetries_of_the_grid(options):
+    small = {"fields": (1, 1, 1), "pooled_after": (1,), "num_classes": 3}
+    network = create_model("convnet6_3d_T", **small, **options).double().eval()
+    x = torch.randn(1, 1, 8, 8, 8, dtype=torch.float64)
+    scores = network(x)
+    assert scores.shape == (1, 3)
+    for element in range(1, 12):
+        torch.testing.assert_close(network(transform(x, "T", element)), scores, rtol=0, atol=1e-12)
+    assert create_model("convnet6_3d", **small)(x.float()).shape == (1, 3)

@@ -105,6 +105,17 @@ def test_the_twin_of_the_digits_has_as_many_parameters_and_the_same_recipe() -> 
         assert name in own or dict(twin.model_options)[name] == value
 
 
+@pytest.mark.parametrize("kind", ["rot", "upright"])
+def test_twins_for_volumes_have_as_many_parameters_and_the_same_recipe(kind: str) -> None:
+    ours, twin = RECIPES[f"modelnet10_{kind}_O"], RECIPES[f"modelnet10_{kind}_cnn"]
+    assert 0.97 * parameters(twin) < parameters(ours) <= parameters(twin)
+    own = ("name", "model", "model_options")
+    assert {k: v for k, v in ours.settings().items() if k not in own} == {
+        k: v for k, v in twin.settings().items() if k not in own
+    }
+    assert Augmentation(**dict(ours.augmentation)).rotate == (kind == "rot")
+
+
 def test_the_papers_p8_network_has_its_number_of_parameters() -> None:
     assert parameters(RECIPES["mnist_rot_p8_paper"]) == 26_747
 

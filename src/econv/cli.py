@@ -330,8 +330,7 @@ def _check(args: argparse.Namespace) -> str | None:
 
     shape, what = times(images.shape[2:]), "volumes" if volumes else "images"
     of_group = "no layers that name a group" if group is None else group.name
-    number = f"{len(images)} {what if len(images) > 1 else what[:-1]}"
-    print(f"{name}: {of_group}, {number} of {shape} {_points(images)}")
+    print(f"{name}: {of_group}, {len(images)} {what} of {shape} {_points(images)}")
     whole = "ball" if volumes else "disc"
     print(f"Table and curve use the {what} faded to zero outside of the inscribed {whole}.")
     if len(checkpoints) > 1:

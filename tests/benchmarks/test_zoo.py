@@ -37,7 +37,6 @@ def test_a_network_that_converts_is_exact_and_keeps_its_outputs(monkeypatch):
 def test_a_network_of_volumes_is_measured_alike(monkeypatch):
     network = nn.Sequential(nn.Conv3d(1, 24, 3, padding=1), nn.ReLU(), nn.Conv3d(24, 48, 3))
     monkeypatch.setattr(zoo.Source, "make", lambda self: network)
-    monkeypatch.setattr(zoo, "GROUPS", {3: "T"})
     found = zoo.measure(zoo.Source("monai", "ours", 6, channels=1, dimension=3))
     assert found["outcome"] == "converts", found["sentence"]
     assert found["same_shapes"]

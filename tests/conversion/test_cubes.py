@@ -15,6 +15,11 @@ from econv.layers import CentredMaxPool3d, GroupUpsampleConv3d, GroupWindowConv3
 from econv.testing import equivariance_error
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def convert(source, group, match=None, **options):
     """By the dense engine: nothing is compiled or timed here."""
     return econv.convert(source, group, match, options={"engine": "dense"}, **options)
@@ -27,7 +32,7 @@ def volume(size=9, channels=1, batch=2):
 def classifier(width=12):
     return nn.Sequential(
         *(nn.Conv3d(1, width, 3, padding=1), nn.BatchNorm3d(width), nn.ReLU(), nn.MaxPool3d(2)),
-        *(nn.Conv3d(width, width, 3, stride=2, padding=1), nn.InstanceNorm3d(width), nn.ReLU()),
+        *(nn.Conv3d(width, width, 3, stride=2, padding=1), nn.BatchNorm3d(width), nn.ReLU()),
         *(nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(width, 4)),
     ).double()
 
@@ -40,7 +45,10 @@ class Segmenter(nn.Module):
         self.first = nn.Sequential(nn.Conv3d(1, 12, 3, padding=1), nn.GroupNorm(1, 12), nn.PReLU())
         self.down = nn.Conv3d(12, 24, 3, stride=2, padding=1)
         self.up = nn.ConvTranspose3d(24, 12, 2, stride=2)
-        self.last = nn.Sequential(nn.Conv3d(24, 12, 3, padding=1), nn.ReLU(), nn.Dropout3d(0.1))
+        self.last = nn.Sequential(
+            *(nn.Conv3d(24, 12, 3, padding=1), nn.InstanceNorm3d(12), nn.ReLU()),
+            nn.Dropout3d(0.1),
+        )
         self.head = nn.Conv3d(12, 3, 1)
 
     def forward(self, x):
@@ -129,7 +137,7 @@ def test_a_flattened_map_becomes_one_window():
 
 def test_smooth_takes_the_layers_of_volumes():
     x = volume(9)
-    network = convert(classifier(), "T", "width", example_input=x, smooth=True, measure=False)
+    network = convert(classifier(), "T", "width", example_input=x, smooth=True, pool="mean")
     kinds = {type(module).__name__ for module in network.modules()}
     assert {"GroupActivation3d"} <= kinds
     assert worst(network.eval(), x, [4]) < 1e-12
@@ -160,6 +168,28 @@ def test_a_converted_network_is_exported_and_made_again(tmp_path):
     again = econv.conversion.rebuild(source, network.recipe)
     again.load_state_dict(network.state_dict())
     torch.testing.assert_close(again.eval()(x), network(x))
+
+
+class Gated(nn.Module):
+    """Squeeze and excitation, as it is written for any number of dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.end = nn.Conv3d(1, 24, 3, stride=2, padding=1), nn.Linear(24, 2)
+        self.gate = nn.Sequential(nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 24), nn.Sigmoid())
+
+    def forward(self, x):
+        x = torch.relu(self.conv(x))
+        gate = self.gate(x.mean((2, 3, 4))).view(*x.shape[:2], *[1] * (x.ndim - 2))
+        return self.end(functional.adaptive_avg_pool3d(x * gate, 1).flatten(1))
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_gates_of_channels_follow_fields_also_on_one_voxel(size):
+    source, x = Gated().double(), volume(size)
+    network = convert(source, "T", "width", example_input=x, measure=False).eval()
+    assert type(network.gate[0]).__name__ == "GroupLinear"
+    assert worst(network, volume(5), [1, 4]) < 1e-12
 
 
 # What is refused

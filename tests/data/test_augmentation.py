@@ -11,7 +11,7 @@ from scipy import stats
 
 from econv import data
 from econv.data import Augmentation
-from econv.data.augmentation import deform, move
+from econv.data.augmentation import deform, move, quaternions, turn
 from econv.data.keyed import unit_circle
 from econv.testing import rotate, smooth_field
 from small_data import random_dataset
@@ -341,3 +341,66 @@ def test_a_cuda_graph_holds_every_epoch(kind):
         epoch.fill_(value)
         graph.replay()
         assert torch.equal(result, data.prepare(x, found, KINDS[kind], 7, value, indices))
+
+
+SPACE = Augmentation(rotate=True, scale=0.1, shift=2)
+
+
+def test_a_volume_is_the_same_in_any_batch_and_another_in_every_epoch():
+    x, indices = torch.rand(5, 2, 6, 7, 8), torch.randperm(100)[:5]
+    whole = SPACE(x, 5, 6, indices)
+    parts = [SPACE(x[i : i + 1], 5, 6, indices[i : i + 1]) for i in range(5)]
+    assert torch.equal(torch.cat(parts), whole)
+    for seed, epoch in ((5, 7), (6, 6)):
+        assert not torch.equal(SPACE(x, seed, epoch, indices), whole)
+    same = SPACE(x[:1].expand_as(x), 5, 6, torch.arange(5))
+    assert (same[1:] - same[:-1]).abs().amax((1, 2, 3, 4)).min() > 0.1
+
+
+def test_volumes_turn_by_rotations_uniform_in_space():
+    turns = quaternions(1, 2, torch.arange(4000))
+    assert (turns.norm(dim=1) - 1).abs().max() < 1e-12
+    # Uniform on the sphere of four dimensions: any component is, up to its sign, the same in law.
+    for component in turns.T.numpy():
+        wanted = stats.beta(1.5, 1.5, loc=-1, scale=2)
+        assert stats.kstest(component, wanted.cdf).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    "turned", [(1, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (1, 1, 1, 1)]
+)
+def test_a_quaternion_turns_volumes_as_its_matrix_does(turned):
+    q = torch.tensor([turned], dtype=torch.float64)
+    r, i, j, k = (q / q.norm())[0].tolist()
+    cross = np.array([[0, -k, j], [k, 0, -i], [-j, i, 0]])
+    matrix = np.eye(3) + 2 * r * cross + 2 * cross @ cross
+    x = torch.randn(1, 2, 5, 5, 5, dtype=torch.float64)
+    torch.testing.assert_close(turn(x, q / q.norm()), rotate(x, matrix), rtol=0, atol=1e-12)
+
+
+def test_volumes_move_by_whole_voxels_and_scale_about_their_centre():
+    still = torch.eye(1, 4, dtype=torch.float64)
+    x = torch.randn(1, 1, 4, 5, 6, dtype=torch.float64)
+    moved = turn(x, still, torch.tensor([[2.0, 1.0, -1.0]], dtype=torch.float64))  # y points up
+    torch.testing.assert_close(moved[:, :, :-1, :-1, 2:], x[:, :, 1:, 1:, :-2], rtol=0, atol=1e-12)
+    for edge in (moved[:, :, -1], moved[:, :, :, -1], moved[..., :2]):
+        assert edge.abs().max() < 1e-12
+    ramp = torch.linspace(-1, 1, 9, dtype=torch.float64).expand(1, 1, 9, 9, 9)
+    smaller = turn(ramp, still, scale=torch.tensor([0.2], dtype=torch.float64))
+    inner = (slice(None), slice(None), *[slice(2, 7)] * 3)
+    torch.testing.assert_close(smaller[inner], 1.2 * ramp[inner], rtol=0, atol=1e-12)
+
+
+def test_what_is_for_images_alone_is_refused_for_volumes():
+    x = torch.rand(2, 1, 4, 4, 4)
+    for wrong in (
+        Augmentation(flip=True),
+        Augmentation(erase=1),
+        Augmentation(shift=1, padding="border"),
+    ):
+        with pytest.raises(ValueError, match="expected rotate, scale and shift for volumes"):
+            wrong(x, 0, 0, torch.arange(2))
+    with pytest.raises(ValueError, match=r"\[2, 8\] as drawn"):
+        SPACE.apply(x, SPACE.draw(0, 0, torch.arange(2)))
+    with pytest.raises(ValueError, match="floats"):
+        turn(x.to(torch.uint8), torch.eye(1, 4).expand(2, 4))

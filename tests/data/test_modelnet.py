@@ -68,7 +68,7 @@ def test_broken_meshes_are_refused_by_name(text, problem):
 
 @pytest.fixture
 def archive(tmp_path, monkeypatch):
-    """An archive as ModelNet10.zip is, with two shapes for training in each class and one to test."""
+    """An archive as ModelNet10.zip is, of three shapes in each class."""
     monkeypatch.setattr(modelnet, "COUNTS", {"train": 20, "test": 10})
     monkeypatch.setattr(modelnet, "VALIDATION", 10)
     path = tmp_path / "ModelNet10.zip"
@@ -121,7 +121,7 @@ def test_other_archives_are_refused(archive, tmp_path):
     with pytest.raises(DataError, match=r"ModelNet10\.zip; neither is there.*name it"):
         data.load("modelnet10_rot", root=empty)
     archive.write_bytes(b"PK not at all")
-    with pytest.raises(DataError, match="cannot be read as ModelNet10.zip"):
+    with pytest.raises(DataError, match=r"cannot be read as ModelNet10\.zip"):
         data.load("modelnet10_rot", root=tmp_path, source=archive)
     wrong = tmp_path / "modelnet10_voxels.npz"
     np.savez(wrong, train_x=np.zeros((3, 9), np.uint8))

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from econv import create_model
-from econv.data import Augmentation, permutation
+from econv.data import Augmentation, Dataset, Split, permutation
 from econv.train.trainer import Trainer
 from tiny_training import TINY, changed, start, stripes, trainer
 
@@ -172,3 +172,41 @@ def test_other_number_formats_and_layouts_train_too(
     assert found.precision == precision
     close = 1e-4 if precision == "float64" else 0.05
     assert found.epochs[1]["loss"] == pytest.approx(usual.epochs[1]["loss"], rel=close)
+
+
+def volumes() -> Dataset:
+    """Balls of two radii in 10³ voxels."""
+    line = torch.arange(10) - 4.5
+    radius = (line[:, None, None] ** 2 + line[:, None] ** 2 + line**2).sqrt()
+    y = torch.arange(8) % 2
+    x = (radius < 2 + 2 * y[:, None, None, None]).to(torch.uint8)[:, None] * 255
+    return Dataset.of("balls", *[Split(x, y)] * 3, classes=2)
+
+
+VOLUMES = dataclasses.replace(
+    TINY,
+    model="convnet6_3d_T",
+    model_options=(("fields", (1, 1)), ("pooled_after", (1,)), ("num_classes", 2)),
+    batch_size=4,
+    augmentation=(("rotate", True), ("scale", 0.1), ("shift", 1)),
+)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_volumes_train_like_images(tmp_path: Path, last: bool) -> None:
+    record = start(tmp_path, VOLUMES, data=volumes(), channels_last=last)
+    losses = [entry["loss"] for entry in record.epochs]
+    assert losses[-1] < losses[0]
+    again = start(tmp_path / "again", VOLUMES, data=volumes(), channels_last=last)
+    assert again.predictions_sha256 == record.predictions_sha256
+
+
+def test_volumes_turn_anew_in_every_epoch_and_have_no_inscribed_disc() -> None:
+    data = volumes()
+    network = trainer(VOLUMES, data)
+    network.epoch(0, lambda *_: None)
+    first = network.drawn.clone()
+    network.epoch(1, lambda *_: None)
+    assert (network.drawn - first).abs().amax(1).min() > 1e-3
+    with pytest.raises(ValueError, match="expected images for disc"):
+        trainer(dataclasses.replace(VOLUMES, disc=True), data)

@@ -8,8 +8,8 @@ process or the device. This room knows nothing of models and training.
 
 The rooms: `splits`, what a data set is; `keyed`, random numbers; `augmentation`; `formats`, bytes
 to arrays; `sources`, the official files and their checksums; `archives`, `npz` and `download`, how
-files are read and got; `official`, all of these together; `dividing`, who is held out; `digits` and
-`recreated`, what is turned; `loading`, a data set by its name.
+files are read and got; `official`, all of these together; `dividing`, who is held out; `digits`,
+`recreated` and `modelnet`, what is turned; `loading`, a data set by its name.
 """
 
 from econv.data.augmentation import PADDINGS, Augmentation, prepare

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,7 +65,8 @@ def modelnet10(name: str, root: Path, place: Path | None, seed: int) -> Dataset:
         if part == "test" or (part == "validation" and name == "modelnet10_rot"):
             x = turned(x, torch.from_numpy(at + (part == "test") * len(order)), seed)
         splits.append(Split(x, torch.from_numpy(arrays[f"{source}_y"][at].astype(np.int64))))
-    return Dataset.of(name, *splits, classes=len(CLASSES), unverified=True)
+    train, validation, test = splits
+    return Dataset.of(name, train, validation, test, len(CLASSES), unverified=True)
 
 
 def turned(x: torch.Tensor, index: torch.Tensor, seed: int) -> torch.Tensor:
@@ -150,7 +152,8 @@ def _from_meshes(path: Path, root: Path) -> dict[str, Array]:
     with contextlib.suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
         with atomic(kept) as temporary, open(temporary, "wb") as stream:
-            np.savez_compressed(stream, **found)
+            whole: dict[str, Any] = found
+            np.savez_compressed(stream, **whole)
     return found
 
 
@@ -158,10 +161,11 @@ def _members(archive: zipfile.ZipFile, part: str) -> Iterator[tuple[int, str]]:
     """Classes and names of the shapes for training or test: ModelNet10/bed/train/bed_0001.off."""
     for name in sorted(archive.namelist()):
         words = name.split("/")
-        place = words[-3:-1]
-        if name.endswith(".off") and words[0] != "__MACOSX" and place[1:] == [part]:
-            if place[0] in CLASSES:
-                yield CLASSES.index(place[0]), name
+        if name.endswith(".off") and words[0] != "__MACOSX" and words[-2:-1] == [part]:
+            label = words[-3] if len(words) > 2 else ""
+            if label not in CLASSES:
+                raise DataError(f"{name}: expected a class of {', '.join(CLASSES)}; got {label!r}")
+            yield CLASSES.index(label), name
 
 
 def read_off(text: bytes, name: str) -> tuple[Array, Array]:

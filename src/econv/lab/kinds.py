@@ -236,7 +236,8 @@ def output_kind_of(model: nn.Module, trace: _Trace, given: str | None) -> FieldT
         return known
     if trace.output.ndim == 2:
         return FieldType("invariant")
-    if trace.maps and trace.output.ndim > 3:
+    rank = max((entry.value.ndim for entry in trace.maps), default=0)
+    if trace.output.ndim == rank > 3:
         after = "; what these do is unknown: " + ", ".join(trace.unknown) if trace.unknown else ""
         raise ValueError(
             "the output is not known to be an equivariant map: expected a model that ends in "

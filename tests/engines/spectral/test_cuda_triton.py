@@ -17,6 +17,7 @@ from econv.engines.choice import Times
 from econv.engines.problem import Geometry
 from econv.engines.spectral.torch import apply
 from econv.engines.spectral.triton import launches as triton_launches
+from econv.gpu import passes
 from econv.plan import spectral_plan
 from econv.train.capture import captured
 from triton_checks import *  # noqa: F403
@@ -120,7 +121,7 @@ def test_warp_specialised_kernels_err_little_more_than_others(monkeypatch, group
     without = run_with({"warp_specialised": 0}, x, probe, weights, plan, geometry)
     exactly = in_float64(x, probe, weights, plan, geometry)
     monkeypatch.setattr(
-        triton_launches,
+        passes,
         "empty",
         lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )

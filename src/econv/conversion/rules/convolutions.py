@@ -455,7 +455,9 @@ def _returns_to_pixels(plan: Plan, node: fx.Node) -> bool:
         seen.add(user)
         out = value_of(user)
         maps = isinstance(out, torch.Tensor) and out.ndim == len(plan.image)
-        if maps and out.shape[2:].numel() > 1:
+        others = [plan.values[read] for read in user.all_input_nodes if read in plan.values]
+        meets = any(value.kind == "fields" and value.has_pixels for value in others)
+        if maps and (meets or out.shape[2:].numel() > 1):
             return True
         stack += list(user.users)
     return False
