@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 import econv
+from econv.engines import choice
 from econv.files import write_atomically
 from recording import origin, stamp
 
@@ -39,6 +40,10 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"operators": "order<=1", "size": 5},
     {"stencils": "central"},
     {"stencils": "gaussian", "size": 7},
+)
+# What fills up for long, and how far it may.
+BOUNDED = dict.fromkeys(
+    ("econv.engines.choice._memory", "econv.engines.choice._decided"), choice._MOST_MEMORIES
 )
 SAMPLES = 60
 EVERY = 25  # steps from one comparison with dense to the next
@@ -147,7 +152,7 @@ def growing(samples: list[dict[str, Any]]) -> Iterator[str]:
     held = [sample["held"] for sample in samples]
     for name, count in held[-1].items():
         counts = [held[place].get(name, 0) for place in (third, 2 * third)]
-        if counts[0] < counts[1] < count:
+        if counts[0] < counts[1] < count and count > BOUNDED.get(name, 0):
             yield f"{name} grew from {counts[0]} to {counts[1]} to {count}"
 
 

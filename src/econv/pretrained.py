@@ -358,8 +358,8 @@ def _weights_folder(name: str) -> Path:
             return folder
     there = sorted({file.parent.name for place in places for file in place.glob(f"*/{_CONFIG}")})
     raise ValueError(
-        f"expected weights by name: no weights named {name!r} in {', '.join(map(str, places))}; "
-        f"found {', '.join(there) or 'none'}. {_WHERE_FROM.format(name)}"
+        f"expected weights by name: no weights named {name!r} in {', '.join(map(str, places))}, "
+        f"where there are {', '.join(there) or 'none'}. {_WHERE_FROM.format(name)}"
     )
 
 

@@ -13,13 +13,17 @@ def samples(megabytes, held):
     ]
 
 
-def test_memory_that_grows_after_the_warm_up_is_noticed():
+def test_memory_that_grows_after_the_warm_up_is_noticed(monkeypatch):
     flat = samples(lambda n: 300 + min(n, 15) * 20, lambda n: min(n, 18))
     assert list(soak.growing(flat)) == []
     (line,) = soak.growing(samples(lambda n: 300 + 5 * n, lambda n: 3))
     assert line.startswith("memory grew from 4")
     (line,) = soak.growing(samples(lambda n: 300, lambda n: n))
     assert line == "econv.x grew from 20 to 40 to 59"
+    for most, count in ((59, 0), (58, 1)):  # what fills up may, as far as it is bounded
+        monkeypatch.setitem(soak.BOUNDED, "econv.x", most)
+        assert len(list(soak.growing(samples(lambda n: 300, lambda n: n)))) == count
+    assert set(soak.BOUNDED) <= {*soak.containers(), "econv.x"}
     with pytest.raises(ValueError, match="at least 9 samples"):
         list(soak.growing(flat[:8]))
 
