@@ -997,6 +997,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
 }
 # What needs a machine that there may have been none of.
 NOT_EVERYWHERE = (
+    "nodules.json",
     "device_tests.json",
     "networks_cpu.json",
     "networks_cuda.json",
