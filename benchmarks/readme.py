@@ -910,16 +910,19 @@ def tetris(found: dict[str, Any]) -> str:
             ]
         )
     head = ["stencils", "parameters", "seeds", "right under all rotations", "the chiral pair"]
+    seen = "" if "tries" in found else " Settings were chosen on turned pieces."
     note = (
         f"(Group I, isotropic stencils, {found['steps']} steps on the eight upright pieces; the "
         f"test has {found['copies']} of each, turned by cubic splines; mean ± deviation over the "
-        f"seeds; {code(found)}; `benchmarks/tetris.py`.)"
+        f"seeds; {code(found)}; `benchmarks/tetris.py`.{seen})"
     )
     return "\n".join([*table(head, cells), "", note])
 
 
 def tetris_candidates(found: dict[str, Any]) -> str:
     """What was tried, and how it did in validation."""
+    if "tries" not in found:
+        return "Nothing in this table yet: the record above is of an earlier network, of two grids."
     sizes = sorted({row["size"] for row in found["tries"]})
     by_name: dict[str, dict[int, dict[str, Any]]] = {}
     for row in found["tries"]:
@@ -947,11 +950,15 @@ def volume_records(rows: list[report.Row]) -> str:
             cells.append(
                 [row.recipe.row.replace(", ModelNet10", ""), count, str(len(errors)), share]
             )
+    if not cells:
+        return "Nothing in this table yet: these networks were not trained."
     return "\n".join(table(["network", "parameters", "seeds", "right, turned"], cells))
 
 
-def nodules(found: dict[str, Any]) -> str:
+def nodules(found: dict[str, Any] | None) -> str:
     """Areas under the curve, by how many nodules were learned from."""
+    if found is None:
+        return "Nothing in this table yet: these networks were not trained."
     counts = sorted({row["count"] for row in found["runs"]})
     cells = []
     for name in dict.fromkeys(row["network"] for row in found["runs"]):
@@ -1030,6 +1037,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
 }
 # What needs a machine that there may have been none of.
 NOT_EVERYWHERE = (
+    "nodules.json",
     "device_tests.json",
     "networks_cpu.json",
     "networks_cuda.json",
