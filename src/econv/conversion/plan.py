@@ -498,7 +498,11 @@ class Plan:
 
     def build(self, sizes: Sizes, where: dict[str, Any]) -> dict[str, nn.Module]:
         """The modules, for these widths."""
-        return {name: part.make(sizes, where) for name, part in self.parts.items()}
+        made = {name: part.make(sizes, where) for name, part in self.parts.items()}
+        for name, part in self.parts.items():
+            if not part.kept:  # also layers that have nothing but constants, such as blurs
+                made[name].to(**where)
+        return made
 
     def count(self, sizes: Sizes, what: str) -> int:
         """What these widths lead to: ``"params"``, ``"flops"`` (multiply-adds of one image) or
