@@ -90,6 +90,7 @@ class ConvNet(_Classifier):
             raise ValueError(f"expected margin as a number of pixels, 0 or more; got {margin!r}")
         kit = Kit(group, pool, options, activation, antialias, oversample, dimension)
         self.dimension = kit.dimension
+        self._axes = tuple(range(2, 2 + self.dimension))  # known where the network is traced
         self.group = kit.group
         self.config = {
             "group": kit.group,
@@ -134,13 +135,13 @@ class ConvNet(_Classifier):
 
     def forward_features(self, x: Tensor) -> Tensor:
         if self.margin:
-            x = _continued(x, self.margin)
+            x = _continued(x, self.margin, self._axes)
         return self._through(self.layers, len(self.config["fields"]), x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         x = self.pool(x)
         if self.readout == "mean":
-            x = x.mean(dim=tuple(range(2, x.ndim)), keepdim=True)
+            x = x.mean(dim=self._axes, keepdim=True)
         scores: Tensor = x if pre_logits else self.classifier(x)
         return scores.flatten(1)
 
@@ -173,15 +174,16 @@ class ConvNet(_Classifier):
 _MOST_WEIGHTS = 1 << 28  # of a classifier: a gigabyte
 
 
-def _continued(x: Tensor, pixels: int) -> Tensor:
+def _continued(x: Tensor, pixels: int, axes: tuple[int, ...]) -> Tensor:
     """Images on their background, the mean of their corners, so many pixels wide on every side.
 
     To repeat what is at the border would draw out whatever touches it when the image turns.
 
-    >>> _continued(torch.tensor([[[[1.0, 9, 3], [9, 9, 9], [1, 9, 3]]]]), 1)[0, 0, 0].tolist()
+    >>> image = torch.tensor([[[[1.0, 9, 3], [9, 9, 9], [1, 9, 3]]]])
+    >>> _continued(image, 1, (2, 3))[0, 0, 0].tolist()
     [2.0, 2.0, 2.0, 2.0, 2.0]
     """
-    corners, axes = x, tuple(range(2, x.ndim))
+    corners = x
     for axis in axes:
         ends = corners.narrow(axis, 0, 1), corners.narrow(axis, -1, 1)
         corners = torch.cat(ends, axis)
