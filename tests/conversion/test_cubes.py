@@ -79,7 +79,7 @@ def test_a_classifier_is_exact_under_the_rotations_of_the_cube(size):
     assert source.eval()(x).sub(source(x.rot90(1, (2, 3)))).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("size", [8, 9])
+@pytest.mark.parametrize("size", [8, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_u_net_is_exact_and_keeps_its_shape(size):
     source, x = Segmenter().double(), volume(size)
     network = convert(source, "T", "width", example_input=x, measure=False).eval()
@@ -97,7 +97,14 @@ def test_the_report_turns_as_far_as_generates_the_group():
     assert "CentredMaxPool3d" in str(network.report)
 
 
-@pytest.mark.parametrize(("group", "elements"), [("Oh", (5, 24, 40)), ("C4v", None), ("I", None)])
+@pytest.mark.parametrize(
+    ("group", "elements"),
+    [
+        ("C4v", None),
+        pytest.param("Oh", (5, 24, 40), marks=pytest.mark.slow),
+        pytest.param("I", None, marks=pytest.mark.slow),
+    ],
+)
 def test_other_groups_of_space(group, elements):
     source = nn.Sequential(nn.Conv3d(2, 60, 3), nn.SiLU(), nn.Conv3d(60, 2, 1)).double()
     x = volume(5, 2, 1)
