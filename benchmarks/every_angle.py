@@ -191,7 +191,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     kept = torch.load(weights, weights_only=True)
     found = json.loads(kept["found"])
     if job["what"] == "test":
-        made.load_state_dict(kept["weights"])
+        made.train().load_state_dict(kept["weights"])
         y = data["test classes"]
         found["error_percent"] = {
             angle: percent_wrong(answers(made, x), y) for angle, x in data["test"].items()
