@@ -39,6 +39,7 @@ TOO_MUCH = {
     "features or not": lambda: econv.create_model("resnet8_p4", features_only="no"),
     "a margin": lambda: econv.create_model("convnet6_p4", margin=2**31),
     "a large image": lambda: econv.create_model("convnet6_p4", image_size=10**5),
+    "a pattern": lambda: econv.models.list_models(float("inf")),
     "weights of nobody": lambda: econv.create_model("convnet6_p4", weights="no such"),
     "no layers": lambda: econv.create_model("convnet6_p8", fields=()),
     "points": lambda: econv.Recentre2d()(torch.zeros(1, 1, 5, 5), 10**6, 10**6),

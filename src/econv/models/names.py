@@ -90,6 +90,9 @@ def list_models(pattern: str = "*", *, weights: bool = False) -> list[str]:
     >>> "digits_p8" in list_models("*p8*", weights=True)
     True
     """
+    if not isinstance(pattern, str):
+        raise ValueError(f"expected pattern as a text such as '*p8*'; got {pattern!r}")
+    expect_truth(weights=weights)
     if weights:
         return trained_weights(pattern)
     return sorted(name for name in MODELS if fnmatchcase(name, pattern))
