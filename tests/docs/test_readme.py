@@ -80,7 +80,7 @@ def test_the_short_tables_are_made_of_what_was_measured():
     readme = pytest.importorskip("readme", reason="no benchmarks beside the tests")
     errors = {"isotropic 5×5": [0.001], "escnn R2Conv 5×5": [0.02], "central 5×5": [0.3]}
     found = {"one_layer": {"errors": errors}, "settings": {"smoothness": [1.5], "seeds": 5}}
-    text = readme.equivariance_in_short(found)
+    text = readme.equivariance_in_short(found, [])
     assert "| smoothness in pixels | escnn | econv |" in text  # no record of e2cnn, no column
     assert "| 1.5 | 0.02 | **0.001** |" in text
     assert "**" not in readme.accuracy_in_short(report.rows([]))  # no records, no rows
