@@ -933,7 +933,7 @@ def tetris(found: dict[str, Any]) -> str:
 def tetris_candidates(found: dict[str, Any]) -> str:
     """What was tried, and how it did in validation."""
     if "tries" not in found:
-        return "Nothing in this table yet: the record above is of an earlier network, of two grids."
+        return ""
     sizes = sorted({row["size"] for row in found["tries"]})
     by_name: dict[str, dict[int, dict[str, Any]]] = {}
     for row in found["tries"]:
@@ -962,14 +962,14 @@ def volume_records(rows: list[report.Row]) -> str:
                 [row.recipe.row.replace(", ModelNet10", ""), count, str(len(errors)), share]
             )
     if not cells:
-        return "Nothing in this table yet: these networks were not trained."
+        return ""
     return "\n".join(table(["network", "parameters", "seeds", "right, turned"], cells))
 
 
 def nodules(found: dict[str, Any] | None) -> str:
     """Areas under the curve, by how many nodules were learned from."""
     if found is None:
-        return "Nothing in this table yet: these networks were not trained."
+        return ""
     counts = sorted({row["count"] for row in found["runs"]})
     cells = []
     for name in dict.fromkeys(row["network"] for row in found["runs"]):
