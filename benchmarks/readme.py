@@ -361,28 +361,6 @@ def conversion_table(found: dict[str, Any]) -> str:
     return "\n".join([*table(head, rows), "", note])
 
 
-def upright_table(found: dict[str, Any]) -> str:
-    """Settings of the upright recipes, on turned validation images."""
-    rows = [
-        [code_of(row["trial"]), f"{row['parameters']:,}", f"{row['angle_errors'][0]:.2f}"]
-        + [f"{row[key]:.2f}" for key in ("mean", "worst")]
-        for row in sorted(found["rows"], key=lambda row: row["mean"])
-    ]
-    epochs = sorted({row["epochs"] for row in found["rows"]})
-    note = (
-        f"(Error in % on 5,000 validation digits, upright and turned by 24 angles, "
-        f"{' or '.join(map(str, epochs))} epochs, one seed; {found['device']}; {code(found)}; "
-        "`benchmarks/upright.py`.)"
-    )
-    head = ["change", "parameters", "upright", "mean", "worst"]
-    return "\n".join([*table(head, rows), "", note])
-
-
-def code_of(trial: str) -> str:
-    """What a trial changes, as code."""
-    return "none" if trial == "base" else ", ".join(f"`{part}`" for part in trial.split(";"))
-
-
 def every_angle_table(found: dict[str, Any]) -> str:
     """Upright digits learned, turned digits told, by library."""
     rows = [(*row["key"], row) for row in found["rows"]]
