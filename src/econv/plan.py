@@ -280,7 +280,7 @@ def plan_named(name: str) -> SpectralPlan:
 
     >>> from econv import filter_basis
     >>> plan = spectral_plan(filter_basis("p8"), "regular", "regular")
-    >>> plan_named(plan.name) is plan
+    >>> plan_named(plan.name) == plan
     True
     """
     found = _named.get(name)

@@ -143,7 +143,7 @@ def test_the_tables_of_engines_say_how_many_times_dense_takes():
         "peak_bytes": {"dense": 4e6, "spectral": 3e6, "fused": 2e6},
     }
     assert f"{name} 1.50 | 2.25 | 4 / 3 / 2 |" in readme.gpu_fused(found)
-    layer["after_norm_and_relu"]["alone"] = {
+    layer["after_norm_and_relu"]["isolated"] = {
         "median": {"dense": 9.0, "spectral": 3.0, "fused": 2.0}
     }
     assert f"{name} 3.00 | 4.50 | 4 / 3 / 2 |" in readme.gpu_fused(found)

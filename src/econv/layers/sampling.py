@@ -708,7 +708,8 @@ class CentredAvgPool(CentredPool):
 
     def pool(self, x: Tensor, recentre: Callable[..., Tensor]) -> Tensor:
         """Pool the points that ``recentre`` finds."""
-        if self.dimension == 3 and x.dtype == torch.float16 and x.is_cpu:
+        known = isinstance(x, Tensor)  # and no stand-in of a trace, which does not tell its dtype
+        if self.dimension == 3 and known and x.dtype == torch.float16 and x.is_cpu:
             return self.pool(x.float(), recentre).to(x.dtype)  # torch has no such kernel
         window = (self.kernel_size, self.stride)
         average = by_dimension("avg_pool", self.dimension)
