@@ -78,7 +78,7 @@ def picture(found: list[list[str]]) -> str:
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 4}" role="img" '
-        f'aria-label="The rooms of econv, from the top down">\n<style>{style}</style>\n'
+        f'aria-label="The modules of econv, from the top down">\n<style>{style}</style>\n'
         f'<rect width="{WIDTH}" height="{y + 4}" fill="#ffffff" stroke="none"/>\n'
         + "\n".join(rows)
         + "\n</svg>\n"

@@ -1,6 +1,6 @@
 """Group × operators × stencils → the fixed arrays that turn coefficients into filters.
 
-This room knows what a learned weight means and how it should be drawn; it stays in numpy float64
+This module knows what a learned weight means and how it should be drawn; it stays in numpy float64
 and knows nothing of tensors or of how a convolution is run.
 """
 

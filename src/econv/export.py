@@ -1,7 +1,7 @@
 """Networks without econv: what a trained network computes, as plain torch modules for inference.
 
 :func:`export` traces a network, puts a plain form in the place of each of our layers and folds
-batch norms into the convolutions before them. This room knows what each layer computes in eval
+batch norms into the convolutions before them. This module knows what each layer computes in eval
 mode, and nothing of how it is trained.
 """
 

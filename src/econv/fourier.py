@@ -2,7 +2,7 @@
 
 A feature map transforms under the group; so does the set of operators that a layer applies to it.
 Taken apart into irreducible pieces, an equivariant linear map can only join pieces of one kind
-(Schur's lemma): that is what makes a group convolution block-diagonal. This room knows groups and
+(Schur's lemma): that is what makes a group convolution block-diagonal. This module knows groups and
 their representations. It knows nothing of derivatives, pixels or tensors.
 
 A representation is an array of orthogonal matrices ``[order, dimension, dimension]`` that acts on

@@ -1,6 +1,6 @@
 """Finite groups of rotations and reflections: the symmetries that a network can have.
 
-This room knows matrices, multiplication and representations. It knows nothing of
+This module knows matrices, multiplication and representations. It knows nothing of
 derivatives, pixels or tensors.
 """
 

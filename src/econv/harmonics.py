@@ -4,7 +4,7 @@ Operators of one degree fall apart into Δ^q h(∂), h a harmonic polynomial of 
 and q the h turn among themselves, as the spherical harmonics do, and so should their stencils. In
 the plane these are D₊^p D₋^q, whose design in `stencils` is this one in complex numbers.
 
-This room knows points and polynomials. What the designs are for is the business of `stencils`.
+This module knows points and polynomials. What the designs are for is the business of `stencils`.
 
 A grid is its points ``[n, d]``, coordinates (x, y, …) in units of the sides of a cube as large as
 a cell; its symmetries are the signed permutations of the axes that map it onto itself.

@@ -1,6 +1,6 @@
 """Differential operators with constant coefficients: polynomials in ∂.
 
-This room knows how an orthogonal matrix acts on operators and which operators a group needs.
+This module knows how an orthogonal matrix acts on operators and which operators a group needs.
 Every action is derived by substitution, ∇ → A⁻¹∇; no rotated operator is typed in anywhere.
 It knows nothing of pixels or tensors.
 """

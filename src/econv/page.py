@@ -1,7 +1,7 @@
 """One self-contained HTML page: a slider turns the input, and the page shows what that does.
 
 It needs no server and no network: pictures are sprite sheets in data addresses, the numbers are in
-the page. What is measured is the business of `lab`; this room knows HTML and PNG.
+the page. What is measured is the business of `lab`; this module knows HTML and PNG.
 """
 
 from __future__ import annotations

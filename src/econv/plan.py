@@ -13,7 +13,7 @@ In five steps, for each pixel:
 The adjoint layer, which takes gradients of the output to gradients of the input, has the same form:
 each stencil is plus or minus its own mirror image.
 
-A plan that does not give exactly the layer's filters cannot be built. This room stays in numpy
+A plan that does not give exactly the layer's filters cannot be built. This module stays in numpy
 float64; who runs the steps, and in which order, is the business of the engines.
 """
 

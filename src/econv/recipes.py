@@ -1,7 +1,7 @@
 """One frozen recipe per row of the paper's tables, with the paper's number in it.
 
-A recipe is a value: what is trained on what, and how. This room knows nothing of tensors, files or
-loops; `train` reads a recipe, `report` puts what came out beside the paper's number.
+A recipe is a value: what is trained on what, and how. This module knows nothing of tensors, files
+or loops; `train` reads a recipe, `report` puts what came out beside the paper's number.
 
 Recipes named ``…_paper`` are the paper's: its network, initialisation and schedule. Those without
 the suffix are ours where they differ; `econv report` has a table of how.

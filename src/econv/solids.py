@@ -4,7 +4,7 @@ Axes are right-handed: x points right, y up, z towards the reader. Groups with o
 it along z, and turn every slice of a volume as ``pn`` turns an image. The tetrahedron and the cube
 lie on the axes; the icosahedron lies so that its tetrahedral subgroup does.
 
-Like `groups`, this room knows matrices, multiplication and representations, and nothing else.
+Like `groups`, this module knows matrices, multiplication and representations, and nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finite-difference stencils: where derivatives first meet the pixel grid.
 
 Everything upstream is exact algebra; every discretisation error is born in this file.
-This room knows nothing of groups, filters or tensors.
+This module knows nothing of groups, filters or tensors.
 
 Arrays of weights have one axis per coordinate, the last one x. x points right along its axis;
 y points up, against its axis, because rows run downwards; a third coordinate runs along its axis.

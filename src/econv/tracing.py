@@ -1,6 +1,6 @@
 """What torch.fx needs help with while it follows a network.
 
-This room knows torch.fx; who traces what, and why, is the business of others.
+This module knows torch.fx; who traces what, and why, is the business of others.
 """
 
 from __future__ import annotations

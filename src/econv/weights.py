@@ -1,6 +1,6 @@
 """Trained weights by name: what they were trained on, how well, and how images are given to them.
 
-This room reads what `train` published. It knows nothing of recipes, records and data sets: it has
+This module reads what `train` published. It knows nothing of recipes, records and data sets: it has
 their names.
 """
 

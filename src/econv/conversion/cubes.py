@@ -3,7 +3,7 @@
 Networks of videos, and of scans with thick slices, treat one axis of a volume apart: kernels of
 3×7×7, strides of 1×2×2. Layers here have one size for all axes, which rotations exchange. What has
 several is replaced before the network is traced, so that all sizes of the traced pass are those of
-the cubes. This room knows modules and nothing of groups.
+the cubes. This module knows modules and nothing of groups.
 """
 
 from __future__ import annotations

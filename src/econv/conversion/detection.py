@@ -1,7 +1,7 @@
 """Detectors with boxes: the backbone is converted, and the heads follow the pixels' symmetries.
 
-This room knows the structure of torchvision's detectors (a backbone, anchors, heads) and nothing of
-its classes: whatever has the same parts will do.
+This module knows the structure of torchvision's detectors (a backbone, anchors, heads) and nothing
+of its classes: whatever has the same parts will do.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Refusals that help: what kind of network it is, and what can be done about it.
 
-This room knows what other architectures look like; it converts nothing.
+This module knows what other architectures look like; it converts nothing.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Conversion writes one graph for the whole network. `divide` gives every module that the source
 calls the part of it that its call was, with the arguments and the results of that call. Where what
 a call reads or gives cannot be passed, its operations stand in the graph of its caller.
-This room knows graphs and calls, and nothing of groups.
+This module knows graphs and calls, and nothing of groups.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Symbolic tracing of torch.fx, run side by side with the pass on tensors without data: sizes are
 known when the source's own code asks for them, so that ``if x.shape != y.shape`` is no obstacle.
-This room knows nothing of groups.
+This module knows nothing of groups.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How many fields each tensor has: channels that must agree, and the factor that scales them.
 
 A `Width` is a run of channels of the source. Sums make widths equal, concatenations put them in a
-row, slices split them; what is left are the widths that may be chosen. This room knows numbers and
-nothing of layers.
+row, slices split them; what is left are the widths that may be chosen. This module knows numbers
+and nothing of layers.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A data set is three splits of images in memory, on any device. Where the images 
 package, a download, a folder, an archive of arrays) is settled in :func:`load`, once. What is not
 the expected file is refused there, and what no checksum vouches for is called unverified. Random
 numbers are keyed: they depend on the seed, the epoch and the sample alone, never on the batch, the
-process or the device. This room knows nothing of models and training.
+process or the device. This package knows nothing of models and training.
 
-The rooms: `splits`, what a data set is; `keyed`, random numbers; `augmentation`; `formats`, bytes
+The modules: `splits`, what a data set is; `keyed`, random numbers; `augmentation`; `formats`, bytes
 to arrays; `sources`, the official files and their checksums; `archives`, `npz` and `download`, how
 files are read and got; `official`, all of these together; `dividing`, who is held out; `digits`,
 `recreated` and `modelnet`, what is turned; `loading`, a data set by its name.

@@ -12,7 +12,7 @@ LARGEST_WORD = (1 << 32) - 1
 # Odd multipliers as signed 32-bit numbers: a product with 32 unsigned bits stays inside int64.
 _FACTORS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 
-PERMUTATION, AUGMENTATION, ORDER, ANGLE, SHARES = 1, 2, 3, 4, 5  # first words of this room's keys
+PERMUTATION, AUGMENTATION, ORDER, ANGLE, SHARES = 1, 2, 3, 4, 5  # first words of this module's keys
 
 
 def keyed_bits(*words: int | Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The dense engine: expand the filter bank and call `conv2d`, or `conv3d` for volumes.
 
 The cost of a convolution grows with the square of the group's order; in exchange every device,
-dtype and exporter that knows `conv2d` runs it. This room knows tensors and index tables; what the
+dtype and exporter that knows `conv2d` runs it. This module knows tensors and index tables; what the
 numbers in them mean is the business of `econv.basis`.
 """
 

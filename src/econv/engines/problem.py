@@ -1,7 +1,7 @@
 """What a convolution is, said once: the value that engines are asked about.
 
 A layer knows its `Convolution`. With the input's size, dtype and device it is a `Problem`. This
-room knows shapes; how a problem is run is the business of the engines.
+module knows shapes; how a problem is run is the business of the engines.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ A group feature map is a plain tensor ``[batch, fields * order, height, width]``
 >>> both = torch.cat([first_two, features], dim=1)  # eight fields
 >>> by_orientation = features.unflatten(1, (-1, 8))  # [2, 6, 8, 16, 16]
 
-This room knows parameters, shapes and what to say about bad input. What the numbers mean is the
+This package knows parameters, shapes and what to say about bad input. What the numbers mean is the
 business of `basis`, how a convolution is run that of `engines`.
 """
 

@@ -6,7 +6,7 @@ Together, the kernels read what comes before the norm and apply both where they 
 activated map exists nowhere, neither forwards nor backwards. Before a dense convolution it does,
 but one kernel writes it, and one finds the gradient to what came before.
 
-This room knows when that is possible; what is done then is the business of
+This module knows when that is possible; what is done then is the business of
 `econv.layers.pooled` (statistics) and `econv.engines.spectral.triton` (kernels).
 """
 

@@ -2,12 +2,12 @@
 
 The ResNets for photographs and the U-Nets are for volumes, too: their dimension is the group's.
 
-This room knows architectures and nothing of how they are trained. Every network takes
+This package knows architectures and nothing of how they are trained. Every network takes
 ``group=None`` for its twin: the same layers as ordinary convolutions and batch norms.
 
-The rooms, from the bottom up: `kit`, the parts of a group or ordinary ones; `classifier`, what all
-networks share; `convnet`, `resnet` and `imagenet`, classifiers by family; `features`, their maps;
-`classifiers`, these by name; `dense`, an answer for every pixel; `names`, all of them by name.
+The modules, from the bottom up: `kit`, the parts of a group or ordinary ones; `classifier`, what
+all networks share; `convnet`, `resnet` and `imagenet`, classifiers by family; `features`, their
+maps; `classifiers`, these by name; `dense`, an answer for every pixel; `names`, all by name.
 """
 
 from econv.models.classifiers import MODELS

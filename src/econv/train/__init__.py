@@ -12,7 +12,7 @@ rounding: in float64 losses agree to 1e-9 and better, in float32 to 1e-6 in the 
 since training amplifies rounding. Networks this small gain nothing from sharded optimisers, which
 is what larger frameworks would add.
 
-The rooms, from the bottom up: `errors`; `processes`, who trains together; `execution`, device,
+The modules, from the bottom up: `errors`; `processes`, who trains together; `execution`, device,
 way of running a step and number formats; `capture`, a step as a CUDA graph; `parts`, dropout and
 norms for both; `optimise`, all parameters as one vector; `trainer`, one state and its step;
 `checkpoints`; `messages` and `board`, what is told meanwhile; `loop`, phases and epochs; `runs`,

@@ -26,7 +26,7 @@ from econv.train.parts import KeyedDropout, replace, shared
 from econv.train.processes import Processes
 from econv.weights import inscribed_disc
 
-_DROPOUT = 0x44524F50  # first word of this room's keys
+_DROPOUT = 0x44524F50  # first word of this module's keys
 
 
 def batches(recipe: Recipe, count: int) -> tuple[int, int]:

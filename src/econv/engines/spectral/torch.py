@@ -4,7 +4,7 @@ The derivatives, ``stencils × order`` maps for each input field, exist for a fe
 and are formed again, from the output's gradient, in the backward pass: one set of derivatives
 serves the gradient to the input and that to the weight.
 
-This room knows tensors; what the numbers mean is the business of `econv.plan`.
+This module knows tensors; what the numbers mean is the business of `econv.plan`.
 """
 
 from __future__ import annotations

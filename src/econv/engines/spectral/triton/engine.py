@@ -5,7 +5,7 @@ range, so that derivatives and weights keep three digits more than bfloat16 has;
 float32 inputs run in float32 with products in tf32, or in three of them where tf32 is not allowed.
 Every operand comes with its largest numbers, which settle how it is scaled.
 
-This room knows tensors; launches are said by `econv.engines.spectral.triton.launches`, which is
+This module knows tensors; launches are said by `econv.engines.spectral.triton.launches`, which is
 imported with the first launch: Triton need not be installed.
 """
 
