@@ -1,7 +1,8 @@
 """econv: convolutional networks that are equivariant to rotations and reflections.
 
 Filters are partial differential operators (PDO-eConvs, ICML 2020): turned exactly, in any group
-``pn`` or ``pnm``, and brought to the pixel grid by finite-difference stencils.
+``pn`` or ``pnm`` of the plane and any finite group of space, and brought to the grid of pixels or
+voxels by finite-difference stencils.
 """
 
 from econv import models, solids, testing

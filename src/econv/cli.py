@@ -60,7 +60,8 @@ examples:
   econv check cifar_resnet26_p8 --skip advice          one by name
   econv check model.py:build --weights 1.pt 9.pt       does training keep it?
   econv check model.py:build --tolerance 1e-5          for scripts: the exit code says it
-  econv check model.py:build --images slides/ --html check.html""",
+  econv check model.py:build --images slides/ --html check.html
+  econv check unet_3d_O --images scans/ --size 32      volumes, from .npy or .npz""",
     "demo": """\
 examples:
   econv demo                     into outputs/; goes on where it was stopped
@@ -75,7 +76,7 @@ several GPUs: torchrun --nproc-per-node=4 -m econv.train cifar10_resnet26_p8""",
     "verify": """\
 examples:
   econv verify digits_p8                               seconds, no download
-  econv verify mnist_rot_p8 --source folder/           with data that are there already
+  econv verify mine/mnist_rot_p8 --source folder/      your own weights, data that are there
   econv verify --all                                   every row whose images are here""",
     "report": """\
 examples:
@@ -202,8 +203,8 @@ def _parser() -> argparse.ArgumentParser:
         "--images",
         nargs="+",
         metavar="PATH",
-        help="pictures, .npy or .npz files, or a folder, with or without a subfolder for each "
-        "class; smooth random fields by default",
+        help="pictures, .npy or .npz files (volumes: these alone), or a folder, with or without a "
+        "subfolder for each class; smooth random fields by default",
     )
     add(
         "--count",
@@ -215,8 +216,9 @@ def _parser() -> argparse.ArgumentParser:
         "--size",
         type=_positive,
         metavar="PIXELS",
-        help="side of random fields (default: 65; for a network given by name what it is made for, "
-        "but at most 129); images are cut to the square in their middle and resized to it",
+        help="side of random fields (default: 65, of volumes 33; for a network given by name what "
+        "it is made for, but at most 129, of volumes 33); images are cut to the square in their "
+        "middle and resized to it, volumes to the cube",
     )
     add(
         "--channels",

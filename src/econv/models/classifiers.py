@@ -75,7 +75,7 @@ def by_name(name: str, options: dict[str, Any]) -> Classifier:
         raise ValueError(
             f"unknown model {name!r}: expected one of {sorted(MODELS)}, or a name such as "
             "'resnet34_p4m', 'cifar_resnet20_p12', 'convnet7_p6m', 'wrn16_8_p8m', "
-            "'convnet6_3d_O', 'resnet10_3d_O' or 'unet_3d_O'"
+            "'convnet6_3d_O', 'resnet10_3d_O', 'unet_3d_O' or 'fpn_resnet18_p8'"
         )
     group = Group(match[4]) if match[4] else None
     share = 1.0 if group is None else group.order**-0.5
