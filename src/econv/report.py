@@ -1,7 +1,7 @@
 """Records → the paper's tables with our numbers beside, and one page with learning curves.
 
 Only finished records of the recipe as it is now count towards a row; a row without enough seeds
-says so and shows no mean. This room trains nothing and decides nothing.
+says so and shows no mean. This module trains nothing and decides nothing.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ RECREATED = (
 UNVERIFIED = (
     " No checksum vouches for unverified data: they were not checked against official files."
 )
+OUTDATED = " Outdated runs are of earlier settings; they do not count."
 SHARED = " † Several runs shared the device: their seconds would say nothing of one alone."
 INCOMPLETE = "incomplete"
 COLOURS = 6
@@ -511,6 +512,7 @@ def _note(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None = 
         + RECREATED * any(record.recreated for record in shown)
         + SEVERAL * any(row.data > 1 for row in found)
         + UNVERIFIED * any(record.unverified for record in shown)
+        + OUTDATED * any(row.outdated for row in found)
         + SHARED * any((record.shared or 1) > 1 for record in shown)
     )
 
