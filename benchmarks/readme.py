@@ -95,7 +95,8 @@ def equivariance_in_short(found: dict[str, Any], trained: list[report.Row]) -> s
         note += (
             " Whole networks, trained on upright digits and tested on digits at every angle: an "
             f"ordinary CNN errs by {cnn:.0f} %, ours by **{ours:.1f} %**: "
-            "[results](docs/results.md#accuracy)."
+            "[results](docs/results.md#accuracy); smaller ones "
+            "[beside escnn's](docs/results.md#digits-at-every-angle-by-library)."
         )
     return "\n".join([*table(["smoothness in pixels", *known], rows), "", note])
 
