@@ -237,7 +237,7 @@ class EncoderUNet(_OverEncoder):
     """A U-Net whose way down is one of our ResNets: ``create_model("unet_resnet26_p8")``.
 
     From the last map of the encoder up: enlarged by linear interpolation, beside the map of the
-    next larger stage, two convolutions; at the end of the size of the input, orientations are
+    next larger stage, two convolutions. At the end, at the size of the input, orientations are
     pooled, and a 1×1 convolution makes scores. ``[batch, in_channels, …]`` →
     ``[batch, num_classes, …]``: scores turn with the input, under the symmetries of the grid
     exactly on every size, if the encoder's maps do (``exact=True``, as all but the paper's are).
@@ -297,14 +297,14 @@ class FPN(_OverEncoder):
     et al. 2019). Input, output and exactness are those of :class:`EncoderUNet`.
 
     Args:
-        encoder: as there.
+        encoder: name of a ResNet, for images or volumes, as :func:`econv.create_model` reads it.
         fields: one number, of every level, in a sequence; by default the encoder's second map's.
-        in_channels: as there, and so are the others.
-        num_classes: as there.
-        output: as there.
-        pool: as there.
-        drop_rate: as there.
-        encoder_options: as there.
+        in_channels: channels of the input.
+        num_classes: scores of each pixel; 0 for none: features come out.
+        output: ``"scalar"`` (default), ``"regular"`` or ``"vector"``.
+        pool: how orientations are pooled before the scores, ``"max"`` by default.
+        drop_rate: probability of dropping a feature before the scores, 0 by default.
+        encoder_options: arguments of the encoder, such as ``{"fields": (4, 8, 16)}``.
 
     >>> import torch
     >>> network = FPN("cifar_resnet8_p4", num_classes=5, encoder_options={"fields": (1, 2, 2)})
