@@ -1,4 +1,4 @@
-"""Records → the paper's tables with our numbers beside, and one page with learning curves.
+"""The paper's tables with the numbers of records beside, and one page with learning curves.
 
 Only finished records of the recipe as it is now count towards a row; a row without enough seeds
 says so and shows no mean. This module trains nothing and decides nothing.

@@ -1,4 +1,4 @@
-"""One loop: recipe and seed → record.
+"""Training: from a recipe and a seed to a record.
 
 Everything that a step reads lives on the device: the images, the epoch's permutation, the learning
 rates of all steps and the step's own number. A step is therefore the same sequence of operations
