@@ -95,6 +95,15 @@ def test_they_are_saved_and_made_again(name: str, output: str, tmp_path) -> None
         assert from_pretrained(tmp_path, num_classes=5)(image).shape[1] in (5, 10)
 
 
+@pytest.mark.parametrize("name", ["unet_cifar_resnet8_p4", "fpn_cifar_resnet8_p4"])
+def test_they_are_exported_for_images_of_every_size(name: str) -> None:
+    made = network(name)
+    plain = econv.export(made)
+    for size in ((20, 20), (19, 22)):
+        image = torch.randn(1, 1, *size, dtype=torch.float64)
+        torch.testing.assert_close(plain(image), made(image))
+
+
 def test_names_find_their_encoder() -> None:
     found = create_model("unet_resnet26_p8", classes=2, encoder_options={"fields": (1, 1, 1)})
     assert isinstance(found, EncoderUNet)

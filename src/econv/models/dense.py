@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -204,7 +205,9 @@ class _OverEncoder(_Dense):
             "encoder_options": dict(encoder_options or {}),
         }
         info = found.feature_info()
-        self.halved_first = info[0]["reduction"] > 1
+        # Of each map whether it is smaller than the one before: known where the network is traced.
+        reductions = [1, *(entry["reduction"] for entry in info)]
+        self.halved = [after > before for before, after in pairwise(reductions)]
         self.widen = kit.doubling()
         width = self._build(kit, [entry["fields"] for entry in info], fields)
         self._take_head(kit, width, output, drop_rate)
@@ -214,9 +217,10 @@ class _OverEncoder(_Dense):
         """Make the way back from maps of so many fields; returns the fields at its end."""
         raise NotImplementedError
 
-    def _to(self, x: Tensor, like: Tensor) -> Tensor:
-        """Enlarged to the size of another map."""
-        return x if x.shape[2:] == like.shape[2:] else self.widen(x, tuple(like.shape[2:]))
+    def _to(self, x: Tensor, number: int, like: Tensor) -> Tensor:
+        """Of the size of that map, enlarged to that of the one before, or of the input."""
+        found: Tensor = self.widen(x, like.shape[2:]) if self.halved[number] else x
+        return found
 
     @property
     def image_size(self) -> int:
@@ -262,7 +266,7 @@ class EncoderUNet(_OverEncoder):
     """
 
     def _build(self, kit: Kit, maps: list[int], fields: Sequence[int] | None) -> int:
-        beside = [*maps[-2::-1], 0] if self.halved_first else maps[-2::-1]
+        beside = [*maps[-2::-1], 0] if self.halved[0] else maps[-2::-1]
         default = [count or max(1, maps[0] // 2) for count in beside]
         widths = default if fields is None else fields
         if not isinstance(widths, Sequence) or len(widths) != len(default):
@@ -280,11 +284,9 @@ class EncoderUNet(_OverEncoder):
         """The last feature map, of the size of the input."""
         *maps, found = self.encoder.feature_maps(x)
         for level in self.levels:
+            found = self._to(found, len(maps), maps[-1] if maps else x)
             if maps:
-                beside = maps.pop()
-                found = torch.cat([self._to(found, beside), beside], 1)
-            else:
-                found = self._to(found, x)
+                found = torch.cat([found, maps.pop()], 1)
             found = level(found)
         return found
 
@@ -330,11 +332,11 @@ class FPN(_OverEncoder):
             side(each) for side, each in zip(self.sides, self.encoder.feature_maps(x), strict=True)
         ]
         for number in range(len(maps) - 2, -1, -1):
-            maps[number] = maps[number] + self._to(maps[number + 1], maps[number])
+            maps[number] = maps[number] + self._to(maps[number + 1], number + 1, maps[number])
         total: Tensor = self.levels[-1](maps[-1])
-        for level, each in list(zip(self.levels, maps, strict=True))[-2::-1]:
-            total = level(each) + self._to(total, each)
-        last: Tensor = self.end(self._to(total, x))
+        for number in range(len(maps) - 2, -1, -1):
+            total = self.levels[number](maps[number]) + self._to(total, number + 1, maps[number])
+        last: Tensor = self.end(self._to(total, 0, x))
         return last
 
 
