@@ -6,7 +6,9 @@ import json
 import shutil
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -205,6 +207,20 @@ def test_folders_are_searched_in_order(tiny: Path, monkeypatch: pytest.MonkeyPat
     assert Weights.find(tiny / "weights" / "tiny").name == "tiny"
 
 
+def test_files_of_others_among_weights_are_passed_over_and_damaged_ones_are_not(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tiny / "weights" / "bert" / "config.json"
+    other.parent.mkdir()
+    for content in ('{"model_type": "bert"}', "[]"):
+        other.write_text(content)
+        assert named("[bt]*") == ["tiny"]
+    other.write_text('{"library_name": "econv"')
+    for arguments in (["--all"], []):
+        assert checked(*arguments) == 1
+        assert f"econv verify: {other} is not JSON, or truncated" in capsys.readouterr().err
+
+
 def test_create_model_takes_weights_of_that_network_alone(tiny: Path) -> None:
     network = econv.create_model("convnet6_p4", weights="tiny")
     assert network.config["fields"] == [2, 3]
@@ -249,6 +265,25 @@ def test_large_weights_are_halved_and_load_in_float32(
             assert torch.equal(value, whole.state_dict()[name].half().float())
         else:
             assert torch.equal(value, whole.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 3}, "expected data_seed 0 with weights, .*; got 3"),
+        ({"volumes": True}, r"expected images with weights, .*; got volumes \(70, 1, 1, 12, 12\)"),
+    ],
+)
+def test_data_that_cannot_be_verified_are_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    data: Any = replace(tiny_training.stripes(), seed=changes.get("seed"))
+    if "volumes" in changes:
+        splits = {name: getattr(data, name) for name in ("train", "validation", "test")}
+        data = replace(data, **{n: replace(s, x=s.x[:, None]) for n, s in splits.items()})
+    monkeypatch.setattr(train.loop.Loop, "train", None)
+    with pytest.raises(ValueError, match=message):
+        tiny_training.start(tmp_path, data=data, weights=tmp_path / "weights")
 
 
 def test_what_is_not_the_records_is_not_published(published: Path, tmp_path: Path) -> None:

@@ -332,8 +332,8 @@ _WORDS_OF_SPACE = {
 
 
 def _of_space(text: str) -> str:
-    for word, other in _WORDS_OF_SPACE.items():
-        text = text.replace(word, other)
+    for word, other in _WORDS_OF_SPACE.items():  # whole ones: names of layers stay as they are
+        text = re.sub(rf"(?<![\w.]){re.escape(word)}(?=s?(?!\w|\.\w))", other, text)
     return text
 
 

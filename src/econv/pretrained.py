@@ -39,6 +39,7 @@ __all__ = [
     "as_json",
     "from_json",
     "from_pretrained",
+    "is_ours",
     "read_config",
     "remade",
     "saved_folder",
@@ -369,17 +370,30 @@ _WHERE_FROM = (
 )
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """All of ``config.json``, if it is one of econv's."""
+def is_ours(path: Path) -> bool:
+    """Whether a ``config.json`` is one of econv's: other libraries have files of that name."""
+    return _ours(_parsed(path))
+
+
+def _ours(config: Any) -> bool:
+    return isinstance(config, dict) and config.get("library_name") == "econv"
+
+
+def _parsed(path: Path) -> Any:
     try:
         with path.open("rb") as stream:
             content = bounded(stream, _MOST_CONFIG, "a configuration")
-        config = json.loads(content, parse_constant=_no_number)
+        return json.loads(content, parse_constant=_no_number)
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON, or truncated: {error}") from None
-    if not isinstance(config, dict) or config.get("library_name") != "econv":
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """All of ``config.json``, if it is one of econv's."""
+    config = _parsed(path)
+    if not _ours(config):
         raise ValueError(f"{path} does not describe a network of econv (library_name: 'econv')")
     version = config.get("format")
     if not isinstance(version, int) or not 1 <= version <= FORMAT:

@@ -45,10 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Verify what the options say; 0 if all of it holds, otherwise 1."""
-    names = [*options.weights, *(named() if options.all else [])]
+    names, there = list(options.weights), ""
+    try:
+        if options.all:
+            names += named()
+        elif not names:
+            there = ", ".join(named())
+    except (ValueError, OSError) as error:
+        print(f"econv verify: {error}", file=sys.stderr)
+        return 1
     if not names:
-        there = ", ".join(named()) or "none"
-        print(f"econv verify: expected names of weights, or --all; found {there}", file=sys.stderr)
+        print(f"econv verify: expected names of weights, or --all; found {there or 'none'}", file=sys.stderr)
         return 1
     failed = done = 0
     for name in dict.fromkeys(names):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from econv.pretrained import from_pretrained, read_config, saved_folder, weights_folders
+from econv.pretrained import from_pretrained, is_ours, read_config, saved_folder, weights_folders
 
 __all__ = ["LICENCE", "Transforms", "Weights", "inscribed_disc", "named"]
 
@@ -179,7 +179,7 @@ def named(pattern: str = "*") -> list[str]:
         path.parent.name
         for place in weights_folders()
         for path in place.glob("*/config.json")
-        if _ENTRY in read_config(path)
+        if is_ours(path) and _ENTRY in read_config(path)
     }
     return sorted(name for name in found if fnmatchcase(name, pattern))
 

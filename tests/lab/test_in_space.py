@@ -11,7 +11,7 @@ from torch import nn
 import econv
 from econv import lab
 from econv.cli import main
-from econv.page import SLICES, STEPS, page
+from econv.page import SLICES, STEPS, _of_space, page
 from econv.testing import rotate, smooth_field, transform
 
 
@@ -203,6 +203,12 @@ def test_the_command_refuses_volumes_that_are_no_cubes(capsys, tmp_path):
     model = f"{tmp_path / 'model.py'}:make"
     assert main(["check", model, "--images", str(tmp_path / "scan.npy")]) == 2
     assert "expected cubes" in capsys.readouterr().err
+
+
+def test_the_words_of_space_leave_names_of_layers_alone():
+    names = "<code>discriminator.pixel_shuffle</code>, disc.pixels.0"
+    said = _of_space(f"{names}: the disc of pixels, off the pixel grid. GroupConv2d(size=7)")
+    assert said == f"{names}: the ball of voxels, off the voxel grid. GroupConv2d(size=5)"
 
 
 def test_the_page_has_a_slice_of_every_angle():

@@ -56,7 +56,9 @@ def publish(
 
     Raises:
         CheckpointError: if the files are not those of the record.
+        ValueError: for data that `expect_publishable` refuses.
     """
+    expect_publishable(data)
     content = _content(record, Path(run) / "model.safetensors")
     if fingerprint(data) != record.data_sha256:
         raise CheckpointError(
@@ -109,6 +111,20 @@ def publish(
     network._write(found.folder, {"weights": told}, getattr(torch, dtype))
     write_atomically(found.folder / "README.md", _card(record, told).encode())
     return Weights.find(found.folder)
+
+
+def expect_publishable(data: Dataset) -> None:
+    """Images that ``econv verify`` can load again; what is else is refused, before training."""
+    if data.seed:
+        raise ValueError(
+            "expected data_seed 0 with weights, the data that econv verify makes again; got "
+            f"{data.seed}"
+        )
+    if data.train.x.ndim != 4:
+        raise ValueError(
+            "expected images with weights, whose card has a height and a width; got volumes "
+            f"{tuple(data.train.x.shape)}"
+        )
 
 
 class Evaluation:

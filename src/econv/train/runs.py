@@ -23,7 +23,7 @@ from econv.train.errors import CheckpointError
 from econv.train.execution import Execution, convolution_precision
 from econv.train.loop import Loop
 from econv.train.processes import Processes, watched
-from econv.train.publishing import publish
+from econv.train.publishing import expect_publishable, publish
 
 
 def run(
@@ -122,6 +122,8 @@ def run(
                 f"expected data_seed with data that are made again with it; got {data_seed} for "
                 f"{data.name}, seed {data.seed}"
             )
+        if weights is not None:
+            expect_publishable(data)
         identity = {
             "settings": recipe.settings(),
             "seed": seed,
