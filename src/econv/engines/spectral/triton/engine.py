@@ -57,7 +57,8 @@ class Triton(Spectral):
         if conv.geometry((0, 0)).transposed(conv.basis.size, (0, 0)).before < 0:  # of any size
             return f"its padding of {conv.padding} is wider than the stencils reach"
         rim = 2 * conv.padding + conv.dilation * conv.basis.size
-        if math.prod(n + rim for n in problem.sizes) >= 2**26:  # with 32 numbers each
+        pixels = math.prod(n + rim for n in problem.sizes)
+        if pixels >= 2**26 or pixels * max(conv.channels) >= 2**31:  # 32 numbers each are kept
             return "its kernels count what they keep of an image in 32 bits"
         if conv.dimension == 3 and (reason := _volumes_not_covered(conv)):
             return reason

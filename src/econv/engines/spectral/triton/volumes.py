@@ -227,6 +227,7 @@ class Grid(NamedTuple):
 
 
 _UNIT = 64  # positions: whole tiles of every kernel
+_MOST = 1 << 27  # positions: with eight fields each they are counted in 32 bits
 
 
 @lru_cache(maxsize=256)
@@ -389,7 +390,8 @@ class Convolution:
                 own = _Analysis(x, images, plan, geometry.up, before, grid, first)
                 offset = (total - own.numbers) // 64 * 64
                 inside = offset >= (first + images) * (total // len(y))
-                if inside or images == depth == 1 or own.numbers * itemsize <= spare:
+                fits = inside or own.numbers * itemsize <= spare
+                if images == depth == 1 or (fits and grid.size <= _MOST):
                     break
                 images, depth = (units(images, 2), depth) if images > 1 else (1, units(depth, 2))
             places = (
@@ -467,7 +469,7 @@ class WeightGradient:
             grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
             ours = _Analysis(x, images, plan, geometry.up, (geometry.before,) * 2, grid, None)
             bytes_ = 2 * ours.numbers * self.dtype.itemsize
-            if images == 1 or bytes_ <= max(LEAST, x.bytes):
+            if images == 1 or (bytes_ <= max(LEAST, x.bytes) and grid.size <= _MOST):
                 break
             images = units(images, 2)
         self.partial, adding = 0, {"SPLITS": 128, "BLOCK": 32, "num_warps": 8}
