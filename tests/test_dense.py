@@ -109,6 +109,8 @@ def test_names_find_their_encoder() -> None:
     assert isinstance(found, EncoderUNet)
     assert found.encoder.config["depth"] == 26
     assert isinstance(create_model("fpn_resnet20_p4", num_classes=7), FPN)
+    wide = create_model("unet_wrn10_1_p4m", encoder_options={"fields": (1, 1, 1)})
+    assert wide(torch.randn(1, 3, 20, 21)).shape == (1, 2, 20, 21)
     assert create_model("fpn_resnet20_p4", num_classes=0).get_classifier() is not None
 
 
@@ -121,6 +123,14 @@ def test_names_find_their_encoder() -> None:
         ("unet_cifar_resnet8_p4", {"fields": (1,)}, "expected the fields of 2 levels"),
         ("fpn_cifar_resnet8_p4", {"fields": (1, 2)}, "expected the fields of all levels as one"),
         ("unet_p4", {"output": "scalars"}, "expected output as one of"),
+        ("unet_p4", {"classes": 3, "num_classes": 4}, "expected num_classes or classes"),
+        ("unet_cifar_resnet8_p4", {"encoder_options": 5}, "expected encoder_options as a mapping"),
+        (
+            "fpn_cifar_resnet8_p4",
+            {"encoder_options": {"num_classes": 3}},
+            "without in_channels and num_classes, .*; got {'num_classes': 3}",
+        ),
+        ("fpn_wrn10_1_p4_p2_p1", {}, "expected a network of one group for its maps"),
     ],
 )
 def test_what_does_not_fit_is_named(name: str, options: dict[str, object], message: str) -> None:
@@ -142,7 +152,11 @@ def test_the_plain_u_net_has_fields_and_vectors_too(output: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"encoder": "cifar_resnet8_p20000"}, {"encoder_options": {"restrict": ["p20000", "p2"]}}],
+    [
+        {"encoder": "cifar_resnet8_p20000"},
+        {"encoder": "wrn10_1_p20000_p4_p1"},
+        {"encoder_options": {"restrict": ["p20000", "p2"]}},
+    ],
 )
 def test_files_may_not_ask_for_groups_without_bounds(arguments, tmp_path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")

@@ -501,8 +501,9 @@ def _check_arguments(path: Path, arguments: Mapping[str, Any], largest: int | No
 
 def _group_in(key: str, value: Any) -> tuple[str, Any]:
     """The group that an argument of another name asks for, as that of a ``group``."""
-    if key == "encoder" and isinstance(value, str):  # its name may end with one
-        return "group", value.rpartition("_")[2] if re.search(r"_[A-Z]?p?\d+\w*$", value) else "p1"
+    if key == "encoder" and isinstance(value, str):  # its name may end with one, or with several
+        orders = re.findall(r"_[A-Z]?p?(\d{1,9})", value)
+        return "group", f"p{max(map(int, orders), default=1)}"
     return ("group", value) if key == "restrict" and isinstance(value, str) else (key, value)
 
 

@@ -186,6 +186,12 @@ class _OverEncoder(_Dense):
         encoder_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        own = {"in_channels", "num_classes"}
+        if not isinstance(encoder_options or {}, Mapping) or own & {*(encoder_options or {})}:
+            raise ValueError(
+                "expected encoder_options as a mapping without in_channels and num_classes, which "
+                f"are arguments of the whole network; got {encoder_options!r}"
+            )
         given = {**(encoder_options or {}), "in_channels": in_channels, "num_classes": 0}
         found = by_name(encoder, given)
         if not isinstance(found, ResNet | ImageNetResNet):

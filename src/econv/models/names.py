@@ -125,8 +125,10 @@ def _trained(name: str, weights: str | Path | Weights, options: dict[str, Any]) 
 def _named(name: str, options: dict[str, Any]) -> Any:
     renamed = dict(options)
     if "classes" in renamed and str(name).startswith(("unet", "fpn")):
-        renamed.setdefault("num_classes", renamed.pop("classes"))  # as other libraries call it
-    over = re.fullmatch(r"(unet|fpn)_((?:paper_|cifar_)?resnet\w+)", str(name))
+        if "num_classes" in renamed:
+            raise ValueError(f"expected num_classes or classes, which is the same; got {options}")
+        renamed["num_classes"] = renamed.pop("classes")  # as other libraries call it
+    over = re.fullmatch(r"(unet|fpn)_((?:(?:paper_|cifar_)?resnet|wrn)\w+)", str(name))
     if over is not None:
         kind = EncoderUNet if over[1] == "unet" else FPN
         return kind(over[2], **renamed)
