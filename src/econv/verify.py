@@ -55,7 +55,10 @@ def main(options: argparse.Namespace) -> int:
         print(f"econv verify: {error}", file=sys.stderr)
         return 1
     if not names:
-        print(f"econv verify: expected names of weights, or --all; found {there or 'none'}", file=sys.stderr)
+        print(
+            f"econv verify: expected names of weights, or --all; found {there or 'none'}",
+            file=sys.stderr,
+        )
         return 1
     failed = done = 0
     for name in dict.fromkeys(names):
