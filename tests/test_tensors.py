@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import func
 
+import econv
 from econv.tensors import memory_format, replicate, transformed, undisturbed, watched
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -27,6 +28,28 @@ def test_a_layout_is_kept(shape):
     made = torch.empty(shape, memory_format=last)
     assert memory_format(made) is (last if pixels > 1 else torch.contiguous_format)
     assert memory_format(x[..., ::2].transpose(-1, -2)) is torch.contiguous_format
+
+
+@pytest.mark.parametrize("dimension", [2, 3])
+@pytest.mark.parametrize("engine", ["dense", "spectral/torch"])
+def test_networks_of_channels_last_are_mapped_over_members_of_a_batch(dimension, engine):
+    def layer(name, *given, **options):
+        return getattr(econv, f"{name}{dimension}d")(*given, **options)
+
+    group, last = {2: "p4", 3: "C2"}[dimension], LAST[dimension + 2]
+    conv = layer("GroupConv", 1, 1, group, engine=engine)
+    norm = layer("GroupBatchNorm", 1, group).eval()
+    network = torch.nn.Sequential(conv, norm, layer("Downsample"), layer("GroupPool", group))
+    x = torch.randn(3, conv.in_channels, *[6] * dimension).to(memory_format=last)
+    wanted = network(x)
+
+    def total(x):
+        return network(x[None]).square().sum()
+
+    torch.testing.assert_close(func.vmap(lambda x: network(x[None])[0])(x), wanted)
+    each = func.vmap(func.grad(total))(x)
+    (whole,) = torch.autograd.grad(network(x.requires_grad_()).square().sum(), x)
+    torch.testing.assert_close(each, whole)
 
 
 def test_what_is_undisturbed_is_no_part_of_what_runs_around():

@@ -147,6 +147,39 @@ def test_volumes_of_any_magnitude_keep_their_digits():
     assert not found[3].any()
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_gradients_of_gradients_equal_the_dense_engine_in_float64(last):
+    layer, x, probe = case("C2", (2, 2), (2, 3, 3, 4), last=last, stride=2)
+
+    def second(layer, x, probe):
+        given = [x.detach().requires_grad_(), layer.weight]
+        first = torch.autograd.grad(layer(given[0]), given, probe, create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in first), given)
+
+    with econv.engine() as ran:
+        found = second(layer, x, probe)
+    assert TRITON in ran
+    layer.engine = "dense"
+    wanted = second(layer.double().cpu(), x.double().cpu(), probe.double().cpu())
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert error(ours, theirs) <= FLOAT32
+
+
+def test_per_sample_gradients_are_those_of_each_sample():
+    layer, x, probe = case("C2", (1, 1), (2, 3, 3, 3))
+    weight = layer.weight.detach()
+
+    def loss(weight, x, probe):
+        out = torch.func.functional_call(layer, {"weight": weight}, (x[None],))
+        return (out * probe[None]).sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weight, x, probe)
+    each = [torch.func.grad(loss)(weight, *pair) for pair in zip(x, probe, strict=True)]
+    torch.testing.assert_close(found, torch.stack(each), rtol=1e-4, atol=1e-4)
+    whole = results(layer, x, probe, TRITON)[2]
+    torch.testing.assert_close(found.sum(0), whole, rtol=1e-4, atol=1e-4)
+
+
 def test_what_the_kernels_do_not_cover_is_said():
     def reason(layer, name=TRITON):
         x = torch.empty(1, layer.in_channels, 9, 9, 9, device=DEVICE)

@@ -39,11 +39,12 @@ def replicate(x: Tensor, before: int, after: int, axes: tuple[int, ...] | None =
 
 def memory_format(x: Tensor) -> torch.memory_format:
     """The layout of a batch of images or volumes, to be kept by what is computed from it."""
+    if not torch.compiler.is_compiling() and _inside("Vmap"):
+        return torch.contiguous_format  # torch converts to no other there
     channels, pixels = x.shape[1], math.prod(x.shape[2:])
     # One channel lies in both ways; what was made channels-last tells by its stride, as for torch.
     if x.is_contiguous() and (channels > 1 or x.stride(1) > 1 or pixels == 1):
         return torch.contiguous_format
-    # By the strides: inside `torch.func.vmap` torch does not answer for channels-last.
     steps = [channels * math.prod(x.shape[n:]) for n in range(3, x.ndim + 1)]
     strides = (channels * pixels, 1, *steps)
     last = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
@@ -72,10 +73,16 @@ def transformed() -> bool:
 
 def functionalised() -> bool:
     """Whether `torch.func.functionalize` follows, which knows no functions of autograd."""
+    return _inside("Functionalize")
+
+
+def _inside(name: str) -> bool:
+    """Whether a transformation of that name is among those that go on."""
     if not torch._C._are_functorch_transforms_active():
         return False
+    kind = getattr(torch._C._functorch.TransformType, name)
     found = torch._C._functorch.get_interpreter_stack() or []
-    return any(one.key() == torch._C._functorch.TransformType.Functionalize for one in found)
+    return any(one.key() == kind for one in found)
 
 
 _Found = TypeVar("_Found", Tensor, tuple[Tensor | None, ...])
