@@ -104,6 +104,14 @@ def test_they_are_exported_for_images_of_every_size(name: str) -> None:
         torch.testing.assert_close(plain(image), made(image))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore::torch.jit.TracerWarning")
+def test_a_trace_of_torch_runs_on_other_sizes() -> None:
+    made = create_model("unet_p4", fields=(1, 1)).eval()
+    traced = torch.jit.trace(made, torch.randn(1, 1, 13, 14))
+    image = torch.randn(2, 1, 16, 11)
+    torch.testing.assert_close(traced(image), made(image))
+
+
 def test_names_find_their_encoder() -> None:
     found = create_model("unet_resnet26_p8", classes=2, encoder_options={"fields": (1, 1, 1)})
     assert isinstance(found, EncoderUNet)

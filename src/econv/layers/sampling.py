@@ -180,7 +180,8 @@ class Upsample(WithConstants):
             return functional.interpolate(x, scale_factor=2.0, mode=LINEAR[self.dimension])
         wanted = size if isinstance(size, (tuple, list)) else (size,) * self.dimension
         fitting = [(2 * n - 1, 2 * n) for n in x.shape[2:]]
-        if not torch.compiler.is_compiling() and not (
+        traced = torch.compiler.is_compiling() or torch._C._is_tracing()  # of its own numbers
+        if not traced and not (
             len(wanted) == self.dimension
             and all(isinstance(n, int | torch.SymInt) for n in wanted)
             and all(low <= n <= high for n, (low, high) in zip(wanted, fitting, strict=True))
