@@ -7,6 +7,7 @@ their names.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
@@ -207,6 +208,11 @@ def _check(entry: Mapping[str, Any]) -> None:
         kind = kinds.get(name, str)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ValueError(f"expected {name} of another kind; got {value!r:.60}")
+        if kind is int and value < 0:
+            raise ValueError(f"expected {name} of 0 or more; got {value}")
+    for name in ("name", "recipe"):  # of which paths are made
+        if re.search(r"^\.|[/\\]", entry[name]):
+            raise ValueError(f"expected {name} as a name, not a path; got {entry[name]!r:.60}")
     _expect_texts("classes", entry["classes"])
     metrics = entry["metrics"]
     if set(metrics) != set(_METRICS) or not all(map(_finite, metrics.values())):
