@@ -208,7 +208,7 @@ def _check(entry: Mapping[str, Any]) -> None:
         kind = kinds.get(name, str)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ValueError(f"expected {name} of another kind; got {value!r:.60}")
-        if kind is int and value < 0:
+        if isinstance(value, int) and value < 0:
             raise ValueError(f"expected {name} of 0 or more; got {value}")
     for name in ("name", "recipe"):  # of which paths are made
         if re.search(r"^\.|[/\\]", entry[name]):

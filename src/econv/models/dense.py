@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from econv.groups import GroupLike
 from econv.layers import ConvOptions, norm_relu, norm_relu_conv
@@ -158,13 +159,20 @@ class UNet(_Dense):
         """The last feature map, of the size of the input."""
         kept: list[Tensor] = []
         for number, level in enumerate(self.down):
-            x = level(self.halve(x) if number else x)
+            x = self._level(level, self.halve(x) if number else x)
             kept.append(x)
         del kept[-1]
         for level in self.up:
             beside = kept.pop()
-            x = level(torch.cat([self.widen(x, beside.shape[2:]), beside], 1))
+            x = self._level(level, torch.cat([self.widen(x, beside.shape[2:]), beside], 1))
         return x
+
+    def _level(self, level: nn.Module, x: Tensor) -> Tensor:
+        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
+            kept: Tensor = checkpoint(level, x, use_reentrant=False)
+            return kept
+        through: Tensor = level(x)
+        return through
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """The first level, and each of the others."""
