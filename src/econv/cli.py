@@ -298,7 +298,8 @@ def _check(args: argparse.Namespace) -> str | None:
                 f"{option} turns {what}; got {times(images.shape[2:])} {_points(images)}"
             )
     checkpoints = []
-    with _Passes(args, model, group, square) as passes:
+    # Each shape is seen a few times: to time engines for it would take longer.
+    with econv.engine(measure=False), _Passes(args, model, group, square) as passes:
         passes.say("a first look")
         mistake = _probe(model, images)
         if args.model is None and not args.weights:

@@ -44,6 +44,10 @@ _T = TypeVar("_T")
 _TINY = {"cpu": 20_000_000, "cuda": 2_000_000_000}
 """Multiplications of the dense engine below which measuring takes longer than it can save."""
 
+_MOSTLY_FILTERS = 64
+"""On a CPU, where dense filters are so many times as large as the maps, they would be made, for a
+measurement, in vain."""
+
 _SHARE_OF_HOST = 0.5
 """How much of Python's time for the launches of a spectral engine counts in a compiled graph: a
 network waits for it, or for the device."""
@@ -169,6 +173,7 @@ def _decide(problem: Problem, kind: str) -> Engine:
     # A captured step takes what its first runs took: no other engine has been compiled.
     by_rule = rule(problem, list(able.values()), problem.context == "traced")
     small = problem.multiplications < _TINY.get(problem.device.type, math.inf)
+    small |= problem.device.type == "cpu" and problem.filters > _MOSTLY_FILTERS * problem.maps
     if small or problem.context not in ("eager", "traced") or not may_measure():
         return by_rule
     text, store, quiet = _text(problem), _store(), _capturing(problem.device)

@@ -231,10 +231,19 @@ class Problem(NamedTuple):
     @property
     def multiplications(self) -> int:
         """Those of the dense engine, forwards."""
+        pixels = math.prod(self.sizes) // self.convolution.stride**self.convolution.dimension
+        return self.batch * pixels * self.filters
+
+    @property
+    def filters(self) -> int:
+        """Numbers of the dense filters."""
         conv = self.convolution
-        elements = math.prod(conv.channels) // conv.groups * conv.basis.size**conv.dimension
-        pixels = math.prod(self.sizes) // conv.stride**conv.dimension
-        return self.batch * pixels * elements
+        return math.prod(conv.channels) // conv.groups * conv.basis.size**conv.dimension
+
+    @property
+    def maps(self) -> int:
+        """Numbers of the input, and of an output as large."""
+        return self.batch * math.prod(self.sizes) * sum(self.convolution.channels)
 
     def __str__(self) -> str:
         layout = ", channels-last" if self.channels_last else ""
