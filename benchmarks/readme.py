@@ -114,7 +114,7 @@ ACCURACY = {
 
 def accuracy_in_short(found: list[report.Row]) -> str:
     """The paper's error and ours, where all seeds are there."""
-    by_name = {row.recipe.name: row for row in found if row.complete}
+    by_name = {row.recipe.name: row for row in reversed(found) if row.complete}
     kept = {words: by_name[name] for name, words in ACCURACY.items() if name in by_name}
     rows = [
         [
@@ -125,9 +125,11 @@ def accuracy_in_short(found: list[report.Row]) -> str:
         for words, row in kept.items()
     ]
     seeds = min((row.seeds for row in kept.values()), default=0)
+    times = max((row.data for row in kept.values()), default=1)
+    made = f" {times} times" * (times > 1)
     note = (
-        f"Mean and deviation over {seeds} seeds; MNIST-rot is re-created, and the test split is "
-        "read once: [all tables](docs/results.md#accuracy). The recipes are not the paper's: "
+        f"Mean and deviation over {seeds} seeds; MNIST-rot is re-created{made}, and the test split "
+        "is read once: [all tables](docs/results.md#accuracy). The recipes are not the paper's: "
         "[what differs](docs/paper.md)."
     )
     if changed := [words for words, row in kept.items() if row.changed]:

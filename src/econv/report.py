@@ -198,7 +198,10 @@ class Row:
         labels += ["unverified"] if any(record.unverified for record in found) else []
         labels += [RETRAINED] if any(record.retrained for record in found) else []
         labels += [f"{len(self.outdated)} outdated"] if self.outdated else []
-        runs = str(self.seeds) + f" on each of {self.data} data" * (self.data > 1)
+        runs = str(self.seeds)
+        if self.data > 1:
+            every = self._trained == self.seeds * self.data
+            runs += f" on each of {self.data} data" if every else f", of {self.data} data"
         runs += f", {len(found)} runs" * (len(found) > self.seeds)
         return (
             self.name,
@@ -354,6 +357,7 @@ def _on_its_side(
 _COMPARED_HEADS = (
     "network",
     "paper, %",
+    "the paper's recipe here, %",
     "ours, %",
     "less by",
     "layers",
@@ -378,10 +382,12 @@ def compared(
 ) -> list[tuple[str, ...]]:
     """Ours against the paper's recipe: a line for every row of the paper's that was run.
 
-    A cell has one value where both agree, and "paper's → ours" where they do not.
+    A cell has one value where both agree, and "paper's → ours" where they do not. Of a recipe with
+    several rows, on other images, the first is taken: that over the most data.
     """
     lines = []
-    for row in found:
+    faithful = {row.recipe.name: row.error for row in reversed(found) if row.records}
+    for row in {row.recipe.name: row for row in reversed(found)}.values():
         paper = recipes.get(f"{row.recipe.name}_paper")
         if paper is None or not row.records or row.recipe.paper_error is None:
             continue
@@ -390,8 +396,9 @@ def compared(
         told = zip(_settings_told(paper), _settings_told(row.recipe), strict=True)
         name = row.recipe.row if row.recipe.row == paper.row else f"{paper.row} → {row.recipe.row}"
         cells = (theirs if theirs == ours else f"{theirs} → {ours}" for theirs, ours in told)
-        lines.append((name, _percent(row.recipe.paper_error), row.error, better, *cells))
-    return lines
+        here = faithful.get(paper.name, "–")
+        lines.append((name, _percent(row.recipe.paper_error), here, row.error, better, *cells))
+    return lines[::-1]
 
 
 def _settings_told(recipe: Recipe) -> tuple[str, ...]:
