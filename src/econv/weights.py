@@ -102,6 +102,8 @@ class Weights:
     recipe: str
     """How it was trained, as ``econv train`` knows it."""
     seed: int
+    data_seed: int
+    """Which re-creation of the images, as ``seed`` of :func:`econv.data.load`."""
     dataset: str
     recreated: bool
     """Whether the images stand in for those of the data set."""
@@ -199,7 +201,7 @@ def inscribed_disc(height: int, width: int) -> Tensor:
 def _check(entry: Mapping[str, Any]) -> None:
     """Raise `ValueError` for an entry whose values are of other kinds."""
     kinds: dict[str, type | tuple[type, ...]] = {
-        **dict.fromkeys(("seed", "test_angles", "parameters"), int),
+        **dict.fromkeys(("seed", "data_seed", "test_angles", "parameters"), int),
         **dict.fromkeys(("recreated", "disc"), bool),
         **dict.fromkeys(("mean", "std", "size", "classes"), list),
         "metrics": dict,
