@@ -195,6 +195,10 @@ def rebuild(model: nn.Module, recipe: Mapping[str, Any]) -> ConvertedNetwork:
         recipe: the :attr:`~econv.conversion.ConvertedNetwork.recipe` of a converted network, also
             one that was kept as JSON.
 
+    Raises:
+        ConversionError: for another network than the recipe's.
+        ValueError: for what is no recipe.
+
     >>> cnn = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 1))
     >>> network = convert(cnn, "p4", "width", example_input=torch.randn(1, 3, 16, 16))
     >>> again = rebuild(cnn, network.recipe)

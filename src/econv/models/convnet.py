@@ -51,6 +51,9 @@ class ConvNet(_Classifier):
             image.
         dimension: 2 or 3; by default the group's, and 2 without one.
 
+    Raises:
+        ValueError: for arguments out of their range, and images of which nothing is left.
+
     >>> network = ConvNet("p8", fields=(7,) * 6)
     >>> sum(p.numel() for p in network.parameters())
     26747

@@ -61,6 +61,9 @@ class ImageNetResNet(_Classifier):
             only.
         dimension: 2 for images or 3 for volumes; by default the group's, and 2 without one.
 
+    Raises:
+        ValueError: for arguments out of their range, such as a depth that there is not.
+
     >>> import torch
     >>> network = ImageNetResNet("p4", depth=18, fields=(2, 2, 4, 4), num_classes=5, pool="max")
     >>> network(torch.randn(1, 3, 129, 129)).shape

@@ -46,6 +46,9 @@ class ResNet(_Classifier):
             where features are read as those of the subgroup (Weiler & Cesa 2019); by default all
             have the same. The network turns with its input under the last one.
 
+    Raises:
+        ValueError: for arguments out of their range, such as a depth that is not 6n + 2.
+
     >>> import torch
     >>> network = ResNet("p8", depth=8, fields=(4, 8, 16), pool="max")
     >>> network(torch.randn(2, 3, 32, 32)).shape
