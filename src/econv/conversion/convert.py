@@ -113,7 +113,7 @@ def convert(
             the first is taken. ``"attention"`` (default with ``images``) weighs orientations by a
             learned map of their features, :class:`~econv.layers.GroupAttentionPool2d`.
         options: keywords of every PDO-eConv: ``stencils``, ``accuracy``, ``init``, ``engine``.
-        smooth: keep the network equivariant at angles that the pixel grid has not:
+        smooth: keep the network equivariant at angles between quarter turns, too:
             activations become :class:`~econv.GroupActivation2d` (those with a kink SiLU, but with
             ``pretrained``), poolings that halve :class:`~econv.Downsample2d` of eight taps, and
             images are blurred before strides. The report says what each of the source's would

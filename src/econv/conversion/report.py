@@ -30,7 +30,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Turn:
-    """The change of the output under a rotation that the pixel grid has not.
+    """The change of the output under a rotation that is no symmetry of the pixel grid.
 
     It is relative to the output; scores of several images, to what tells these images apart.
     """

@@ -115,7 +115,7 @@ class Downsample2d(Downsample):
     Args:
         reduce: ``"mean"`` (default), or ``"max"`` for the maximum of each 3×3 neighbourhood first,
             which replaces `max_pool2d`. A maximum has kinks, and costs most of the symmetry at
-            angles that the pixel grid has not.
+            angles between quarter turns.
         antialias: taps of the low-pass along each axis, 4 (default), 6, 8 or any other even number:
             binomial ones, as those above, one fewer on odd sizes. Of n taps the answer to a
             frequency of f per pixel is cos(πf)ⁿ⁻¹. Half of the new grid's highest frequency, f =

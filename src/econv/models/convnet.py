@@ -42,7 +42,7 @@ class ConvNet(_Classifier):
         activation: name of the functions between layers, ``"relu"`` by default, as
             :class:`~econv.GroupActivation2d` reads it.
         antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
-            network equivariant at angles that the pixel grid has not; poolings then are
+            network equivariant at angles between quarter turns, too; poolings then are
             :class:`~econv.Downsample2d` with 8 taps. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.

@@ -89,7 +89,7 @@ class UNet(_Dense):
         activation: name of the functions between layers, ``"relu"`` by default, as
             :class:`~econv.GroupActivation2d` reads it.
         antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
-            network equivariant at angles that the grid has not. 0 (default) for none.
+            network equivariant at angles between quarter turns, too. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.
         dimension: 2 for images or 3 for volumes; by default the group's, and 2 without one.
