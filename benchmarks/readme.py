@@ -360,6 +360,7 @@ def conversion_table(found: dict[str, Any]) -> str:
     seeds = min(map(len, runs.values()))
     note = (
         f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
+        f"on a margin of {found['arguments']['margin']} pixels, "
         f"{found['arguments']['epochs']} epochs, no augmentation, {seeds} "
         f"seed{'s' * (seeds > 1)}; "
         f"{code(found)}; `benchmarks/convert_and_rotate.py`. The learning rate {chosen}.)"

@@ -460,11 +460,14 @@ def _upright_rows() -> list[Recipe]:
         **_OUR_CIFAR,
         "table": 4,
         "dataset": "cifar10",
-        "epochs": 30,
+        "epochs": 20,
+        # Pictures that were resampled, as those that turn are.
+        "augmentation": (("shift", 4), ("flip", True), ("scale", 0.1)),
         "test_angles": 24,
         "disc": True,
         "note": "in the inscribed disc",
     }
+    wider: Items = (("margin", 2),)
     pictures: list[tuple[str, str, str, Items]] = [
         (
             "p8",
@@ -475,9 +478,10 @@ def _upright_rows() -> list[Recipe]:
                 ("pool", "mean"),
                 ("activation", "silu"),
                 ("antialias", 0.7),
+                *wider,
             ),
         ),
-        ("cnn", "ResNet-20", "cifar_resnet20", (("fields", (23, 46, 92)),)),
+        ("cnn", "ResNet-20", "cifar_resnet20", (("fields", (23, 46, 92)), *wider)),
     ]
     for name, row, model, options in pictures:
         row = f"{row}, CIFAR-10"

@@ -117,7 +117,8 @@ def convert(
             activations become :class:`~econv.GroupActivation2d` (those with a kink SiLU, but with
             ``pretrained``), poolings that halve :class:`~econv.Downsample2d` of eight taps, and
             images are blurred before strides. The report says what each of the source's would
-            cost.
+            cost. Borders stay square: small images want a margin, such as `nn.ZeroPad2d(4)` as the
+            source's first layer.
         methods: names of methods that ``forward`` does not call, such as ``"embed"`` or
             ``"predict"``: they are methods of the converted network, too, with outputs as those of
             ``forward``. Each is traced with the example, as many of its arguments as it takes.
