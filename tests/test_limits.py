@@ -52,6 +52,10 @@ TOO_MUCH = {
     "volumes of several": lambda: econv.models.UNet("p4", dimension=torch.zeros(2)),
     "no module": lambda: testing.assert_equivariant(-0.5, torch.zeros(1, 1, 9, 9), "p4"),
     "no error of it": lambda: testing.equivariance_error(-0.5, torch.zeros(1, 1, 9, 9), 1, "p4"),
+    "kinds of several": lambda: testing.assert_equivariant(
+        nn.Identity(), torch.zeros(1, 4, 9, 9), "p4", input_kind=torch.zeros(2)
+    ),
+    "a seed": lambda: testing.smooth_field(5, seed=10**30),
     "no tensor": lambda: testing.assert_equivariant(nn.Identity(), False, "p4"),
     "nothing": lambda: testing.equivariance_error(Silent(), torch.zeros(1, 1, 9, 9), 1, "p4"),
 }
