@@ -297,13 +297,13 @@ def equivariance_error(
     _expect_call(module, x)
     known = group is not None or getattr(module, "group", None) is not None
     found = _group_of(module, group) if known or isinstance(element, int) else None
-    into = input_kind or _kind_of(module, "input", "scalar")
+    into = _kind_of(module, "input", "scalar") if input_kind is None else input_kind
     lengths = _spacing_of(module) if spacing is None else spacing
     turned_input = transform(x, found, element, into, lengths)
     with _undisturbed(module, x.device) as run:
         turned_first, turned_last = run(turned_input), run(x)
     default = "regular" if turned_last.ndim == x.ndim else "invariant"
-    out = output_kind or _kind_of(module, "output", default)
+    out = _kind_of(module, "output", default) if output_kind is None else output_kind
     turned_last = transform(turned_last, found, element, out, lengths)
     if turned_first.shape != turned_last.shape:
         raise ValueError(
@@ -399,7 +399,7 @@ def assert_equivariant(
     hint = ""
     whole = x.shape[1] % found.dimension == 0
     if input_kind is None and not hasattr(module, "input_kind") and whole:
-        for out in dict.fromkeys((output_kind, output_kind or "vector")):
+        for out in [None, "vector"] if output_kind is None else [output_kind]:
             with contextlib.suppress(ValueError):  # channels that are no vectors
                 if holds(measured("vector", out)):
                     more = "" if out == output_kind else f" and output_kind={out!r}"
@@ -466,8 +466,7 @@ def smooth_field(
     """
     for name, count in (("size", size), ("channels", channels), ("batch", batch)):
         positive(name, count, 1 << 14)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"expected seed as a whole number; got {seed!r}")
+    seed = positive("seed", seed, (1 << 63) - 1, least=-(1 << 63))
     if not isinstance(dimension, int) or dimension not in (1, 2, 3):
         raise ValueError(f"expected 1, 2 or 3 as dimension; got {dimension!r}")
     smoothness = number("smoothness", smoothness)

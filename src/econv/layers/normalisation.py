@@ -245,6 +245,9 @@ class GroupInstanceNorm(_InstanceNorm):
         """Normalise ``[batch, fields * order, …]``."""
         own = self.running_mean if self.weight is None else self.weight
         check_fields(x, self.fields, self.group, own)
+        sizes_known = torch.compiler.is_compiling() or not torch._C._is_tracing()
+        if sizes_known and x.shape[0] == 0:  # torch's own has no statistics of nothing
+            return x * (1 if self.weight is None else self.weight.sum() + self.bias.sum())
         numbers = x.shape[1] // self.fields * math.prod(x.shape[2:])
         normed = super().forward(x.reshape(x.shape[0], self.fields, numbers)).view(x.shape)
         return normed.contiguous(memory_format=memory_format(x))

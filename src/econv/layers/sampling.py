@@ -763,9 +763,7 @@ class CentredAvgPool(CentredPool):
         known = isinstance(x, Tensor)  # and no stand-in of a trace, which does not tell its dtype
         if self.dimension == 3 and known and x.dtype == torch.float16 and x.is_cpu:
             return self.pool(x.float(), recentre).to(x.dtype)  # torch has no such kernel
-        window = (self.kernel_size, self.stride)
-        average = by_dimension("avg_pool", self.dimension)
-        means = average(recentre(x, *self._sizes(x)), *window, self.padding)
+        means = self._average(recentre(x, *self._sizes(x)), self.padding)
         if not self.ceil_mode and (self.count_include_pad or not self.padding):
             return means
         # Windows may reach over the image, and over the padding: divide by what they count.
@@ -773,7 +771,13 @@ class CentredAvgPool(CentredPool):
         axes = range(2, 2 + self.dimension)
         ones = x.new_ones(1, 1, *[x.shape[axis] + 2 * border for axis in axes])
         counted = recentre(ones, *self._sizes(x, border))
-        return means / average(counted, *window, self.padding - border)
+        return means / self._average(counted, self.padding - border)
+
+    def _average(self, x: Tensor, padding: int) -> Tensor:
+        if self.dimension == 3 and padding:  # torch wants windows that fit without it
+            x, padding = functional.pad(x, (padding,) * 6), 0
+        average = by_dimension("avg_pool", self.dimension)
+        return average(x, self.kernel_size, self.stride, padding)
 
     def extra_repr(self) -> str:
         counted = "" if self.count_include_pad else ", count_include_pad=False"

@@ -198,12 +198,13 @@ class _OverEncoder(_Dense):
     ) -> None:
         super().__init__()
         own = {"in_channels", "num_classes"}
-        if not isinstance(encoder_options or {}, Mapping) or own & {*(encoder_options or {})}:
+        options = {} if encoder_options is None else encoder_options
+        if not isinstance(options, Mapping) or own & {*options}:
             raise ValueError(
                 "expected encoder_options as a mapping without in_channels and num_classes, which "
                 f"are arguments of the whole network; got {encoder_options!r}"
             )
-        given = {**(encoder_options or {}), "in_channels": in_channels, "num_classes": 0}
+        given = {**options, "in_channels": in_channels, "num_classes": 0}
         found = by_name(encoder, given)
         if not isinstance(found, ResNet | ImageNetResNet):
             raise ValueError(f"expected the name of a ResNet as encoder; got {encoder!r}")
@@ -219,7 +220,7 @@ class _OverEncoder(_Dense):
             "output": output,
             "pool": pool,
             "drop_rate": share_below_one("drop_rate", drop_rate),
-            "encoder_options": dict(encoder_options or {}),
+            "encoder_options": dict(options),
         }
         info = found.feature_info()
         # Of each map whether it is smaller than the one before: known where the network is traced.
