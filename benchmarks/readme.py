@@ -828,8 +828,8 @@ def volume_errors(found: dict[str, Any]) -> str:
         cells.append([str(layers), f"{size}³", name, *errors])
     note = (
         f"(Group {found['group']}, one field, volumes of {found['voxels']}³, "
-        f"{found['elements'] * found['seeds']} rotations that are no symmetries of the grid; {code(found)}; "
-        "`benchmarks/volumes.py`.)"
+        f"{found['elements'] * found['seeds']} rotations that are no symmetries of the grid; "
+        f"{code(found)}; `benchmarks/volumes.py`.)"
     )
     return "\n".join([*table(head, cells), "", note])
 
