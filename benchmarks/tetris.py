@@ -112,8 +112,10 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "two grids": {"fine": 1},
     "one grid": {},
     "one grid, more noise": {"noise": 1.0},
-    "one grid, max": {"reduce": "max"},
     "four layers": {"fields": (2, 2, 4, 8), "fine": 4},
+    "one grid, mean": {"reduce": "mean"},
+    "one grid, mean, more noise": {"reduce": "mean", "noise": 1.0},
+    "two grids, mean": {"reduce": "mean", "fine": 1},
 }
 """Networks to choose from: what is other than in `DEFAULTS`."""
 DEFAULTS: dict[str, Any] = {
