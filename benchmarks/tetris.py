@@ -1,8 +1,8 @@
 """3-D Tetris: trained on eight upright pieces alone, tested under rotations of every kind.
 
     python benchmarks/tetris.py
-    python benchmarks/tetris.py --try "one grid" "four layers" --json tries.json
-    python benchmarks/tetris.py --tries tries.json --seeds 5 --json benchmarks/results/tetris.json
+    python benchmarks/tetris.py --stencils 3 --try "one grid" "four layers" --json tries.json
+    python benchmarks/tetris.py --stencils 3 --tries tries.json --json tetris_3.json
 
 The task of PDO-s3DCNNs (ICML 2022): eight pieces of four cubes on a grid of 4³, two of which are
 mirror images of each other. Every cube becomes 5³ voxels, and ten voxels of nothing are put on
