@@ -48,9 +48,14 @@ TOO_MUCH = {
     "a tensor of dimensions": lambda: econv.operator_set(dimension=torch.zeros(2, 3)),
     "turns in so many": lambda: testing.random_rotations(1, dimension=torch.zeros(2)),
     "an accuracy of several": lambda: econv.filter_basis("p4", accuracy=torch.zeros(2)),
+    "options of several": lambda: econv.models.EncoderUNet(encoder_options=torch.zeros(2, 3)),
     "volumes of several": lambda: econv.models.UNet("p4", dimension=torch.zeros(2)),
     "no module": lambda: testing.assert_equivariant(-0.5, torch.zeros(1, 1, 9, 9), "p4"),
     "no error of it": lambda: testing.equivariance_error(-0.5, torch.zeros(1, 1, 9, 9), 1, "p4"),
+    "kinds of several": lambda: testing.assert_equivariant(
+        nn.Identity(), torch.zeros(1, 4, 9, 9), "p4", input_kind=torch.zeros(2)
+    ),
+    "a seed": lambda: testing.smooth_field(5, seed=10**30),
     "no tensor": lambda: testing.assert_equivariant(nn.Identity(), False, "p4"),
     "nothing": lambda: testing.equivariance_error(Silent(), torch.zeros(1, 1, 9, 9), 1, "p4"),
 }
@@ -113,13 +118,19 @@ def test_images_without_pixels_or_channels(layer):
     [
         econv.GroupBatchNorm2d(2, "p4"),
         econv.GroupInstanceNorm2d(2, "p4"),
+        econv.GroupInstanceNorm2d(2, "p4", affine=True, track_running_stats=True),
         econv.GroupGroupNorm2d(1, 2, "p4"),
         econv.GroupLayerNorm2d(2, "p4"),
     ],
     ids=lambda norm: type(norm).__name__,
 )
 def test_norms_of_an_empty_batch(norm):
-    assert norm(torch.zeros(0, 8, 5, 5)).shape == (0, 8, 5, 5)
+    y = norm(torch.zeros(0, 8, 5, 5))
+    assert y.shape == (0, 8, 5, 5)
+    if y.requires_grad:
+        y.sum().backward()
+    assert not any(p.grad is None or p.grad.any() for p in norm.parameters())
+    assert all(buffer.isfinite().all() for buffer in norm.buffers())
 
 
 # torch says of nested tensors that they are a prototype.

@@ -162,6 +162,41 @@ def test_every_difference_to_the_papers_recipe_is_in_a_column() -> None:
     assert "<td>no → max</td>" in page
 
 
+def test_what_the_papers_recipe_gave_here_stands_between_the_papers_figure_and_ours() -> None:
+    ran = [made(seed=s, test_error=1.5, recreated=True) for s in range(3)]
+    (line,) = report.compared(report.rows(ran))
+    assert line[:5] == ("PDO-eConv, p8", "1.87", "–", "1.50 ± 0.00", "0.37")
+    ran += [made("mnist_rot_p8_paper", seed=s, test_error=2.0 + s) for s in range(3)]
+    (line,) = report.compared(report.rows(ran))
+    assert line[1:4] == ("1.87", "3.00 ± 1.00", "1.50 ± 0.00")
+
+
+def test_of_several_sets_of_images_the_row_with_most_runs_is_compared() -> None:
+    ran = [made(seed=s, test_error=1.0, recreated=True) for s in range(3)]
+    again: dict[str, Any] = {"recreated": True, "test_error": 2.0}
+    ran += [
+        made(seed=s, data_seed=d, data_sha256=f"{d}" * 64, **again)
+        for s in range(3)
+        for d in (1, 2, 3)
+    ]
+    found = report.rows(ran)
+    mine = [r for r in found if r.recipe.name == "mnist_rot_p8"]
+    assert sorted((r.error, r.cells()[3]) for r in mine) == [
+        ("1.00 ± 0.00", "3"),
+        (
+            f"2.00 ± 0.00 ({', '.join(['2.00 ± 0.00'] * 3)} by data)",
+            "3 on each of 3 data sets, 9 runs",
+        ),
+    ]
+    assert [line[3][:4] for line in report.compared(found)] == ["2.00"]
+    assert "A second row of such a name" in report.as_text(found)
+    each = [made(seed=s, data_seed=s + 1, data_sha256=f"{s}" * 64, **again) for s in range(3)]
+    assert row(report.rows(each)).cells()[2:4] == (
+        "2.00 ± 0.00 (2.00, 2.00, 2.00 by data)",
+        "3, 3 data sets",
+    )
+
+
 def test_whatever_decides_a_result_would_show_among_the_differences() -> None:
     """A change of any setting changes a cell, so that no difference goes untold."""
     name = "mnist_rot_p8"

@@ -32,6 +32,9 @@ Items = tuple[tuple[str, Any], ...]
 class Recipe:
     """How one row of a table is trained.
 
+    Raises:
+        ValueError: for settings out of their range.
+
     >>> RECIPES["mnist_rot_p8"].with_changes({"epochs": "3"}).epochs
     3
     """
@@ -165,6 +168,9 @@ class Recipe:
 
 def recipe(name: str) -> Recipe:
     """The recipe of that name, or an error that lists the names there are.
+
+    Raises:
+        ValueError: for an unknown name.
 
     >>> recipe("mnist_rot_p8").with_changes({"epochs": "3"}).epochs
     3

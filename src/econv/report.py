@@ -96,7 +96,8 @@ NOTE = (
 CHANGED = "settings changed after a test error was seen"
 SEVERAL = (
     " Where data were made again with several seeds, mean and deviation are those of all runs, over"
-    " seeds and data, and the means on each of the data stand beside."
+    " seeds and data, and the means on each of the data stand beside. A second row of such a name,"
+    " without data seeds, is of one set of images that was made by another program."
 )
 RECREATED = (
     " Re-created data are made from MNIST as MNIST-rot was; they are not its official images."
@@ -199,7 +200,10 @@ class Row:
         labels += ["unverified"] if any(record.unverified for record in found) else []
         labels += [RETRAINED] if any(record.retrained for record in found) else []
         labels += [f"{len(self.outdated)} outdated"] if self.outdated else []
-        runs = str(self.seeds) + f" on each of {self.data} data" * (self.data > 1)
+        runs = str(self.seeds)
+        if self.data > 1:
+            every = self._trained == self.seeds * self.data
+            runs += f"{' on each of' * every or ','} {self.data} data sets"
         runs += f", {len(found)} runs" * (len(found) > self.seeds)
         return (
             self.name,
@@ -355,6 +359,7 @@ def _on_its_side(
 _COMPARED_HEADS = (
     "network",
     "paper, %",
+    "the paper's recipe here, %",
     "ours, %",
     "less by",
     "layers",
@@ -379,19 +384,26 @@ def compared(
 ) -> list[tuple[str, ...]]:
     """Ours against the paper's recipe: a line for every row of the paper's that was run.
 
-    A cell has one value where both agree, and "paper's → ours" where they do not.
+    A cell has one value where both agree, and "paper's → ours" where they do not. Of a recipe that
+    was run on several kinds of data, that with most data sets, then runs.
     """
     lines = []
+    several = sorted(found, key=lambda row: (row.data, len(row.records)))
+    most = {row.recipe.name: row for row in several}
     for row in found:
         paper = recipes.get(f"{row.recipe.name}_paper")
-        if paper is None or not row.records or row.recipe.paper_error is None:
+        if paper is None or row.recipe.paper_error is None or row is not most[row.recipe.name]:
             continue
+        if not row.records:
+            continue
+        here = most.get(paper.name)
         mean = statistics.fmean(record.test_error for record in row.records)
         better = f"{row.recipe.paper_error - mean:.2f}" if row.complete else "–"
         told = zip(_settings_told(paper), _settings_told(row.recipe), strict=True)
         name = row.recipe.row if row.recipe.row == paper.row else f"{paper.row} → {row.recipe.row}"
         cells = (theirs if theirs == ours else f"{theirs} → {ours}" for theirs, ours in told)
-        lines.append((name, _percent(row.recipe.paper_error), row.error, better, *cells))
+        reached = here.error if here and here.records else "–"
+        lines.append((name, _percent(row.recipe.paper_error), reached, row.error, better, *cells))
     return lines
 
 
@@ -523,6 +535,9 @@ def updated(text: str, found: Sequence[Row], name: str | Path = "the text") -> s
 
     Three kinds of markers begin a table: of all rows, as in the README, of recipes compared with
     the paper's and of earlier runs. A page has one of them or more, each with its own end.
+
+    Raises:
+        ValueError: for a page without the two lines between which the table goes.
     """
     parts = {
         BEGIN: lambda: as_markdown(found),

@@ -82,6 +82,10 @@ def transform(
     ``element`` may be any orthogonal matrix, ``[2, 2]`` or ``[3, 3]``, which no group needs to
     hold; but group features turn by elements of their group alone.
 
+    Raises:
+        ValueError: for an unknown kind, channels that do not fit it, and an element that the group
+            does not have.
+
     >>> x = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
     >>> transform(x, "p4", 1)[0, 0].tolist()
     [[2.0, 4.0], [1.0, 3.0]]
@@ -196,6 +200,10 @@ def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
     turn about z. In place of an angle it takes an orthogonal matrix, ``[2, 2]`` of (x, y) or, for
     volumes, ``[3, 3]`` of (x, y, z).
 
+    Raises:
+        ValueError: for what is no batch of images of floating-point numbers, and an angle that is
+            not finite.
+
     >>> rotate(torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]]), 90)[0, 0].tolist()
     [[2.0, 4.0], [1.0, 3.0]]
     >>> rotate(torch.rand(1, 1, 5, 5, 5), random_rotations(1)[0]).shape
@@ -223,6 +231,9 @@ def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
 
 def random_rotations(count: int, dimension: int = 3, seed: int = 0) -> FloatArray:
     """So many rotations, ``[count, d, d]``, uniform among all: what networks are to be tested at.
+
+    Raises:
+        ValueError: for another dimension than 2 or 3, and a count below 1.
 
     >>> rotations = random_rotations(4)
     >>> bool(np.allclose(np.linalg.det(rotations), 1.0))
@@ -271,6 +282,10 @@ def equivariance_error(
 
     Both passes see the same random numbers, and running statistics are left as they were.
 
+    Raises:
+        ValueError: for an element that the group does not have, a module without a group where none
+            is given, and outputs whose shape turning changes.
+
     >>> from econv import LiftConv2d
     >>> layer = LiftConv2d(1, 2, "p8", dtype=torch.float64)
     >>> image = smooth_field(33, channels=1, smoothness=2.0)
@@ -282,13 +297,13 @@ def equivariance_error(
     _expect_call(module, x)
     known = group is not None or getattr(module, "group", None) is not None
     found = _group_of(module, group) if known or isinstance(element, int) else None
-    into = input_kind or _kind_of(module, "input", "scalar")
+    into = _kind_of(module, "input", "scalar") if input_kind is None else input_kind
     lengths = _spacing_of(module) if spacing is None else spacing
     turned_input = transform(x, found, element, into, lengths)
     with _undisturbed(module, x.device) as run:
         turned_first, turned_last = run(turned_input), run(x)
     default = "regular" if turned_last.ndim == x.ndim else "invariant"
-    out = output_kind or _kind_of(module, "output", default)
+    out = _kind_of(module, "output", default) if output_kind is None else output_kind
     turned_last = transform(turned_last, found, element, out, lengths)
     if turned_first.shape != turned_last.shape:
         raise ValueError(
@@ -331,6 +346,11 @@ def assert_equivariant(
     By default the elements are the grid's own symmetries, which must hold to rounding: 1e-12 in
     float64, 1e-5 in float32, 5e-2 in half precisions. Other elements need a ``tolerance`` that says
     what the stencils are expected to give. Further arguments: see :func:`equivariance_error`.
+
+    Raises:
+        AssertionError: with a table of the errors, where one is above the tolerance.
+        ValueError: for what cannot be checked: no group, no elements, or elements that are no
+            symmetries of the pixel grid without a ``tolerance``.
 
     >>> from econv import LiftConv2d
     >>> image = torch.randn(1, 1, 16, 16, dtype=torch.float64)
@@ -379,7 +399,7 @@ def assert_equivariant(
     hint = ""
     whole = x.shape[1] % found.dimension == 0
     if input_kind is None and not hasattr(module, "input_kind") and whole:
-        for out in dict.fromkeys((output_kind, output_kind or "vector")):
+        for out in [None, "vector"] if output_kind is None else [output_kind]:
             with contextlib.suppress(ValueError):  # channels that are no vectors
                 if holds(measured("vector", out)):
                     more = "" if out == output_kind else f" and output_kind={out!r}"
@@ -395,6 +415,9 @@ def convergence_order(
     """The measured order of an error in the spacing: the slope of log error over log h.
 
     ``error`` is a function of the spacing, or the errors measured at each of the ``spacings``.
+
+    Raises:
+        ValueError: for fewer than two spacings, and errors that are not positive and finite.
 
     >>> round(convergence_order(lambda h: 3 * h**2, [0.1, 0.05, 0.025]), 6)
     2.0
@@ -433,6 +456,9 @@ def smooth_field(
     White noise blurred by a Gaussian of ``smoothness`` pixels, periodic at the border; with
     ``dimension=3`` a volume.
 
+    Raises:
+        ValueError: for numbers out of their range, such as a dimension that is not 1, 2 or 3.
+
     >>> smooth_field(32, channels=3).shape
     torch.Size([1, 3, 32, 32])
     >>> smooth_field(8, dimension=3).shape
@@ -440,8 +466,7 @@ def smooth_field(
     """
     for name, count in (("size", size), ("channels", channels), ("batch", batch)):
         positive(name, count, 1 << 14)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"expected seed as a whole number; got {seed!r}")
+    seed = positive("seed", seed, (1 << 63) - 1, least=-(1 << 63))
     if not isinstance(dimension, int) or dimension not in (1, 2, 3):
         raise ValueError(f"expected 1, 2 or 3 as dimension; got {dimension!r}")
     smoothness = number("smoothness", smoothness)

@@ -127,6 +127,7 @@ STRANGE = [
 FEW = st.integers(1, 3)
 GROUPS = st.sampled_from(["p1", "p2", "p3", "p4", "p6", "p8", "p1m", "p4m", "p6m"])
 SIZE = st.sampled_from([None, None, 5, 7, 9, 4, 1])
+KIND = st.sampled_from([None, "scalar", "regular", "vector"])
 USUAL = {
     **dict.fromkeys(("in_channels", "in_fields", "out_fields", "out_vectors", "fields"), FEW),
     **dict.fromkeys(("group", "whole"), GROUPS),
@@ -167,6 +168,27 @@ USUAL = {
     "num_groups": st.just(1),
     "depth": st.sampled_from([8, 18]),
     "num_classes": st.integers(0, 3),
+    **dict.fromkeys(("affine", "track_running_stats", "ceil_mode", "exact"), st.booleans()),
+    **dict.fromkeys(("scalars", "vectors", "pseudoscalars", "batch", "channels"), FEW),
+    **dict.fromkeys(("input_kind", "output_kind", "kind"), KIND),
+    **dict.fromkeys(("drop_rate", "dropout"), st.sampled_from([0.0, 0.5])),
+    "count": st.integers(1, 3),
+    "degrees": st.sampled_from([90, 30.0]),
+    "dimension": st.sampled_from([2, 3]),
+    "elements": st.sampled_from([None, (0, 1)]),
+    "image_size": st.integers(5, 40),
+    "margin": st.sampled_from([0, 0.25, 2]),
+    "out_indices": st.sampled_from([None, (0,), (-1,)]),
+    "oversample": st.integers(1, 2),
+    "pixels": st.integers(1, 9),
+    "pool": st.sampled_from([None, "max", "mean", "mean+std"]),
+    "pooled_after": st.sampled_from([(), (1,), (0, 1)]),
+    "readout": st.sampled_from([None, "mean"]),
+    "rotations": st.sampled_from([4, 8]),
+    "seed": st.integers(0, 3),
+    "smoothness": st.sampled_from([1, 2.0]),
+    "tolerance": st.sampled_from([None, 0.5]),
+    "width": st.sampled_from([0.5, 1.0]),
 }
 PUBLIC = {
     **{name: getattr(econv, name) for name in econv.__all__},

@@ -503,6 +503,15 @@ def test_half_precision_pools_on_the_cpu(kind):
     assert x.grad.isfinite().all()
 
 
+def test_means_of_volumes_take_windows_that_fit_with_their_padding_alone():
+    x = torch.randn(1, 2, 5, 6, 2)
+    counted = econv.CentredAvgPool3d(3, 1, 1)
+    wanted = torch.nn.functional.conv3d(x[:, :1], torch.full((1, 1, 3, 3, 3), 1 / 27), padding=1)
+    torch.testing.assert_close(counted(x)[:, :1], wanted)
+    uncounted = econv.CentredAvgPool3d(3, 1, 1, ceil_mode=True, count_include_pad=False)
+    torch.testing.assert_close(uncounted(torch.ones_like(x)), torch.ones_like(x))
+
+
 def test_a_compiled_layer_is_the_same():
     layer = GroupConv3d(1, 1, "D2", dtype=torch.float64, bias=True)
     x = torch.randn(1, 4, 4, 5, 4, dtype=torch.float64, requires_grad=True)

@@ -188,7 +188,7 @@ def test_rows_are_reported_over_seeds_and_data(
     errors = [r.test_error for r in found]
     means = f"{report.spread(errors[:2])}, {report.spread(errors[2:])} by data"
     assert line.error == f"{report.spread(errors)} ({means})"
-    assert line.cells()[3] == "2 on each of 2 data, 4 runs"
+    assert line.cells()[3] == "2 on each of 2 data sets, 4 runs"
     assert "re-created, data seeds 0, 2" in line.cells()[-1]
     assert "over seeds and data" in report.as_text([line])
     assert command(*asked) == 0

@@ -48,7 +48,7 @@ class ConvNet(_Classifier):
         activation: name of the functions between layers, ``"relu"`` by default, as
             :class:`~econv.GroupActivation2d` reads it.
         antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
-            network equivariant at angles that the pixel grid has not; poolings then are
+            network equivariant at angles between quarter turns, too; poolings then are
             :class:`~econv.Downsample2d` with 8 taps. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.
@@ -56,6 +56,9 @@ class ConvNet(_Classifier):
             by default. What the layers make of the border then stays away from what is in the
             image.
         dimension: 2 or 3; by default the group's, and 2 without one.
+
+    Raises:
+        ValueError: for arguments out of their range, and images of which nothing is left.
 
     >>> network = ConvNet("p8", fields=(7,) * 6)
     >>> sum(p.numel() for p in network.parameters())

@@ -89,7 +89,7 @@ class UNet(_Dense):
         activation: name of the functions between layers, ``"relu"`` by default, as
             :class:`~econv.GroupActivation2d` reads it.
         antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
-            network equivariant at angles that the grid has not. 0 (default) for none.
+            network equivariant at angles between quarter turns, too. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.
         dimension: 2 for images or 3 for volumes; by default the group's, and 2 without one.
@@ -97,6 +97,9 @@ class UNet(_Dense):
             ``num_classes`` fields of them; ``"vector"``, so many vectors.
 
     :class:`EncoderUNet` and :class:`FPN` are for a ResNet as encoder.
+
+    Raises:
+        ValueError: for arguments out of their range, such as the fields of one level only.
 
     >>> import torch
     >>> network = UNet("T", fields=(1, 2), num_classes=3)
@@ -195,12 +198,13 @@ class _OverEncoder(_Dense):
     ) -> None:
         super().__init__()
         own = {"in_channels", "num_classes"}
-        if not isinstance(encoder_options or {}, Mapping) or own & {*(encoder_options or {})}:
+        options = {} if encoder_options is None else encoder_options
+        if not isinstance(options, Mapping) or own & {*options}:
             raise ValueError(
                 "expected encoder_options as a mapping without in_channels and num_classes, which "
                 f"are arguments of the whole network; got {encoder_options!r}"
             )
-        given = {**(encoder_options or {}), "in_channels": in_channels, "num_classes": 0}
+        given = {**options, "in_channels": in_channels, "num_classes": 0}
         found = by_name(encoder, given)
         if not isinstance(found, ResNet | ImageNetResNet):
             raise ValueError(f"expected the name of a ResNet as encoder; got {encoder!r}")
@@ -216,7 +220,7 @@ class _OverEncoder(_Dense):
             "output": output,
             "pool": pool,
             "drop_rate": share_below_one("drop_rate", drop_rate),
-            "encoder_options": dict(encoder_options or {}),
+            "encoder_options": dict(options),
         }
         info = found.feature_info()
         # Of each map whether it is smaller than the one before: known where the network is traced.
@@ -273,6 +277,9 @@ class EncoderUNet(_OverEncoder):
         encoder_options: arguments of the encoder, such as ``{"fields": (4, 8, 16)}``; activation,
             blur and options of convolutions hold on the way up, too.
 
+    Raises:
+        ValueError: for an encoder that is no ResNet by name, and options that it does not take.
+
     >>> import torch
     >>> network = EncoderUNet("cifar_resnet8_p4", encoder_options={"fields": (1, 2, 2)})
     >>> network(torch.randn(1, 3, 21, 22)).shape
@@ -321,6 +328,9 @@ class FPN(_OverEncoder):
         pool: how orientations are pooled before the scores, ``"max"`` by default.
         drop_rate: probability of dropping a feature before the scores, 0 by default.
         encoder_options: arguments of the encoder, such as ``{"fields": (4, 8, 16)}``.
+
+    Raises:
+        ValueError: for an encoder that is no ResNet by name, and options that it does not take.
 
     >>> import torch
     >>> network = FPN("cifar_resnet8_p4", num_classes=5, encoder_options={"fields": (1, 2, 2)})

@@ -45,7 +45,7 @@ class ResNet(_Classifier):
         activation: name of the functions between layers, ``"relu"`` by default, as
             :class:`~econv.GroupActivation2d` reads it.
         antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
-            network equivariant at angles that the pixel grid has not; images are then
+            network equivariant at angles between quarter turns, too; images are then
             halved by :class:`~econv.Downsample2d` with 8 taps. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.
@@ -55,6 +55,9 @@ class ResNet(_Classifier):
         restrict: the groups of the second and the third stage, each a subgroup of the one before,
             where features are read as those of the subgroup (Weiler & Cesa 2019); by default all
             have the same. The network turns with its input under the last one.
+
+    Raises:
+        ValueError: for arguments out of their range, such as a depth that is not 6n + 2.
 
     >>> import torch
     >>> network = ResNet("p8", depth=8, fields=(4, 8, 16), pool="max")
