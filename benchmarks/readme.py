@@ -448,7 +448,7 @@ def device_tests(found: dict[str, Any] | None) -> str:
     failed = f"**{len(failures)} failed**" if failures else "none failed"
     text = (
         f"{found['device']}, with torch {known['torch']}, Triton {known['triton']} and Python "
-        f"{known['python']}, {code(found)}: {sums['passed']} passed, "
+        f"{known['python']}, {code(found)}, {found['finished'][:10]}: {sums['passed']} passed, "
         f"{failed}, {sums['skipped']} skipped."
     )
     rows = [
@@ -458,6 +458,17 @@ def device_tests(found: dict[str, Any] | None) -> str:
     reasons = [f"- skipped {n} times: {reason}" for reason, n in found["skips"].items()]
     lines = [text, "", *table(["", *kinds, "seconds"], rows), ""]
     return "\n".join([*lines, *reasons, *(f"- failed: `{name}`" for name in failures)]).rstrip()
+
+
+def faults(found: dict[str, Any]) -> str:
+    """Of the faults that were put into the code, how many a test found."""
+    share = found["found"] / found["listed"]
+    missed = f", {len(found['missed'])} were missed" * bool(found["missed"])
+    return (
+        f"Last whole run of `make mutants`: {found['found']} of {found['listed']} faults found "
+        f"({100 * share:.1f} %){missed}; {len(found['survivors'])} survive, each with its reason "
+        f"({code(found)}, {found['finished'][:10]})."
+    )
 
 
 def layer_name(case: dict[str, Any]) -> str:
@@ -1007,6 +1018,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         "compatibility": ("compatibility.json", compatibility_details),
         "device tests": ("device_tests.json", device_tests),
     },
+    "CONTRIBUTING.md": {"faults": ("mutants.json", faults)},
     "docs/training.md": {
         "learning rates": ("learning_rates.json", learning_rates),
         "lag of norms": ("learning_rates.json", lag_of_norms),
