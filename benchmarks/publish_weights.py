@@ -31,23 +31,31 @@ def main() -> int:
     add("--records", type=Path, default=Path("records"), metavar="FOLDER")
     add("--weights", type=Path, default=Path("weights"), metavar="FOLDER")
     add("--seed", type=int, default=0)
+    add("--data-seed", type=int, default=0, help="of runs on images that were made again")
     add("--root", type=Path, help="where downloaded data are kept")
     add("--source", type=Path, help="a folder or .npz with the data")
     add("--device")
     options = parser.parse_args()
-    there = sorted(p.parent.parent.name for p in options.outputs.glob(f"*/{options.seed}/model.*"))
+    run = records.run_name(options.seed, options.data_seed)
+    there = sorted(p.parent.parent.name for p in options.outputs.glob(f"*/{run}/model.*"))
     for name in options.names or there:
         try:
-            record = records.load(records.path_of(options.records, name, options.seed))
+            place = records.path_of(options.records, name, options.seed, options.data_seed)
+            record = records.load(place)
             found = data.load(
                 record.dataset,
                 root=options.root,
                 source=options.source,
+                seed=options.data_seed,
                 recreated=record.recreated and not record.dataset.endswith("_recreated"),
             )
-            run = options.outputs / name / str(options.seed)
             made = train.publish(
-                record, run, found, options.records, options.weights, options.device
+                record,
+                options.outputs / name / run,
+                found,
+                options.records,
+                options.weights,
+                options.device,
             )
         except (train.TrainingError, ValueError, OSError) as error:
             print(f"{name}: {error}", file=sys.stderr)

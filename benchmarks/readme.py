@@ -114,7 +114,7 @@ ACCURACY = {
 
 def accuracy_in_short(found: list[report.Row]) -> str:
     """The paper's error and ours, where all seeds are there."""
-    by_name = {row.recipe.name: row for row in found if row.complete}
+    by_name = {row.recipe.name: row for row in reversed(found) if row.complete}
     kept = {words: by_name[name] for name, words in ACCURACY.items() if name in by_name}
     rows = [
         [
@@ -125,9 +125,11 @@ def accuracy_in_short(found: list[report.Row]) -> str:
         for words, row in kept.items()
     ]
     seeds = min((row.seeds for row in kept.values()), default=0)
+    times = max((row.data for row in kept.values()), default=1)
+    made = f" {times} times" * (times > 1)
     note = (
-        f"Mean and deviation over {seeds} seeds; MNIST-rot is re-created, and the test split is "
-        "read once: [all tables](docs/results.md#accuracy). The recipes are not the paper's: "
+        f"Mean and deviation over {seeds} seeds; MNIST-rot is re-created{made}, and the test split "
+        "is read once: [all tables](docs/results.md#accuracy). The recipes are not the paper's: "
         "[what differs](docs/paper.md)."
     )
     if changed := [words for words, row in kept.items() if row.changed]:
@@ -358,6 +360,7 @@ def conversion_table(found: dict[str, Any]) -> str:
     seeds = min(map(len, runs.values()))
     note = (
         f"(Test error in %, {found['training_images']:,} upright digits of MNIST, "
+        f"on a margin of {found['arguments']['margin']} pixels, "
         f"{found['arguments']['epochs']} epochs, no augmentation, {seeds} "
         f"seed{'s' * (seeds > 1)}; "
         f"{code(found)}; `benchmarks/convert_and_rotate.py`. The learning rate {chosen}.)"
@@ -457,7 +460,10 @@ def device_tests(found: dict[str, Any] | None) -> str:
     ]
     reasons = [f"- skipped {n} times: {reason}" for reason, n in found["skips"].items()]
     lines = [text, "", *table(["", *kinds, "seconds"], rows), ""]
-    return "\n".join([*lines, *reasons, *(f"- failed: `{name}`" for name in failures)]).rstrip()
+    lines += [*reasons, *(f"- failed: `{name}`" for name in failures)]
+    if failures:
+        lines += ["", "What failed may have been put right since: later code has not run there."]
+    return "\n".join(lines).rstrip()
 
 
 def faults(found: dict[str, Any]) -> str:
@@ -836,8 +842,8 @@ def volume_errors(found: dict[str, Any]) -> str:
         cells.append([str(layers), f"{size}³", name, *errors])
     note = (
         f"(Group {found['group']}, one field, volumes of {found['voxels']}³, "
-        f"{found['elements'] * found['seeds']} rotations that the grid has not; {code(found)}; "
-        "`benchmarks/volumes.py`.)"
+        f"{found['elements'] * found['seeds']} rotations that are no symmetries of the grid; "
+        f"{code(found)}; `benchmarks/volumes.py`.)"
     )
     return "\n".join([*table(head, cells), "", note])
 
@@ -898,16 +904,16 @@ def volume_speed_on_a_gpu(found: dict[str, Any] | None) -> str:
     return "\n".join([*table(head, cells), "", note])
 
 
-def tetris(found: dict[str, Any]) -> str:
-    """Accuracy under all rotations, by the size of the stencils."""
+def tetris(*found: dict[str, Any]) -> str:
+    """Accuracy under all rotations: a record, and a line, for each size of stencils."""
     cells = []
-    for size in sorted({row["size"] for row in found["runs"]}):
-        own = [row for row in found["runs"] if row["size"] == size]
+    for record in found:
+        own = record["runs"]
         shares = [100 * row["accuracy"] for row in own]
         pair = [100 * statistics.mean(row["each"][:2]) for row in own]
         cells.append(
             [
-                f"{size}³",
+                f"{own[0]['size']}³",
                 f"{own[0]['parameters']:,}",
                 str(len(own)),
                 f"{report.spread(shares)} %",
@@ -915,23 +921,20 @@ def tetris(found: dict[str, Any]) -> str:
             ]
         )
     head = ["stencils", "parameters", "seeds", "right under all rotations", "the chiral pair"]
-    seen = "" if "tries" in found else " Settings were chosen on turned pieces."
     note = (
-        f"(Group I, isotropic stencils, {found['steps']} steps on the eight upright pieces; the "
-        f"test has {found['copies']} of each, turned by cubic splines; mean ± deviation over the "
-        f"seeds; {code(found)}; `benchmarks/tetris.py`.{seen})"
+        f"(Group I, isotropic stencils, {found[0]['steps']} steps on the eight upright pieces; the "
+        f"test has {found[0]['copies']} of each, turned by cubic splines; mean ± deviation over "
+        f"the seeds; {'; '.join(dict.fromkeys(map(code, found)))}; `benchmarks/tetris.py`.)"
     )
     return "\n".join([*table(head, cells), "", note])
 
 
-def tetris_candidates(found: dict[str, Any]) -> str:
-    """What was tried, and how it did in validation."""
-    if "tries" not in found:
-        return ""
-    sizes = sorted({row["size"] for row in found["tries"]})
+def tetris_candidates(*found: dict[str, Any]) -> str:
+    """What was tried for each size of stencils, and how it did in validation."""
     by_name: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in found["tries"]:
+    for row in (row for record in found for row in record["tries"]):
         by_name.setdefault(row["name"], {})[row["size"]] = row
+    sizes = [record["runs"][0]["size"] for record in found]
     cells = []
     for name, rows in by_name.items():
         own = [rows.get(size) for size in sizes]
@@ -1035,8 +1038,8 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
     "docs/volumes.md": {
         "equivariance of volumes": ("volumes.json", volume_errors),
         "speed of volumes": ("volume_engines_cpu.json", volume_speed),
-        "tetris": ("tetris.json", tetris),
-        "tetris candidates": ("tetris.json", tetris_candidates),
+        "tetris": (("tetris_3.json", "tetris_5.json"), tetris),
+        "tetris candidates": (("tetris_3.json", "tetris_5.json"), tetris_candidates),
         "modelnet": (RECORDS, volume_records),
         "nodules": ("nodules.json", nodules),
     },

@@ -1,8 +1,8 @@
 """3-D Tetris: trained on eight upright pieces alone, tested under rotations of every kind.
 
     python benchmarks/tetris.py
-    python benchmarks/tetris.py --try "one grid" "four layers" --json tries.json
-    python benchmarks/tetris.py --tries tries.json --seeds 5 --json benchmarks/results/tetris.json
+    python benchmarks/tetris.py --stencils 3 --try "one grid" "four layers" --json tries.json
+    python benchmarks/tetris.py --stencils 3 --tries tries.json --json tetris_3.json
 
 The task of PDO-s3DCNNs (ICML 2022): eight pieces of four cubes on a grid of 4³, two of which are
 mirror images of each other. Every cube becomes 5³ voxels, and ten voxels of nothing are put on
@@ -112,8 +112,10 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "two grids": {"fine": 1},
     "one grid": {},
     "one grid, more noise": {"noise": 1.0},
-    "one grid, max": {"reduce": "max"},
     "four layers": {"fields": (2, 2, 4, 8), "fine": 4},
+    "one grid, mean": {"reduce": "mean"},
+    "one grid, mean, more noise": {"reduce": "mean", "noise": 1.0},
+    "two grids, mean": {"reduce": "mean", "fine": 1},
 }
 """Networks to choose from: what is other than in `DEFAULTS`."""
 DEFAULTS: dict[str, Any] = {

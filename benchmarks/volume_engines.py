@@ -12,7 +12,7 @@ row says which.
 On a GPU numbers are bfloat16, passes are CUDA graphs, each alone (benchmarks/timing.py says what
 that means), and dense is the faster of cuDNN with channels last and with channels first. Told
 besides: memory at the peak of a training step, the kernels of a spectral one, and errors against
-float64. ``--tiles voxels=16,warps=2`` times the spectral engine with other tiles, too.
+float64. ``--tiles voxels=16,programs=528`` times the spectral engine with other tiles, too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", help="only these; by default all")
     parser.add_argument("--seconds", type=float, default=20.0, help="at most, for each layer")
     parser.add_argument(
-        "--tiles", nargs="*", default=[], help="on a GPU, such as voxels=16,warps=2"
+        "--tiles", nargs="*", default=[], help="on a GPU, such as voxels=16,programs=528"
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -492,6 +492,7 @@ SMOOTH = {"activation": "silu", "antialias": 0.7}
     ("name", "size", "options"),
     [
         ("cifar_resnet8_p4", 27, {"fields": (1, 2, 2), "oversample": 2}),
+        ("cifar_resnet8_p4", 22, {"fields": (1, 1, 1), "margin": 3}),
         ("resnet18_p4", 129, {"fields": (1, 1, 2, 2)}),
         ("resnet50_p4", 129, {"fields": (1, 1, 1, 1)}),
         ("convnet6_p4", 28, {"fields": (2,) * 6, "pool": "max", "readout": "mean"}),
@@ -534,6 +535,18 @@ def test_what_touches_the_border_does_not_reach_into_the_margin():
     same = create_model("convnet6_p4", image_size=34, fields=(1,) * 6, pool="max", **SMOOTH)
     same.double().load_state_dict(network.state_dict())
     torch.testing.assert_close(network.eval()(x), same.eval()(wide), rtol=0, atol=1e-12)
+
+
+def test_a_resnet_reads_its_image_on_a_margin_but_gives_no_maps_of_it():
+    network = create_model("cifar_resnet8_p4", fields=(1, 1, 1), margin=2).eval()
+    x = torch.randn(1, 3, 20, 20)
+    corners = x[..., ::19, ::19].mean((2, 3), keepdim=True)
+    wide = nn.functional.pad(x - corners, (2,) * 4) + corners
+    same = create_model("cifar_resnet8_p4", fields=(1, 1, 1)).eval()
+    same.load_state_dict(network.state_dict())
+    assert torch.equal(network(x), same(wide))
+    with pytest.raises(ValueError, match="expected margin=0 for a decoder's maps; got 2"):
+        create_model("cifar_resnet8_p4", features_only=True, margin=2)
 
 
 def test_initial_weights_know_their_activation():

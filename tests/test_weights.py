@@ -59,7 +59,8 @@ def test_committed_weights_are_those_of_their_records() -> None:
     assert "digits_p8" in names
     for name in names:
         weights = Weights.find(COMMITTED / name)
-        place = records.path_of(CHECKOUT / "records", weights.recipe, weights.seed)
+        run = (weights.recipe, weights.seed, weights.data_seed)
+        place = records.path_of(CHECKOUT / "records", *run)
         record = records.load(place)
         assert hashlib.sha256(place.read_bytes()).hexdigest() == weights.record_sha256
         assert record.predictions_sha256 == weights.predictions_sha256
@@ -172,7 +173,7 @@ def test_weights_that_are_missing_are_named_with_where_to_get_them(
     assert checked("nothing") == 1
     told = capsys.readouterr().err
     assert "no weights named 'nothing' in" in told
-    assert "there are digits_p8, tiny. They are in the folder weights/nothing of econv's" in told
+    assert ", tiny. They are in the folder weights/nothing of econv's" in told
     (tiny / "weights" / "tiny" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"expected model.safetensors in .*tiny: They are in the"):
         econv.from_pretrained("tiny")
@@ -192,7 +193,7 @@ def test_weights_that_are_missing_are_named_with_where_to_get_them(
         ({"recipe": ".."}, "expected recipe as a name, not a path"),
         ({"classes": [1]}, "expected classes as names"),
         ({"metrics": {}}, "expected metrics with test_error and validation_error"),
-        ({"more": 1}, "expected 'weights' with classes, data_sha256"),
+        ({"more": 1}, "expected 'weights' with classes, data_seed"),
     ],
 )
 def test_a_damaged_card_is_refused(tiny: Path, changes: dict[str, object], message: str) -> None:
@@ -230,7 +231,8 @@ def test_create_model_takes_weights_of_that_network_alone(tiny: Path) -> None:
     assert not network.training
     assert econv.list_models("ti*", weights=True) == ["tiny"]
     with pytest.raises(
-        ValueError, match="weights of convnet6_p8, of which there are digits_p8; tiny are of conv"
+        ValueError,
+        match="weights of convnet6_p8, of which there are digits_p8, .*; tiny are of conv",
     ):
         econv.create_model("convnet6_p8", weights="tiny")
     with pytest.raises(ValueError, match="expected options that leave the weights of tiny as they"):
@@ -270,22 +272,38 @@ def test_large_weights_are_halved_and_load_in_float32(
             assert torch.equal(value, whole.state_dict()[name])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seed": 3}, "expected data_seed 0 with weights, .*; got 3"),
-        ({"volumes": True}, r"expected images with weights, .*; got volumes \(70, 1, 1, 12, 12\)"),
-    ],
-)
-def test_data_that_cannot_be_verified_are_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+def test_weights_of_data_that_were_made_again_are_checked_on_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data: Any = replace(tiny_training.stripes(), seed=changes.get("seed"))
-    if "volumes" in changes:
-        splits = {name: getattr(data, name) for name in ("train", "validation", "test")}
-        data = replace(data, **{n: replace(s, x=s.x[:, None]) for n, s in splits.items()})
+    data = replace(tiny_training.stripes(3), seed=3)
+    tiny_training.start(tmp_path, data=data, weights=tmp_path / "weights")
+    monkeypatch.setenv("ECONV_WEIGHTS", str(tmp_path / "weights"))
+
+    def load(*_: object, seed: int, **__: object) -> Any:
+        return replace(tiny_training.stripes(seed), seed=seed)
+
+    monkeypatch.setattr(verify.data_room, "load", load)
+    found = Weights.find("tiny")
+    assert found.data_seed == 3
+    assert "econv train tiny --data-seed 3" in (found.folder / "README.md").read_text()
+    assert "records/tiny/0-data3.json" in (found.folder / "README.md").read_text()
+    assert checked("tiny", "--records", tmp_path / "records") == 0
+    edited(tmp_path, record_sha256="0" * 64)
+    assert checked("tiny", "--records", tmp_path / "records") == 1
+    assert "0-data3.json with the SHA-256" in capsys.readouterr().err
+    edited(tmp_path, data_seed=0)
+    assert checked("tiny", "--records", tmp_path / "none") == 1
+    assert "expected the images of the record" in capsys.readouterr().err
+
+
+def test_volumes_are_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tiny_training.stripes()
+    splits = {name: getattr(data, name) for name in ("train", "validation", "test")}
+    data = replace(data, **{n: replace(s, x=s.x[:, None]) for n, s in splits.items()})
     monkeypatch.setattr(train.loop.Loop, "train", None)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"expected images with weights, .*\(70, 1, 1, 12, 12\)"):
         tiny_training.start(tmp_path, data=data, weights=tmp_path / "weights")
 
 

@@ -10,6 +10,7 @@ from econv import GroupConv3d
 from econv.engines import ENGINES, Problem
 from econv.engines.spectral.triton import volumes
 from econv.engines.spectral.triton.kernels import INTERPRETED
+from econv.gpu import passes
 from test_engines import run_reference
 from triton_checks import (
     DEVICE,
@@ -109,7 +110,7 @@ def test_samples_in_groups_and_memory_full_of_nan_give_the_same(monkeypatch, dty
         shapes.append(shape)
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
-    monkeypatch.setattr(volumes, "empty", poisoned)
+    monkeypatch.setattr(passes, "empty", poisoned)
     monkeypatch.setattr(volumes, "LEAST", 0)
     forget()
     try:
@@ -121,8 +122,8 @@ def test_samples_in_groups_and_memory_full_of_nan_give_the_same(monkeypatch, dty
 
 
 def forget():
-    volumes.convolution.cache_clear()
-    volumes.weight_gradient.cache_clear()
+    volumes.convolution_run.cache_clear()
+    volumes.weight_gradient_run.cache_clear()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -43,6 +43,9 @@ class Head:
 def bounded(stream: IO[bytes], most: int, what: str) -> bytes:
     """All of a stream, or `ValueError` if that is more than so many bytes.
 
+    Raises:
+        ValueError: for a stream with more bytes than that.
+
     >>> bounded(io.BytesIO(b"abc"), 2, "letters")
     Traceback (most recent call last):
     ValueError: expected letters of at most 2 bytes; got more
@@ -97,7 +100,11 @@ def open_npz(path: Path) -> Iterator[Npz]:
 
 
 def read_npy(path: Path) -> npt.NDArray[Any]:
-    """The array of a file, which is no larger than the file."""
+    """The array of a file, which is no larger than the file.
+
+    Raises:
+        ValueError: for a file that is no plain array, or is cut off.
+    """
     with path.open("rb") as stream:
         head = _head(stream.read(_HEAD))
         size = path.stat().st_size

@@ -304,7 +304,12 @@ _digested: WeakValueDictionary[str, FilterBasis] = WeakValueDictionary()
 
 
 def basis_of(digest: str) -> FilterBasis | None:
-    """The basis with this `FilterBasis.digest`, if this process has asked for its digest."""
+    """The basis with this `FilterBasis.digest`, if this process has asked for its digest.
+
+    >>> basis = filter_basis("p4")
+    >>> basis_of(basis.digest) is basis
+    True
+    """
     return _digested.get(digest)
 
 

@@ -283,6 +283,9 @@ def checked() -> Iterator[None]:
     Numbers do not matter: any images of the right shape will do, and the network computes what it
     always does. Once is enough, before the training; it is not for `torch.compile`.
 
+    Raises:
+        KindError: a ``ValueError``, at the layer or operation where kinds do not match.
+
     >>> from econv import GroupConv2d, LiftConv2d
     >>> network = nn.Sequential(LiftConv2d(1, 2, "p8"), GroupConv2d(4, 4, "p4"))
     >>> network(torch.randn(1, 1, 9, 9)).shape  # 2 fields of p8 look like 4 of p4

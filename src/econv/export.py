@@ -89,6 +89,10 @@ def export(model: nn.Module, example_input: Any = None) -> nn.Module:
         example_input: a tensor, or a tuple of arguments. If given, both networks are run, and a
             relative difference above 1e-5 (in half precisions, 16 units of rounding) is an error.
 
+    Raises:
+        ValueError: for what is no module, layers without a plain form, forward hooks, and a result
+            that differs from the network's on ``example_input``.
+
     >>> from econv import GroupBatchNorm2d, LiftConv2d
     >>> network = nn.Sequential(LiftConv2d(1, 2, "p4"), GroupBatchNorm2d(2, "p4"), nn.ReLU())
     >>> plain = export(network, torch.randn(1, 1, 8, 8))
@@ -116,6 +120,13 @@ def plain_form(layer: nn.Module) -> nn.Module:
     """The plain torch module that computes in eval mode what a layer of ours computes.
 
     ``@plain_form.register`` adds the form of a layer of your own, by its class.
+
+    Raises:
+        ValueError: for a layer that has none.
+
+    >>> from econv import GroupPool2d
+    >>> type(plain_form(GroupPool2d("p4"))).__module__.startswith("econv")
+    False
     """
     raise ValueError(f"expected a layer with a plain form; got {type(layer).__name__}")
 

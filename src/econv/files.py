@@ -100,6 +100,9 @@ def locked(path: str | Path, wait: bool = False) -> Iterator[bool]:
     Args:
         path: of the file, in a folder that is there.
         wait: for the one that holds it; otherwise :class:`InUseError` says who that is.
+
+    Raises:
+        InUseError: an ``OSError``, where another process holds it.
     """
     wanted, owner = Path(path), os.getpid()
     stream = _opened(wanted)
@@ -193,6 +196,9 @@ def check_folder(path: str | Path) -> None:
     """Raise `OSError`, naming the folder, if no file could be written to it or made for it.
 
     Nothing is left behind: a folder that is not there is not made, its nearest parent is tried.
+
+    Raises:
+        OSError: for a folder that cannot be written to.
     """
     wanted = Path(path)
     try:

@@ -49,6 +49,9 @@ class Copy(NamedTuple):
 def representation(group: Group, kind: str) -> FloatArray:
     """How the channels of a field transform, ``[order, channels, channels]``.
 
+    Raises:
+        ValueError: for an unknown kind of field.
+
     >>> representation(Group("p4"), "regular")[1].argmax(axis=0).tolist()
     [1, 2, 3, 0]
     """
@@ -68,6 +71,10 @@ def transform(group: Group, kind: str) -> tuple[Copy, ...]:
 
     Their bases, one below the other, are an orthogonal matrix. For ``"regular"`` it is
     ``group.fourier``.
+
+    Raises:
+        ValueError: for an unknown kind, channels that do not fit it, and an element that the group
+            does not have.
 
     >>> copies = transform(Group("p4"), "regular")
     >>> bool((np.concatenate([copy.basis for copy in copies]) == Group("p4").fourier).all())
@@ -92,6 +99,9 @@ def decompose(
     Where an irrep occurs more than once the choice of copies is free: they are built from the
     ``candidates`` (rows; the unit vectors by default), the first that will do first.
     Raises ``ArithmeticError`` if what is found does not add up to the representation.
+
+    Raises:
+        ArithmeticError: for matrices that are no orthogonal representation of the group.
 
     >>> [copy.irrep for copy in decompose(Group("p3"), representation(Group("p3"), "regular"))]
     [0, 1]

@@ -35,6 +35,9 @@ class Group:
     Groups are values: equal by name, hashable, picklable, and one object per name in a process.
     Wherever the library asks for a group, its name will do.
 
+    Raises:
+        ValueError: for a name that no group has, or more than 1,024 rotations about an axis.
+
     >>> group = Group("p4m")
     >>> group.order, group.dimension
     (8, 2)
@@ -298,6 +301,13 @@ class Irrep:
     """One real irreducible representation ρ of a group, as orthogonal matrices.
 
     Construction fails unless ρ is orthogonal and multiplicative.
+
+    Raises:
+        ValueError: for matrices that are no orthogonal representation of the group.
+
+    >>> trivial = Irrep(Group("p4"), "trivial", np.ones((4, 1, 1)), multiplicity=1)
+    >>> trivial.dimension
+    1
     """
 
     group: Group

@@ -131,6 +131,9 @@ class Polynomial:
 class OperatorSet:
     """The monomials of the polynomial H, in the order of its coefficients β.
 
+    Raises:
+        ValueError: for exponents that are no whole numbers, and monomials that come twice.
+
     >>> operator_set("paper").monomials[:4]
     ((0, 0), (1, 0), (0, 1), (2, 0))
     >>> len(operator_set("paper").closure("p8"))
@@ -245,6 +248,9 @@ def operator_set(operators: OperatorsLike | None = None, dimension: int = 2) -> 
     ``@`` stand degrees by which the frame of all operators is turned: ``"paper@22.5"`` has the
     angles 2πk/8 + π/8 that the authors' released code takes for p8.
 
+    Raises:
+        ValueError: for unknown operators, and those of another dimension.
+
     >>> [str(p) for p in operator_set("order<=1").polynomials]
     ['1', '∂x', '∂y']
     >>> operator_set([(0, 0), (2, 0), (0, 2)]).name
@@ -305,6 +311,9 @@ def action(matrix: npt.ArrayLike, operators: Sequence[Polynomial]) -> FloatArray
     Row i holds operator i in frame A, written in the operators themselves. For row vectors of
     coefficients, action(BA) = action(A) · action(B). A set that A does not map into itself is an
     error: take :meth:`OperatorSet.closure` first.
+
+    Raises:
+        ValueError: for complex operators, and for a set that the matrix does not map onto itself.
 
     >>> turn = Group("p4").matrices[1]
     >>> action(turn, operator_set("order<=1").polynomials).tolist()

@@ -112,6 +112,10 @@ def page(
         split: what `split_error` gave.
         advice: what `advice` gave.
         sizes: what `sizes` gave.
+
+    Raises:
+        ValueError: for a model that does not read images, layers or classes that are not there, and
+            a page that would be too large.
     """
     found = find_group(model, group)
     if images.ndim != found.dimension + 2 or len(set(images.shape[2:])) > 1:

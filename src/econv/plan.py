@@ -265,7 +265,11 @@ def of_plan(make: Callable[..., _Made]) -> Callable[..., _Made]:
 
 @lru_cache(maxsize=16)
 def spectral_plan(basis: FilterBasis, source: str, target: str) -> SpectralPlan:
-    """The plan of a layer from ``source`` to ``target`` fields, made once per process."""
+    """The plan of a layer from ``source`` to ``target`` fields, made once per process.
+
+    Raises:
+        ValueError: for an unknown kind of field.
+    """
     for kind in (source, target):
         if kind not in KINDS:
             raise ValueError(f"unknown kind of field {kind!r}: expected one of {KINDS}")
@@ -277,6 +281,9 @@ _named: WeakValueDictionary[str, SpectralPlan] = WeakValueDictionary()
 
 def plan_named(name: str) -> SpectralPlan:
     """The plan whose `SpectralPlan.name` this is.
+
+    Raises:
+        ValueError: for a number that no plan of this process has.
 
     >>> from econv import filter_basis
     >>> plan = spectral_plan(filter_basis("p8"), "regular", "regular")

@@ -42,6 +42,10 @@ def plot_angles(
     The linear scale has the share of images whose class changes, or for outputs that are no scores
     the error itself.
 
+    Raises:
+        ValueError: for no curve at all.
+        ImportError: without matplotlib.
+
     >>> curve = AngleCurve("scalar", (0.0, 90.0, 180.0, 270.0), (0.0, 0.1, 0.2, 0.1), None)
     >>> len(plot_angles({"a network": curve}).axes)
     2
@@ -128,6 +132,10 @@ def plot_resolution(
 ) -> Figure:
     """Error over the length of a pixel with the fitted power law, both axes logarithmic.
 
+    Raises:
+        ValueError: for no curve at all.
+        ImportError: without matplotlib.
+
     >>> curve = ResolutionCurve(1, "45°", (1.0, 0.5), (0.04, 0.01), order=2.0)
     >>> plot_resolution(curve).axes[0].get_legend().get_texts()[0].get_text()
     'error, 45°: order 2.00'
@@ -162,6 +170,11 @@ def plot_filters(layer: PDOConv2d, field: int = 0, channel: int = 0) -> Figure:
             itself are drawn.
         field: the output field.
         channel: the input channel, or input field.
+
+    Raises:
+        ValueError: for what is no lifting or group convolution, and fields or channels that it does
+            not have.
+        ImportError: without matplotlib.
 
     >>> figure = plot_filters(LiftConv2d(1, 2, "p4"), field=1)
     >>> [axis.get_title() for axis in figure.axes][:3]
@@ -261,6 +274,10 @@ def plot_symbols(
     """The ideal response of each operator, its stencil's, and the difference, on one scale each.
 
     What is drawn is the response without the factor i^order that all three share.
+
+    Raises:
+        ValueError: for no operator at all.
+        ImportError: without matplotlib.
 
     >>> from econv.lab import operator_symbols
     >>> len(plot_symbols(operator_symbols(LiftConv2d(1, 1, "p4").basis)).axes)  # three rows of nine

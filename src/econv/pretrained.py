@@ -330,7 +330,11 @@ def _find(source: str, name: str, options: Mapping[str, Any]) -> Path:
 
 
 def saved_folder(source: str | Path) -> Path:
-    """The folder with both files: by its path, the name of weights, or one of a repository."""
+    """The folder with both files: by its path, the name of weights, or one of a repository.
+
+    Raises:
+        ValueError: for a name that leads to no files.
+    """
     found = [_find(str(source), name, {}) for name in (_CONFIG, _WEIGHTS)]
     return found[0].parent
 
@@ -371,7 +375,11 @@ _WHERE_FROM = (
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a ``config.json`` is one of econv's: other libraries have files of that name."""
+    """Whether a ``config.json`` is one of econv's: other libraries have files of that name.
+
+    Raises:
+        ValueError: for a file that is not JSON.
+    """
     return _ours(_parsed(path))
 
 
@@ -391,7 +399,12 @@ def _parsed(path: Path) -> Any:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """All of ``config.json``, if it is one of econv's."""
+    """All of ``config.json``, if it is one of econv's.
+
+    Raises:
+        ValueError: for a file that is not JSON, does not describe a network of econv, or is of a
+            later format.
+    """
     config = _parsed(path)
     if not _ours(config):
         raise ValueError(f"{path} does not describe a network of econv (library_name: 'econv')")
@@ -575,7 +588,11 @@ def _own(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def as_json(value: Any, name: str) -> Any:
-    """An argument as JSON has it."""
+    """An argument as JSON has it.
+
+    Raises:
+        ValueError: for a value that a file cannot hold.
+    """
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Integral):
@@ -601,7 +618,11 @@ def as_json(value: Any, name: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The argument that JSON holds."""
+    """The argument that JSON holds.
+
+    Raises:
+        ValueError: for stencils of an unknown name.
+    """
     if isinstance(value, dict):
         items = {key: from_json(item) for key, item in value.items()}
         if "stencil_set" not in items:

@@ -28,6 +28,7 @@ from econv import files
 
 __all__ = [
     "Record",
+    "RecordError",
     "check_epoch",
     "check_part",
     "load",
@@ -56,7 +57,11 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """One finished run. Errors are in percent, times in seconds."""
+    """One finished run. Errors are in percent, times in seconds.
+
+    Raises:
+        RecordError: a ``ValueError``, for values that no run can have.
+    """
 
     recipe: str
     seed: int
@@ -201,14 +206,22 @@ _NUMBERS = ("learning_rate", "loss", "seconds", "validation_loss", "validation_e
 
 
 def check_part(part: Any) -> None:
-    """Raise :class:`RecordError` if this is none of the parts of a record."""
+    """Raise :class:`RecordError` if this is none of the parts of a record.
+
+    Raises:
+        RecordError: a ``ValueError``, for what is no part.
+    """
     kinds = {k: type(part[k]).__name__ for k in part} if isinstance(part, dict) else {}
     if kinds not in (_PART, _PART | _FURTHER):
         raise RecordError(f"expected parts with {', '.join(_PART | _FURTHER)}; got {part!r}")
 
 
 def check_epoch(entry: Any) -> None:
-    """Raise :class:`RecordError` if these are not the metrics of an epoch."""
+    """Raise :class:`RecordError` if these are not the metrics of an epoch.
+
+    Raises:
+        RecordError: a ``ValueError``, for what is no epoch.
+    """
     if not isinstance(entry, dict) or not _is(entry.get("epoch"), "int") or entry["epoch"] < 1:
         raise RecordError(f"expected epochs with their number from 1; got {entry!r}")
     if entry.get("phase", "select") not in ("select", "retrain"):
@@ -248,7 +261,11 @@ def load(path: Path) -> Record:
 
 
 def parse(content: bytes, path: Path) -> Record:
-    """The record in a file's bytes; the path is checked against it and named in errors."""
+    """The record in a file's bytes; the path is checked against it and named in errors.
+
+    Raises:
+        RecordError: a ``ValueError``, for a file that is no record, or lies where another belongs.
+    """
     try:
         told = json.loads(content)
     except RecursionError:
@@ -342,6 +359,9 @@ def revision() -> str:
     A copied tree may have no repository, or another one around it: what the environment variable
     ``ECONV_REVISION`` says counts before git's answer. It is a commit of 7 to 40 hexadecimal
     digits with or without ``+changes`` (``ECONV_REVISION=$(git rev-parse HEAD)`` at the source).
+
+    Raises:
+        ValueError: for an ``ECONV_REVISION`` that is no commit.
     """
     told = os.environ.get("ECONV_REVISION")
     if told:

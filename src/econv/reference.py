@@ -199,6 +199,9 @@ def convolve(
 ) -> Tensor:
     """Cross-correlation with zero padding, tap by tap: what `conv2d` and `conv3d` mean.
 
+    Raises:
+        ValueError: for other channels than the filters read.
+
     >>> x, filters = torch.randn(1, 2, 6, 6).double(), torch.randn(3, 2, 5, 5).double()
     >>> torch.allclose(convolve(x, filters, padding=2), torch.conv2d(x, filters, padding=2))
     True
@@ -265,6 +268,9 @@ def recentre(x: Tensor, *sizes: int) -> Tensor:
 
     A point on a pixel has one around it along that axis, a point between two pixels both; points
     outside of the image are zero.
+
+    Raises:
+        ValueError: for another number of sizes than the map has axes.
 
     >>> recentre(torch.tensor([[[[1.0, 2.0, 4.0]]]]), 1, 2).tolist()
     [[[[1.5, 3.0]]]]

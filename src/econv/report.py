@@ -384,10 +384,11 @@ def compared(
     """Ours against the paper's recipe: a line for every row of the paper's that was run.
 
     A cell has one value where both agree, and "paper's → ours" where they do not. Of a recipe that
-    was run on several kinds of data, the kind with most runs.
+    was run on several kinds of data, that with most data sets, then runs.
     """
     lines = []
-    most = {row.recipe.name: row for row in sorted(found, key=lambda row: len(row.records))}
+    several = sorted(found, key=lambda row: (row.data, len(row.records)))
+    most = {row.recipe.name: row for row in several}
     for row in found:
         paper = recipes.get(f"{row.recipe.name}_paper")
         if paper is None or row.recipe.paper_error is None or row is not most[row.recipe.name]:
@@ -533,6 +534,9 @@ def updated(text: str, found: Sequence[Row], name: str | Path = "the text") -> s
 
     Three kinds of markers begin a table: of all rows, as in the README, of recipes compared with
     the paper's and of earlier runs. A page has one of them or more, each with its own end.
+
+    Raises:
+        ValueError: for a page without the two lines between which the table goes.
     """
     parts = {
         BEGIN: lambda: as_markdown(found),

@@ -44,6 +44,9 @@ class PointGroup(Group):
     Elements 0 … ``rotations`` − 1 are the rotations, and element ``rotations`` + k is rotation k
     times one fixed element that is none. The first twelve of O and of I are those of T.
 
+    Raises:
+        ValueError: for a name that no group of space has.
+
     >>> group = Group("O")
     >>> group.order, group.dimension, len(group.grid_symmetries)
     (24, 3, 24)

@@ -62,6 +62,10 @@ class Stencil:
     Construction fails unless every Taylor moment below ``operator.order + accuracy`` is right, so
     a stencil that is not the derivative it says it is cannot exist.
 
+    Raises:
+        ValueError: for weights whose sides are not equal and odd, and operators of several orders.
+        ArithmeticError: for weights that are not a stencil of that operator and accuracy.
+
     >>> central((1, 0)).apply(lambda x, y: 3 * x)
     3.0
     >>> central((2, 1)).weights.tolist()
@@ -227,6 +231,9 @@ class StencilSet(ABC):
 class Central(StencilSet):
     """Central differences, the paper's: products of one-dimensional schemes.
 
+    Raises:
+        ValueError: for an accuracy that is odd, below 2, or very large.
+
     >>> Central().stencil(Polynomial.monomial((2, 0))).weights[1].tolist()
     [1.0, -2.0, 1.0]
     """
@@ -329,6 +336,9 @@ class Isotropic(HarmonicStencils):
             asked for ``"isotropic"`` stencils put in their own group's. In space all rotations
             count alike.
 
+    Raises:
+        ValueError: for a number of rotations below 0.
+
     >>> laplacian = Isotropic().weights((2, 0), 3) + Isotropic().weights((0, 2), 3)
     >>> laplacian.round(3).tolist()[0]
     [0.181, 0.637, 0.181]
@@ -363,6 +373,9 @@ class Gaussian(HarmonicStencils):
 
     Args:
         width: standard deviation of the Gaussian in pixels; wider suppresses more noise.
+
+    Raises:
+        ValueError: for a width that is not between 0.3 and 100 pixels.
 
     >>> x = np.arange(-2, 3)
     >>> round(float((Gaussian(width=0.7).weights((1, 0), 5) * x).sum()), 12)
@@ -423,6 +436,9 @@ def stencil_set(stencils: StencilsLike, accuracy: int = 2, rotations: int = 0) -
 
 def central(exponents: Exponents, accuracy: int = 2, size: int | None = None) -> Stencil:
     """The central-difference stencil of one monomial, such as ∂xxy for ``(2, 1)``.
+
+    Raises:
+        ValueError: for exponents that are no whole numbers, and an accuracy that is odd or below 2.
 
     >>> central((1, 0)).weights[1].tolist()
     [-0.5, 0.0, 0.5]

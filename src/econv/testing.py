@@ -82,6 +82,10 @@ def transform(
     ``element`` may be any orthogonal matrix, ``[2, 2]`` or ``[3, 3]``, which no group needs to
     hold; but group features turn by elements of their group alone.
 
+    Raises:
+        ValueError: for an unknown kind, channels that do not fit it, and an element that the group
+            does not have.
+
     >>> x = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
     >>> transform(x, "p4", 1)[0, 0].tolist()
     [[2.0, 4.0], [1.0, 3.0]]
@@ -196,6 +200,10 @@ def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
     turn about z. In place of an angle it takes an orthogonal matrix, ``[2, 2]`` of (x, y) or, for
     volumes, ``[3, 3]`` of (x, y, z).
 
+    Raises:
+        ValueError: for what is no batch of images of floating-point numbers, and an angle that is
+            not finite.
+
     >>> rotate(torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]]), 90)[0, 0].tolist()
     [[2.0, 4.0], [1.0, 3.0]]
     >>> rotate(torch.rand(1, 1, 5, 5, 5), random_rotations(1)[0]).shape
@@ -223,6 +231,9 @@ def rotate(x: Tensor, degrees: float | FloatArray | Tensor) -> Tensor:
 
 def random_rotations(count: int, dimension: int = 3, seed: int = 0) -> FloatArray:
     """So many rotations, ``[count, d, d]``, uniform among all: what networks are to be tested at.
+
+    Raises:
+        ValueError: for another dimension than 2 or 3, and a count below 1.
 
     >>> rotations = random_rotations(4)
     >>> bool(np.allclose(np.linalg.det(rotations), 1.0))
@@ -270,6 +281,10 @@ def equivariance_error(
             that the layers name.
 
     Both passes see the same random numbers, and running statistics are left as they were.
+
+    Raises:
+        ValueError: for an element that the group does not have, a module without a group where none
+            is given, and outputs whose shape turning changes.
 
     >>> from econv import LiftConv2d
     >>> layer = LiftConv2d(1, 2, "p8", dtype=torch.float64)
@@ -331,6 +346,11 @@ def assert_equivariant(
     By default the elements are the grid's own symmetries, which must hold to rounding: 1e-12 in
     float64, 1e-5 in float32, 5e-2 in half precisions. Other elements need a ``tolerance`` that says
     what the stencils are expected to give. Further arguments: see :func:`equivariance_error`.
+
+    Raises:
+        AssertionError: with a table of the errors, where one is above the tolerance.
+        ValueError: for what cannot be checked: no group, no elements, or elements that are no
+            symmetries of the pixel grid without a ``tolerance``.
 
     >>> from econv import LiftConv2d
     >>> image = torch.randn(1, 1, 16, 16, dtype=torch.float64)
@@ -396,6 +416,9 @@ def convergence_order(
 
     ``error`` is a function of the spacing, or the errors measured at each of the ``spacings``.
 
+    Raises:
+        ValueError: for fewer than two spacings, and errors that are not positive and finite.
+
     >>> round(convergence_order(lambda h: 3 * h**2, [0.1, 0.05, 0.025]), 6)
     2.0
     """
@@ -432,6 +455,9 @@ def smooth_field(
 
     White noise blurred by a Gaussian of ``smoothness`` pixels, periodic at the border; with
     ``dimension=3`` a volume.
+
+    Raises:
+        ValueError: for numbers out of their range, such as a dimension that is not 1, 2 or 3.
 
     >>> smooth_field(32, channels=3).shape
     torch.Size([1, 3, 32, 32])

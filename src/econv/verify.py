@@ -107,7 +107,7 @@ def _verified(name: str, options: argparse.Namespace, download: bool) -> bool:
 
 def _check_record(weights: Weights, folder: Path) -> None:
     """Raise `ValueError` if the record is there and is another one than the card says."""
-    path = records.path_of(folder, weights.recipe, weights.seed)
+    path = records.path_of(folder, weights.recipe, weights.seed, weights.data_seed)
     if not path.is_file():
         return
     record = records.load(path)
@@ -125,6 +125,7 @@ def _data(weights: Weights, options: argparse.Namespace, download: bool) -> data
             weights.dataset,
             root=options.root,
             source=options.source,
+            seed=weights.data_seed,
             recreated=weights.recreated and not weights.dataset.endswith("_recreated"),
             download=download,
         )

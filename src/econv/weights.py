@@ -32,6 +32,10 @@ _METRICS = ("test_error", "validation_error")
 class Transforms:
     """From pictures to what the network reads: the pixels' mean and deviation in training.
 
+    Raises:
+        ValueError: for means, deviations or sizes out of their range; when called, for what is not
+            ``[batch, channels, height, width]``.
+
     >>> ready = Transforms(mean=(0.5,), std=(0.25,), size=(2, 2))
     >>> ready(torch.full((1, 1, 2, 2), 255, dtype=torch.uint8)).unique()
     tensor([2.])
@@ -102,6 +106,8 @@ class Weights:
     recipe: str
     """How it was trained, as ``econv train`` knows it."""
     seed: int
+    data_seed: int
+    """Which re-creation of the images, as ``seed`` of :func:`econv.data.load`."""
     dataset: str
     recreated: bool
     """Whether the images stand in for those of the data set."""
@@ -175,7 +181,11 @@ class Weights:
 
 
 def named(pattern: str = "*") -> list[str]:
-    """The names of all weights that can be found here, those that fit a pattern."""
+    """The names of all weights that can be found here, those that fit a pattern.
+
+    >>> named("digits_*")
+    ['digits_p8']
+    """
     found = {
         path.parent.name
         for place in weights_folders()
@@ -199,7 +209,7 @@ def inscribed_disc(height: int, width: int) -> Tensor:
 def _check(entry: Mapping[str, Any]) -> None:
     """Raise `ValueError` for an entry whose values are of other kinds."""
     kinds: dict[str, type | tuple[type, ...]] = {
-        **dict.fromkeys(("seed", "test_angles", "parameters"), int),
+        **dict.fromkeys(("seed", "data_seed", "test_angles", "parameters"), int),
         **dict.fromkeys(("recreated", "disc"), bool),
         **dict.fromkeys(("mean", "std", "size", "classes"), list),
         "metrics": dict,

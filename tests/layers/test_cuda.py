@@ -133,7 +133,9 @@ def test_gradients_of_a_compiled_network_in_bfloat16_are_numbers():
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_norm_of_fields_is_that_of_the_cpu(dtype, memory_format):
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32 tensor cores")
+def test_a_norm_of_fields_is_that_of_the_cpu(dtype, memory_format, compiled):
     """Its sums are found channel by channel: outputs, gradients and running statistics."""
     torch.manual_seed(0)
     here = GroupBatchNorm2d(5, "p8").double()
@@ -144,7 +146,8 @@ def test_a_norm_of_fields_is_that_of_the_cpu(dtype, memory_format):
     runs = []
     for norm, kind in ((here, torch.float64), (there, dtype)):
         image = x.to(norm.weight.device, kind).detach().requires_grad_()
-        out = norm(image)
+        run = torch.compile(norm, fullgraph=True) if compiled and norm is there else norm
+        out = run(image)
         out.backward(probe.to(out))
         assert out.dtype == kind
         assert image.grad.stride() == image.stride()

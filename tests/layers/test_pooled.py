@@ -89,6 +89,46 @@ def test_outputs_gradients_and_running_statistics_are_those_of_torch(
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("shape", "layout", "options", "dtype"),
+    [
+        ((3, 12, 5, 6), torch.channels_last, {"momentum": 0.3}, torch.float64),
+        ((3, 12, 5, 6), torch.channels_last, {"affine": False}, torch.bfloat16),
+        pytest.param(
+            (3, 12, 5, 6),
+            torch.channels_last,
+            {"track_running_stats": False},
+            torch.float64,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (2, 72, 2, 3, 2), torch.channels_last_3d, {}, torch.float64, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_in_a_compiled_graph_it_is_the_norm_of_fields(monkeypatch, shape, layout, options, dtype):
+    """As a GPU has it; the compiler's own kernels run in test_cuda.py."""
+    flat = len(shape) == 4
+    kind, group = (econv.GroupBatchNorm2d, "p4") if flat else (econv.GroupBatchNorm3d, "O")
+    norm = ready(kind(3, group, **options))
+    x = (30 + 2 * torch.randn(shape, dtype=torch.float64)).to(dtype).to(memory_format=layout)
+    probe = torch.randn_like(x)
+    wanted = [step(norm, x.double() * scale, probe.double()) for scale in (1, 2)]
+    asked = []
+    monkeypatch.setattr(pooled, "usable", lambda x, fields, eps: asked.append(fields) or True)
+    norm = ready(kind(3, group, **options)).to(torch.promote_types(dtype, torch.float32))
+    torch._dynamo.reset()
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True, dynamic=not flat)
+    found = [step(compiled, x * scale, probe) for scale in (1, 2)]
+    assert asked
+    bound = 1e-10 if dtype == torch.float64 else 0.01
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours[0].dtype == dtype
+        assert all(image.is_contiguous(memory_format=layout) for image in ours[:2])
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a.double(), b.double(), rtol=bound, atol=bound)
+
+
 def test_derivatives_of_the_second_order(kernels):
     norm = ready(econv.GroupBatchNorm2d(2, "p2"))
     x = torch.randn(3, 4, 2, 3, dtype=torch.float64, requires_grad=True)
@@ -176,6 +216,15 @@ LARGE = (64, 16, 16, 16)
 def test_where_it_is_usable(monkeypatch, x, fields, eps, wanted):
     monkeypatch.setattr(pooled, "watched", lambda x: False)
     assert pooled.usable(x, fields, eps) is wanted
+
+
+def test_a_compiler_gets_channels_that_lie_last_by_channel(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    small = on_gpu(2, 16, 4, 4)
+    assert not pooled.usable(small, 2, 1e-5)
+    assert pooled.usable(small.contiguous(memory_format=torch.channels_last), 2, 1e-5)
+    monkeypatch.setattr(pooled, "exporting", lambda: True)
+    assert not pooled.usable(small.contiguous(memory_format=torch.channels_last), 2, 1e-5)
 
 
 def test_it_is_not_usable_while_something_watches_or_transforms(monkeypatch):

@@ -113,11 +113,12 @@ def convert(
             the first is taken. ``"attention"`` (default with ``images``) weighs orientations by a
             learned map of their features, :class:`~econv.layers.GroupAttentionPool2d`.
         options: keywords of every PDO-eConv: ``stencils``, ``accuracy``, ``init``, ``engine``.
-        smooth: keep the network equivariant at angles that the pixel grid has not:
+        smooth: keep the network equivariant at angles between quarter turns, too:
             activations become :class:`~econv.GroupActivation2d` (those with a kink SiLU, but with
             ``pretrained``), poolings that halve :class:`~econv.Downsample2d` of eight taps, and
             images are blurred before strides. The report says what each of the source's would
-            cost.
+            cost. Borders stay square: small images want a margin, such as `nn.ZeroPad2d(4)` as the
+            source's first layer.
         methods: names of methods that ``forward`` does not call, such as ``"embed"`` or
             ``"predict"``: they are methods of the converted network, too, with outputs as those of
             ``forward``. Each is traced with the example, as many of its arguments as it takes.
@@ -194,6 +195,10 @@ def rebuild(model: nn.Module, recipe: Mapping[str, Any]) -> ConvertedNetwork:
         model: what was converted, with any weights; it is not changed.
         recipe: the :attr:`~econv.conversion.ConvertedNetwork.recipe` of a converted network, also
             one that was kept as JSON.
+
+    Raises:
+        ConversionError: for another network than the recipe's.
+        ValueError: for what is no recipe.
 
     >>> cnn = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 1))
     >>> network = convert(cnn, "p4", "width", example_input=torch.randn(1, 3, 16, 16))

@@ -58,6 +58,10 @@ def convert_detector(
     Raises:
         ConversionError: for heads of masks or keypoints, and for anchors of which a quarter turn
             makes others.
+
+    >>> from torchvision.models.detection import fcos_resnet50_fpn  # doctest: +SKIP
+    >>> detector = convert_detector(  # doctest: +SKIP
+    ...     fcos_resnet50_fpn(), "p4", example_input=torch.randn(1, 3, 128, 128))
     """
     check_module(model)
     if not isinstance(getattr(model, "backbone", None), nn.Module):

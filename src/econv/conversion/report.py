@@ -30,7 +30,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Turn:
-    """The change of the output under a rotation that the pixel grid has not.
+    """The change of the output under a rotation that is no symmetry of the pixel grid.
 
     It is relative to the output; scores of several images, to what tells these images apart.
     """
@@ -67,7 +67,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did, in numbers; ``print`` it for a table."""
+    """What a conversion did, in numbers; ``print`` it for a table.
+
+    >>> import econv, torch
+    >>> cnn = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 2, 1))
+    >>> network = econv.convert(cnn, "p4", "width", example_input=torch.randn(1, 3, 16, 16))
+    >>> report = network.report
+    >>> isinstance(report, Report), report.source_parameters, report.parameters
+    (True, 242, 62)
+    """
 
     group: str
     match: str

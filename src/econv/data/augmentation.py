@@ -35,6 +35,9 @@ class Augmentation:
     Volumes, ``[batch, channels, depth, height, width]``, are turned by rotations uniform in SO(3),
     scaled and shifted, by trilinear interpolation with zeros outside. The rest is for images.
 
+    Raises:
+        ValueError: for settings out of their range.
+
     >>> x = torch.rand(4, 1, 28, 28)
     >>> augment = Augmentation(rotate=True, shift=2)
     >>> whole = augment(x, seed=0, epoch=1, indices=torch.arange(4))
@@ -161,7 +164,17 @@ def prepare(
     epoch: int | Tensor,
     indices: Tensor,
 ) -> Tensor:
-    """A batch of a split, augmented and then normalised: what a network trains on."""
+    """A batch of a split, augmented and then normalised: what a network trains on.
+
+    ``indices`` are those of the images in their split. An image, a seed and an epoch give the same
+    batch wherever it is made.
+
+    >>> from econv.data import Split
+    >>> pixels = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
+    >>> data = Dataset.of("two", *[Split(pixels, torch.tensor([0, 1]))] * 3, classes=2)
+    >>> prepare(pixels, data, Augmentation(), 0, 1, indices=torch.arange(2)).flatten().tolist()
+    [-1.0, 1.0]
+    """
     return normalise(augmentation(unit_range(x), seed, epoch, indices), dataset)
 
 

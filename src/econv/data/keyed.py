@@ -21,6 +21,9 @@ def keyed_bits(*words: int | Tensor) -> Tensor:
     Words are integers from 0 to 2³²−1, or int64 tensors of them, which broadcast; at least one is
     a tensor, and the result lies on its device. The same on every device, without any state.
 
+    Raises:
+        ValueError: for words that are no whole numbers from 0 to 2³² − 1, or numbers alone.
+
     >>> all(keyed_bits(7, torch.arange(9))[i] == keyed_bits(7, torch.tensor(i)) for i in range(9))
     True
     """
@@ -46,7 +49,12 @@ def keyed_bits(*words: int | Tensor) -> Tensor:
 
 
 def keyed_uniform(*words: int | Tensor) -> Tensor:
-    """float32 numbers in [0, 1), multiples of 2⁻²⁴, keyed like :func:`keyed_bits`."""
+    """float32 numbers in [0, 1), multiples of 2⁻²⁴, keyed like :func:`keyed_bits`.
+
+    >>> drawn = keyed_uniform(7, torch.arange(3))
+    >>> bool((drawn[1:] == keyed_uniform(7, torch.arange(1, 3))).all())
+    True
+    """
     return (keyed_bits(*words) >> 8).to(torch.float32) * 2.0**-24
 
 

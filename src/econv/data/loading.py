@@ -19,7 +19,13 @@ from econv.data.splits import Dataset
 
 
 def cache_folder() -> Path:
-    """Where downloads go: ``ECONV_DATA``, or ``econv`` in the platform's folder for caches."""
+    """Where downloads go: ``ECONV_DATA``, or ``econv`` in the platform's folder for caches.
+
+    >>> os.environ["ECONV_DATA"] = "/data/images"
+    >>> print(cache_folder().as_posix())
+    /data/images
+    >>> del os.environ["ECONV_DATA"]
+    """
     chosen = os.environ.get("ECONV_DATA")
     if chosen:
         return Path(chosen).expanduser()
@@ -63,6 +69,14 @@ def load(
     Every file is checked before it is used; raises :class:`DataError` for one that is missing,
     damaged or another one. Where there is no checksum to check, as for single files out of most
     archives and for most ``.npz``, the data set is ``unverified``, and stderr says so.
+
+    Raises:
+        ValueError: for an unknown data set or a seed out of its range.
+        DataError: a ``ValueError``, for files that are missing, damaged or others.
+
+    >>> data = load("digits_upright")
+    >>> data.train.x.shape, data.classes
+    (torch.Size([3000, 1, 28, 28]), 10)
     """
     if name not in NAMES:
         raise ValueError(f"unknown data set {name!r}: expected one of {NAMES}")

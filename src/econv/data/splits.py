@@ -16,6 +16,9 @@ class Split:
     """Images ``x``, uint8 ``[n, channels, height, width]``, and classes ``y``, int64 ``[n]``.
 
     Or volumes ``[n, channels, depth, height, width]``.
+
+    Raises:
+        ValueError: for images that are not ``uint8``, or classes that do not fit them.
     """
 
     x: Tensor
@@ -52,6 +55,10 @@ class Dataset:
     ``recreated`` says that the images stand in for a published data set that they are not, and
     ``unverified`` that no checksum vouches for them. ``seed`` is the one that images were made
     again with; ``None`` where they are what they are.
+
+    Raises:
+        ValueError: for splits that do not fit one another, or classes, means and deviations that do
+            not fit them.
 
     >>> images = torch.arange(6, dtype=torch.uint8).view(6, 1, 1, 1)
     >>> split = Split(images, torch.tensor([0, 1, 0, 1, 0, 1]))
@@ -130,7 +137,13 @@ class Dataset:
 
 
 def fingerprint(data: Dataset) -> str:
-    """SHA-256 of the name and of the images and classes of all splits."""
+    """SHA-256 of the name and of the images and classes of all splits.
+
+    >>> pixels = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
+    >>> data = Dataset.of("two", *[Split(pixels, torch.tensor([0, 1]))] * 3, classes=2)
+    >>> len(fingerprint(data))
+    64
+    """
     found = hashlib.sha256(data.name.encode())
     for split in (data.train, data.validation, data.test):
         for tensor in (split.x, split.y):
@@ -143,6 +156,9 @@ def normalise(x: Tensor, dataset: Dataset) -> Tensor:
 
     ``x`` is ``[batch, channels, height, width]``: uint8 as in a split, or floats that were divided
     by 255 already. Nothing is copied from the host, so that a CUDA graph can hold it.
+
+    Raises:
+        ValueError: for other channels than those of the data set.
 
     >>> pixels = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
     >>> data = Dataset.of("two", *[Split(pixels, torch.tensor([0, 1]))] * 3, classes=2)

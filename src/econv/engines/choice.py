@@ -100,6 +100,10 @@ def engine(name: str = "auto", measure: bool = True) -> Iterator[list[str]]:
         name: ``"auto"``, ``"dense"``, ``"spectral"`` or one of the names above.
         measure: whether ``"auto"`` may time engines; if not, a rule decides.
 
+    Raises:
+        ValueError: for an unknown name; and at the layer, inside the block, for an engine that
+            cannot run there.
+
     >>> import econv, torch
     >>> layer = econv.GroupConv2d(1, 1, "p8")
     >>> with econv.engine("dense") as ran:

@@ -114,6 +114,9 @@ def explain(layer: nn.Module, x: Tensor) -> None:
     Of a network, the same for each convolution that differs from those before. The star marks what
     runs here. Engines that ``"auto"`` does not choose from are not timed.
 
+    Raises:
+        ValueError: for what is no layer or network of econv.
+
     >>> import econv
     >>> layer = econv.GroupConv2d(1, 1, "p8", engine="dense")
     >>> econv.engines.explain(layer, torch.randn(1, 8, 9, 9))

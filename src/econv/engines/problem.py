@@ -83,6 +83,9 @@ class Convolution:
     """What a layer's convolution is, whatever it reads. Equal ones are one object.
 
     Made by `convolution`; fields are counted in all groups together.
+
+    Raises:
+        ValueError: for an unknown kind of field.
     """
 
     basis: FilterBasis

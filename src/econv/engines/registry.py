@@ -17,7 +17,11 @@ ENGINES: dict[str, Engine] = {
 
 
 def check_name(name: str) -> str:
-    """The name of an engine, of several that begin alike, or ``"auto"``; otherwise an error."""
+    """The name of an engine, of several that begin alike, or ``"auto"``; otherwise an error.
+
+    Raises:
+        ValueError: for a name that no engine has.
+    """
     families = {known.partition("/")[0] for known in ENGINES}
     if name != "auto" and name not in ENGINES and name not in families:
         raise ValueError(

@@ -110,6 +110,10 @@ def advice(
         input_kind: how the input turns.
         output_kind: how the output turns.
 
+    Raises:
+        ValueError: for options out of their range, images that are not square, and a model that
+            returns neither a map nor scores.
+
     >>> from econv import GroupConv2d, LiftConv2d
     >>> from econv.testing import smooth_field
     >>> model = nn.Sequential(LiftConv2d(1, 4, "p8"), nn.ReLU(), GroupConv2d(4, 4, "p8"))

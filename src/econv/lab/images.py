@@ -45,6 +45,11 @@ def load_images(
         dimension: 3 for volumes ``[n, channels, depth, height, width]``, of arrays alone: those
             have a depth before the height. ``square`` and ``size`` then mean cubes.
 
+    Raises:
+        ValueError: for a file that is missing or holds no images, images of several sizes, and
+            images that the model does not read.
+        ImportError: for pictures, without pillow and without matplotlib.
+
     >>> load_images(np.zeros((28, 28), dtype=np.uint8)).shape
     torch.Size([1, 1, 28, 28])
     """

@@ -35,6 +35,9 @@ def sizes(model: nn.Module, images: Tensor, tried: Iterable[int] | None = None) 
         tried: the sizes; by default the given one, 8 around it, and further where none of these
             fits.
 
+    Raises:
+        ValueError: for images that cannot be turned, and sizes below 1.
+
     >>> network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.MaxPool2d(2))
     >>> found = sizes(network, torch.zeros(1, 1, 29, 29))
     >>> found.exact, found.below, found.above, found.pattern, found.misfits[0].name

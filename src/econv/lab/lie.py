@@ -69,6 +69,10 @@ def lie_derivatives(
     Where a module has no forward mode, small finite differences are taken instead, and ``method``
     says so.
 
+    Raises:
+        ValueError: for an unknown transformation, and a model that returns neither a map nor
+            scores.
+
     >>> from econv.testing import smooth_field
     >>> network = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 1, 1)).double()
     >>> found = lie_derivatives(network, smooth_field(33))

@@ -79,6 +79,10 @@ def layer_errors(
     the side before the border; maps of two pixels, which no other angle maps onto themselves, and
     those without a signal there are not compared.
 
+    Raises:
+        ValueError: for images that cannot be turned, elements that the group does not have, and
+            outputs that are not known to turn.
+
     >>> from econv import LiftConv2d
     >>> from econv.testing import smooth_field
     >>> model = nn.Sequential(LiftConv2d(1, 2, "p4"), nn.ReLU(), GroupPool2d("p4")).double()
@@ -215,6 +219,10 @@ def angle_curve(
     default), group feature maps at the angles of the group only. The error of maps is taken inside
     the same disc at all angles. Volumes turn about z, by default every 15°.
 
+    Raises:
+        ValueError: for images that cannot be turned, outputs that are not known to turn, and angles
+            by which group features do not turn.
+
     >>> from econv import LiftConv2d
     >>> from econv.testing import smooth_field
     >>> model = nn.Sequential(LiftConv2d(1, 2, "p8"), GroupPool2d("p8")).double()
@@ -290,6 +298,10 @@ def resolution_curve(
 
     For a PDO-eConv, or a `Sequential` of them with pointwise modules in between.
 
+    Raises:
+        ValueError: for a model that is not a chain of PDO-eConvs of stride 1 and pointwise modules,
+            and an element that is a symmetry of the pixel grid.
+
     >>> from econv import LiftConv2d
     >>> curve = resolution_curve(LiftConv2d(1, 2, "p8", stencils="central"))
     >>> 1.8 < curve.order < 2.2
@@ -361,6 +373,9 @@ def operator_symbols(
 
     Errors weigh frequencies by the spectrum of images of the given ``smoothness`` in pixels.
 
+    Raises:
+        ValueError: for unknown operators or stencils, and an aspect of another dimension.
+
     >>> from econv import filter_basis
     >>> central = operator_symbols(filter_basis("p8", stencils="central"))
     >>> isotropic = operator_symbols(filter_basis("p8", stencils="isotropic"))
@@ -416,6 +431,10 @@ def error_sources(
       At other angles an estimate too, the mean over quarter turns and flips.
     - ``padding``: what the error in the whole inscribed disc exceeds that of the interior disc by.
     - ``stencil``: the rest of the interior's error: stencils, and the aliasing of sharp maps.
+
+    Raises:
+        ValueError: for images that cannot be turned, and a model without a map that is known to
+            turn with them.
 
     >>> from econv import LiftConv2d
     >>> from econv.testing import smooth_field

@@ -78,6 +78,10 @@ def split_error(
         input_kind: how the input turns.
         output_kind: how the output turns.
 
+    Raises:
+        ValueError: for images that are not square, an angle of whole turns, and a model that
+            returns neither a map nor scores.
+
     >>> from econv import GroupPool2d, LiftConv2d
     >>> from econv.lab import windowed
     >>> from econv.testing import smooth_field
@@ -107,6 +111,9 @@ def output_error(
     output_kind: str | None = None,
 ) -> float:
     """‖f(πx) − πf(x)‖ / ‖πf(x)‖ of the output at any angle, as :func:`split_error` has it.
+
+    Raises:
+        ValueError: for images that are no batch, and a model that returns neither a map nor scores.
 
     >>> from econv import LiftConv2d
     >>> model = nn.Sequential(LiftConv2d(1, 2, "p4"), nn.ReLU())

@@ -126,6 +126,11 @@ class GroupActivation2d(GroupActivation):
         width: standard deviation of the blur in pixels, 0.7 by default; 0 for none, where
             ``oversample`` is 1.
 
+    Raises:
+        ValueError: for an unknown activation, ``oversample`` other than 1, 2 or 4, or a width that
+            is not between 0 and 4; when called, for what is not ``[batch, channels, height,
+            width]``.
+
     >>> silu = GroupActivation2d("silu")
     >>> silu(torch.randn(2, 6 * 8, 16, 16)).shape
     torch.Size([2, 48, 16, 16])
@@ -144,6 +149,11 @@ class GroupActivation3d(GroupActivation):
     size. ``oversample`` may be 1, 2 (a second grid half a voxel off along all axes), 4 (grids half
     a voxel off along two axes each) or 8 (a grid twice as fine).
 
+    Raises:
+        ValueError: for an unknown activation, ``oversample`` other than 1, 2, 4 or 8, or a width
+            that is not between 0 and 4; when called, for what is not ``[batch, channels, depth,
+            height, width]``.
+
     >>> silu = GroupActivation3d("silu", oversample=2)
     >>> silu(torch.randn(2, 24, 6, 6, 6)).shape
     torch.Size([2, 24, 6, 6, 6])
@@ -156,6 +166,10 @@ def group_activation(
     x: Tensor, activation: str | Function = "silu", oversample: int = 1, width: float = 0.7
 ) -> Tensor:
     """What :class:`GroupActivation2d` computes, or of volumes :class:`GroupActivation3d`.
+
+    Raises:
+        ValueError: for an unknown activation, ``oversample`` or width, and for what is no batch of
+            maps.
 
     >>> group_activation(torch.randn(1, 8, 9, 9), torch.sin, oversample=2).shape
     torch.Size([1, 8, 9, 9])

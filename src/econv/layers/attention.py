@@ -83,6 +83,10 @@ class GroupAttentionPool2d(GroupAttentionPool):
         device: as in `Linear`.
         dtype: as in `Linear`.
 
+    Raises:
+        ValueError: for fields below 1 or a group of space; when called, for other channels, another
+            dtype or device.
+
     >>> pool = GroupAttentionPool2d(4, "p8")
     >>> pool(torch.randn(2, 32, 8, 8)).shape, pool.weight.shape
     (torch.Size([2, 4, 8, 8]), torch.Size([4, 8]))
@@ -95,6 +99,10 @@ class GroupAttentionPool3d(GroupAttentionPool):
     """Pools over the orientations of volumes by a mean whose weights depend on the volume.
 
     What :class:`GroupAttentionPool2d` is to images.
+
+    Raises:
+        ValueError: for fields below 1 or a group of the plane; when called, for other channels,
+            another dtype or device.
 
     >>> GroupAttentionPool3d(2, "T")(torch.randn(2, 24, 4, 4, 4)).shape
     torch.Size([2, 2, 4, 4, 4])
@@ -117,6 +125,10 @@ class GroupFrameScore2d(WithConstants):
         side: cells along each side.
         device: as in `Linear`.
         dtype: as in `Linear`.
+
+    Raises:
+        ValueError: for fields or a ``side`` below 1, or a group of space; when called, for other
+            channels, another dtype or device.
 
     >>> score = GroupFrameScore2d(4, "p4")
     >>> score(torch.randn(2, 16, 9, 9)).shape, score.weight.shape

@@ -69,7 +69,12 @@ _WINDOWS = ("stride", "padding", "padding_mode", "dilation")
 
 
 class ConvOptions(TypedDict, total=False):
-    """The keywords that every PDO-eConv takes; :class:`LiftConv2d` says what they mean."""
+    """The keywords that every PDO-eConv takes; :class:`LiftConv2d` says what they mean.
+
+    >>> options = ConvOptions(stencils="central", padding_mode="circular")
+    >>> GroupConv2d(4, 6, "p8", **options).padding_mode
+    'circular'
+    """
 
     operators: OperatorsLike | None
     stencils: StencilsLike
@@ -99,6 +104,11 @@ class PDOConv(WithConstants):
     numbers of the weight are coordinates of (:data:`econv.basis.COORDINATES`): a layer that loads a
     state of the first version, which does not say so, takes its pixels as they are. What names no
     version and no coordinates, such as a dictionary of parameters, is in those of the layer.
+
+    Raises:
+        ValueError: for options out of their range; when called, for input that the layer does not
+            read.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
     """
 
     dimension: int
@@ -465,19 +475,36 @@ class PDOConv(WithConstants):
 
 
 class PDOConv2d(PDOConv):
-    """The PDO-eConvs of images."""
+    """The PDO-eConvs of images.
+
+    Raises:
+        ValueError: for options out of their range; when called, for input that the layer does not
+            read.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+    """
 
     dimension = 2
 
 
 class PDOConv3d(PDOConv):
-    """The PDO-eConvs of volumes."""
+    """The PDO-eConvs of volumes.
+
+    Raises:
+        ValueError: for options out of their range; when called, for input that the layer does not
+            read.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+    """
 
     dimension = 3
 
 
 class LiftConv(PDOConv):
-    """What :class:`LiftConv2d` and :class:`LiftConv3d` share."""
+    """What :class:`LiftConv2d` and :class:`LiftConv3d` share.
+
+    Raises:
+        ValueError: as :class:`LiftConv2d`.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+    """
 
     output_kind = "regular"
     pseudoscalars = 0  # of layers that were pickled before there were any
@@ -598,6 +625,13 @@ class LiftConv2d(LiftConv, PDOConv2d):
         device: as in `Conv2d`.
         dtype: as in `Conv2d`.
 
+    Raises:
+        ValueError: for an unknown group, operators or stencils, a ``size`` that the turned
+            operators exceed, or other options out of their range; when called, for other channels,
+            another dtype or device, images smaller than the stencils, and an engine that cannot run
+            here.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+
     >>> lift = LiftConv2d(3, 4, "p8")
     >>> lift(torch.randn(2, 3, 16, 16)).shape
     torch.Size([2, 32, 16, 16])
@@ -619,6 +653,11 @@ class LiftConv3d(LiftConv, PDOConv3d):
     exact, 24 of ``"O"`` and 48 of ``"Oh"``; on other voxels those that are half turns and flips
     along the axes, with a square base also those that turn it.
 
+    Raises:
+        ValueError: for a group of the plane, or options out of their range; when called, for other
+            channels, another dtype or device, and volumes smaller than the stencils.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+
     >>> lift = LiftConv3d(1, 2, "O")
     >>> lift(torch.randn(1, 1, 6, 6, 6)).shape
     torch.Size([1, 48, 6, 6, 6])
@@ -627,7 +666,12 @@ class LiftConv3d(LiftConv, PDOConv3d):
 
 
 class GroupConv(PDOConv):
-    """What :class:`GroupConv2d` and :class:`GroupConv3d` share."""
+    """What :class:`GroupConv2d` and :class:`GroupConv3d` share.
+
+    Raises:
+        ValueError: as :class:`GroupConv2d`.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+    """
 
     input_kind = "regular"
     output_kind = "regular"
@@ -675,6 +719,11 @@ class GroupConv2d(GroupConv, PDOConv2d):
     With ``operators="order<=0"`` it is the 1×1 group convolution, exactly equivariant for every
     element. The other arguments are those of :class:`LiftConv2d`.
 
+    Raises:
+        ValueError: for a group of space, or options out of their range; when called, for other
+            channels, another dtype or device, and maps smaller than the stencils.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+
     >>> conv = GroupConv2d(4, 6, "p8")
     >>> conv(torch.randn(2, 4 * 8, 16, 16)).shape
     torch.Size([2, 48, 16, 16])
@@ -691,6 +740,11 @@ class GroupConv3d(GroupConv, PDOConv3d):
     ``[batch, in_fields * order, depth, height, width]`` → ``[batch, out_fields * order, …]``. The
     other arguments are those of :class:`LiftConv3d`.
 
+    Raises:
+        ValueError: for a group of the plane, or options out of their range; when called, for other
+            channels, another dtype or device, and maps smaller than the stencils.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+
     >>> conv = GroupConv3d(2, 3, "T")
     >>> conv(torch.randn(1, 2 * 12, 5, 5, 5)).shape
     torch.Size([1, 36, 5, 5, 5])
@@ -703,6 +757,11 @@ class GroupLinear(GroupConv2d):
     """The 1×1 group convolution on features without pixels, ``[batch, in_fields * order]``.
 
     What `Linear` is to `Conv2d`: the gates of squeeze-and-excitation are made of it.
+
+    Raises:
+        ValueError: for fields below 1 or an unknown group; when called, for what is not ``[batch,
+            in_fields * order]``, or has another dtype or device.
+        TypeError: for a keyword that there is not.
 
     >>> GroupLinear(4, 6, "p8")(torch.randn(2, 4 * 8)).shape
     torch.Size([2, 48])
@@ -740,7 +799,12 @@ class GroupLinear(GroupConv2d):
 
 
 class VectorConv(GroupConv):
-    """What :class:`VectorConv2d` and :class:`VectorConv3d` share."""
+    """What :class:`VectorConv2d` and :class:`VectorConv3d` share.
+
+    Raises:
+        ValueError: as :class:`VectorConv2d`.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+    """
 
     output_kind = "vector"
 
@@ -775,6 +839,11 @@ class VectorConv2d(VectorConv, GroupConv2d):
 
     ``coefficients()`` are those of s, ``[2 * out_vectors, in_fields, order, operators]``.
 
+    Raises:
+        ValueError: for a group of space, ``bias=True``, or options out of their range; when called,
+            for other channels, another dtype or device, and maps smaller than the stencils.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+
     >>> flow = VectorConv2d(4, 1, "p8", operators="order<=1")
     >>> flow(torch.randn(2, 4 * 8, 16, 16)).shape
     torch.Size([2, 2, 16, 16])
@@ -787,6 +856,11 @@ class VectorConv3d(VectorConv, GroupConv3d):
     ``[batch, in_fields * order, depth, height, width]`` → ``[batch, 3 * out_vectors, …]``, for each
     vector its x (right), y (**up**) and z (along the depth) component.
 
+    Raises:
+        ValueError: for a group of the plane, ``bias=True``, or options out of their range; when
+            called, for other channels, another dtype or device, and maps smaller than the stencils.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+
     >>> flow = VectorConv3d(2, 1, "O", operators="order<=1")
     >>> flow(torch.randn(1, 2 * 24, 5, 5, 5)).shape
     torch.Size([1, 3, 5, 5, 5])
@@ -794,7 +868,12 @@ class VectorConv3d(VectorConv, GroupConv3d):
 
 
 class GroupUpsampleConv(nn.Module):
-    """What :class:`GroupUpsampleConv2d` and :class:`GroupUpsampleConv3d` share."""
+    """What :class:`GroupUpsampleConv2d` and :class:`GroupUpsampleConv3d` share.
+
+    Raises:
+        ValueError: as :class:`GroupUpsampleConv2d`.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+    """
 
     dimension: int
     input_kind = "regular"
@@ -846,6 +925,11 @@ class GroupUpsampleConv2d(GroupUpsampleConv):
     those of `GroupConv2d`. n pixels become ``factor`` · n + ``excess``: for a transposed layer
     the excess is extent − stride − 2·padding + output_padding.
 
+    Raises:
+        ValueError: for what :class:`Enlarge2d` and :class:`GroupConv2d` refuse; when called, for a
+            ``size`` that is not twice the image's or one less, or is given with another factor.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+
     >>> up = GroupUpsampleConv2d(4, 2, "p4")
     >>> up(torch.randn(1, 16, 8, 8)).shape, up(torch.randn(1, 16, 8, 8), size=15).shape
     (torch.Size([1, 8, 16, 16]), torch.Size([1, 8, 15, 15]))
@@ -858,6 +942,11 @@ class GroupUpsampleConv2d(GroupUpsampleConv):
 
 class GroupUpsampleConv3d(GroupUpsampleConv):
     """:class:`GroupUpsampleConv2d` for volumes, by groups of space.
+
+    Raises:
+        ValueError: for what :class:`Enlarge3d` and :class:`GroupConv3d` refuse; when called, for a
+            ``size`` that is not twice the volume's or one less, or is given with another factor.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
 
     >>> up = GroupUpsampleConv3d(2, 1, "T")
     >>> up(torch.randn(1, 24, 4, 4, 4)).shape[2:]

@@ -167,6 +167,10 @@ class FieldConv2d(FieldConv):
         vectors: how many to put out, 0 by default.
         options: those of :class:`LiftConv2d`.
 
+    Raises:
+        ValueError: for no kind at all, ``groups`` other than 1, ``bias=True`` without scalars, and
+            what :class:`GroupConv2d` refuses.
+
     >>> head = FieldConv2d(4, "p8m", scalars=1, vectors=1, bias=True)
     >>> head(torch.randn(2, 4 * 16, 12, 12)).shape  # a pressure and a velocity
     torch.Size([2, 3, 12, 12])
@@ -183,6 +187,10 @@ class FieldConv3d(FieldConv):
     ``[batch, in_fields * order, depth, height, width]`` → ``[batch, scalars + pseudoscalars + 3 *
     vectors, …]``, of each vector the x, the y (**up**) and the z component; what
     :class:`FieldConv2d` is to images.
+
+    Raises:
+        ValueError: for no kind at all, ``groups`` other than 1, ``bias=True`` without scalars, and
+            what :class:`GroupConv3d` refuses.
 
     >>> head = FieldConv3d(1, "T", scalars=1, vectors=1)
     >>> head(torch.randn(2, 12, 5, 5, 5)).shape
@@ -208,6 +216,11 @@ class Curl2d(nn.Module):
         spacing: the length of a pixel, or its lengths along (y, x), 1.0 by default.
         padding_mode: how ψ goes on beyond the border: ``"replicate"`` (default), ``"zeros"``,
             ``"reflect"`` or ``"circular"``, or a pair of them for (y, x).
+
+    Raises:
+        ValueError: for a spacing that is not positive or an unknown padding mode; when called, for
+            what is not ``[batch, n, height, width]``, and with ``"reflect"`` for images of one
+            pixel along an axis.
 
     >>> flow = Curl2d(padding_mode="circular")(torch.randn(1, 1, 8, 8, dtype=torch.float64))
     >>> u, v = flow[0, 0], flow[0, 1]

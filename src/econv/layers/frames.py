@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from econv.engines import memory_format
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_rank, positive
+from econv.layers.checks import check_rank, positive, read_group
 
 __all__ = ["GroupWindows2d", "points_in_frames"]
 
@@ -37,6 +37,10 @@ class GroupWindows2d(nn.Module):
         lifts: whether it reads an image ``[batch, channels, …]``, each channel of which becomes a
             field.
 
+    Raises:
+        ValueError: for a group of space, or pixels that are no whole numbers; when called, for
+            channels that are not whole fields, and images smaller than a window.
+
     >>> windows = GroupWindows2d("p4", extent=3, step=2, padding=(1, 1))
     >>> windows(torch.randn(1, 8, 56, 56)).shape[2:], windows(torch.randn(1, 8, 57, 57)).shape[2:]
     (torch.Size([57, 57]), torch.Size([59, 59]))
@@ -56,7 +60,7 @@ class GroupWindows2d(nn.Module):
         lifts: bool = False,
     ) -> None:
         super().__init__()
-        self.group = Group(group)
+        self.group = read_group(group, 2, type(self).__name__)
         self.extent, self.step = positive("extent", extent), positive("step", step)
         self.padding = padding if padding == "same" else _pair("padding", padding, " or 'same'")
         self.reach = _pair("reach", reach)

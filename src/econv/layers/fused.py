@@ -56,6 +56,9 @@ def norm_relu_conv(
     With ``shortcut=True`` a pair is given back: the result, and ``x`` for whatever else reads it,
     such as a residual sum. Their gradients are then added where that of the norm is written.
 
+    Raises:
+        ValueError: for maps that the norm or the convolution does not read.
+
     >>> norm, conv = GroupBatchNorm2d(4, "p8"), GroupConv2d(4, 6, "p8")
     >>> norm_relu_conv(norm, conv, torch.randn(2, 32, 9, 9)).shape
     torch.Size([2, 48, 9, 9])
@@ -80,6 +83,9 @@ def norm_relu(norm: nn.Module, x: Tensor, relu: Callable[[Tensor], Tensor] | Non
     """``relu(norm(x))``, by one kernel where :func:`norm_relu_conv` would use it.
 
     That is where engines are chosen by ``"auto"``.
+
+    Raises:
+        ValueError: for maps that the norm does not read.
 
     >>> norm_relu(GroupBatchNorm2d(4, "p8"), torch.randn(2, 32, 9, 9)).shape
     torch.Size([2, 32, 9, 9])

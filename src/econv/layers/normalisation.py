@@ -170,6 +170,11 @@ class GroupBatchNorm2d(GroupBatchNorm):
     processes, use :func:`~econv.convert_sync_batchnorm`; torch's own conversion, which does not
     know fields, ends with an error that says so.
 
+    Raises:
+        ValueError: for fields below 1, a group of space, or ``eps`` and ``momentum`` out of their
+            range; when called, for other channels, another dtype or device, and in training for one
+            number per field.
+
     >>> norm = GroupBatchNorm2d(4, "p8")
     >>> norm(torch.randn(2, 32, 8, 8)).shape, norm.weight.shape
     (torch.Size([2, 32, 8, 8]), torch.Size([4]))
@@ -182,6 +187,11 @@ class GroupBatchNorm3d(GroupBatchNorm):
     """Batch norm of volumes with one mean, variance, scale and bias per *field*.
 
     Arguments and state are those of :class:`GroupBatchNorm2d`.
+
+    Raises:
+        ValueError: for fields below 1, a group of the plane, or ``eps`` and ``momentum`` out of
+            their range; when called, for other channels, another dtype or device, and in training
+            for one number per field.
 
     >>> GroupBatchNorm3d(2, "O")(torch.randn(2, 48, 4, 4, 4)).shape
     torch.Size([2, 48, 4, 4, 4])
@@ -252,6 +262,11 @@ class GroupInstanceNorm2d(GroupInstanceNorm):
     ``[batch, fields * order, height, width]`` in and out.
     Arguments and state are those of `InstanceNorm2d` with ``fields`` in place of channels.
 
+    Raises:
+        ValueError: for fields below 1, a group of space, or ``eps`` and ``momentum`` out of their
+            range; when called, for other channels, another dtype or device, and in training for one
+            number per field.
+
     >>> GroupInstanceNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
     torch.Size([2, 32, 8, 8])
     """
@@ -263,6 +278,11 @@ class GroupInstanceNorm3d(GroupInstanceNorm):
     """Instance norm of volumes, with one mean and variance per sample and *field*.
 
     Arguments and state are those of :class:`GroupInstanceNorm2d`.
+
+    Raises:
+        ValueError: for fields below 1, a group of the plane, or ``eps`` and ``momentum`` out of
+            their range; when called, for other channels, another dtype or device, and in training
+            for one number per field.
 
     >>> GroupInstanceNorm3d(2, "O")(torch.randn(2, 48, 4, 4, 4)).shape
     torch.Size([2, 48, 4, 4, 4])
@@ -361,6 +381,10 @@ class GroupGroupNorm2d(GroupGroupNorm):
     `GroupNorm` on ``fields`` in place of channels: each of ``num_groups`` blocks is normalised over
     its fields, all their orientations and all pixels.
 
+    Raises:
+        ValueError: for fields that ``num_groups`` does not divide, a group of space, or ``eps``
+            below 0; when called, for other channels, another dtype or device.
+
     >>> GroupGroupNorm2d(2, 4, "p8")(torch.randn(2, 32, 8, 8)).shape
     torch.Size([2, 32, 8, 8])
     """
@@ -372,6 +396,10 @@ class GroupGroupNorm3d(GroupGroupNorm):
     """Group norm of volumes over blocks of whole fields; one scale and bias per *field*.
 
     Arguments and state are those of :class:`GroupGroupNorm2d`.
+
+    Raises:
+        ValueError: for fields that ``num_groups`` does not divide, a group of the plane, or ``eps``
+            below 0; when called, for other channels, another dtype or device.
 
     >>> GroupGroupNorm3d(1, 2, "O")(torch.randn(2, 48, 4, 4, 4)).shape
     torch.Size([2, 48, 4, 4, 4])
@@ -414,6 +442,10 @@ class GroupLayerNorm2d(GroupLayerNorm):
     ``[batch, fields * order, height, width]`` in and out. What ConvNeXt calls
     LayerNorm2d, made equivariant.
 
+    Raises:
+        ValueError: for fields below 1, a group of space, or ``eps`` below 0; when called, for other
+            channels, another dtype or device.
+
     >>> GroupLayerNorm2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
     torch.Size([2, 32, 8, 8])
     """
@@ -423,6 +455,10 @@ class GroupLayerNorm2d(GroupLayerNorm):
 
 class GroupLayerNorm3d(GroupLayerNorm):
     """Layer norm over all fields and orientations of a voxel; one scale and bias per *field*.
+
+    Raises:
+        ValueError: for fields below 1, a group of the plane, or ``eps`` below 0; when called, for
+            other channels, another dtype or device.
 
     >>> GroupLayerNorm3d(2, "O")(torch.randn(2, 48, 4, 4, 4)).shape
     torch.Size([2, 48, 4, 4, 4])

@@ -94,6 +94,10 @@ class GroupPool2d(GroupPool):
             ``"std"`` (the root mean square distance from the mean) and ``"top3"``, ``"top4"``, …
             (so many of the largest values, in order). ``"mean+max"`` gives two channels a field.
 
+    Raises:
+        ValueError: for a group of space or an unknown ``reduce``; when called, for channels that
+            are not whole fields.
+
     >>> import torch
     >>> GroupPool2d("p8")(torch.randn(2, 32, 8, 8)).shape
     torch.Size([2, 4, 8, 8])
@@ -107,6 +111,10 @@ class GroupPool2d(GroupPool):
 
 class GroupPool3d(GroupPool):
     """Pools over the orientations of volumes, as :class:`GroupPool2d` does those of images.
+
+    Raises:
+        ValueError: for a group of the plane or an unknown ``reduce``; when called, for channels
+            that are not whole fields.
 
     >>> import torch
     >>> GroupPool3d("O", "mean+max")(torch.randn(2, 3 * 24, 4, 4, 4)).shape
@@ -192,6 +200,10 @@ class GroupDropout2d(GroupDropout):
 
     ``[batch, fields * order, height, width]`` in and out; in eval mode the input itself.
 
+    Raises:
+        ValueError: for a group of space, or a ``p`` that is not between 0 and 1; when called, for
+            channels that are not whole fields.
+
     >>> import torch
     >>> GroupDropout2d("p8", p=0.2).eval()(torch.ones(1, 16, 4, 4)).sum().item()
     256.0
@@ -202,6 +214,10 @@ class GroupDropout2d(GroupDropout):
 
 class GroupDropout3d(GroupDropout):
     """Drops whole fields of volumes: all orientations and voxels of a field together.
+
+    Raises:
+        ValueError: for a group of the plane, or a ``p`` that is not between 0 and 1; when called,
+            for channels that are not whole fields.
 
     >>> import torch
     >>> GroupDropout3d("T", p=0.2).eval()(torch.ones(1, 12, 2, 2, 2)).sum().item()
@@ -239,6 +255,9 @@ class Spread2d(Spread):
     ``[batch, channels, …]`` → ``[batch, channels * order, …]``: what an image needs to be added or
     concatenated to group features.
 
+    Raises:
+        ValueError: for a group of space; when called, for what is no batch of maps or of features.
+
     >>> import torch
     >>> Spread2d("p8")(torch.randn(2, 3, 4, 4)).shape
     torch.Size([2, 24, 4, 4])
@@ -249,6 +268,10 @@ class Spread2d(Spread):
 
 class Spread3d(Spread):
     """Reads a volume as group features that are the same in every orientation.
+
+    Raises:
+        ValueError: for a group of the plane; when called, for what is no batch of maps or of
+            features.
 
     >>> import torch
     >>> Spread3d("O")(torch.randn(2, 3, 4, 4, 4)).shape
@@ -263,6 +286,9 @@ class FieldParameter(nn.Module):
 
     ``[fields * order, 1, 1]``, for volumes ``[fields * order, 1, 1, 1]``, or ``[fields * order]``
     for features without pixels: the scale that ConvNeXt puts on its branches, made equivariant.
+
+    Raises:
+        ValueError: for fields below 1, an unknown group, or an ``initial`` that is not finite.
 
     >>> import torch
     >>> scale = FieldParameter(4, "p8", initial=1e-6)
@@ -345,6 +371,10 @@ class GroupPReLU2d(GroupPReLU):
 
     ``[batch, fields * order, height, width]`` in and out.
 
+    Raises:
+        ValueError: for fields below 1 or a group of space; when called, for other channels, another
+            dtype or device.
+
     >>> import torch
     >>> GroupPReLU2d(4, "p8")(torch.randn(2, 32, 8, 8)).shape
     torch.Size([2, 32, 8, 8])
@@ -355,6 +385,10 @@ class GroupPReLU2d(GroupPReLU):
 
 class GroupPReLU3d(GroupPReLU):
     """`PReLU` with one slope per *field* of volumes.
+
+    Raises:
+        ValueError: for fields below 1 or a group of the plane; when called, for other channels,
+            another dtype or device.
 
     >>> import torch
     >>> GroupPReLU3d(2, "T")(torch.randn(2, 24, 4, 4, 4)).shape
@@ -397,6 +431,10 @@ class Restrict2d(Restrict):
     as features of ``whole``, its output as features of ``subgroup``; for the
     elements of the subgroup it commutes with both.
 
+    Raises:
+        ValueError: for a second group that is not part of the first; when called, for channels that
+            are not whole fields.
+
     >>> Restrict2d("p8", "p4")(torch.randn(1, 3 * 8, 5, 5)).shape  # 6 fields of p4
     torch.Size([1, 24, 5, 5])
     """
@@ -406,6 +444,10 @@ class Restrict2d(Restrict):
 
 class Restrict3d(Restrict):
     """:func:`restrict` as a module, for volumes.
+
+    Raises:
+        ValueError: for a second group that is not part of the first; when called, for channels that
+            are not whole fields.
 
     >>> import torch
     >>> Restrict3d("O", "T")(torch.randn(2, 24, 4, 4, 4)).shape
@@ -420,6 +462,10 @@ def restrict(x: Tensor, group: GroupLike, subgroup: GroupLike) -> Tensor:
 
     Field (f, c) of the result holds, for t in T, the orientation t·c of field f: the right cosets
     Tc, each of which T permutes as it permutes itself.
+
+    Raises:
+        ValueError: for a second group that is not part of the first, and channels that are not
+            whole fields.
 
     >>> import torch
     >>> x = torch.arange(8.0).reshape(1, 8, 1, 1)

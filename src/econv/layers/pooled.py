@@ -2,7 +2,8 @@
 
 torch's own norm gives the sums of a field to one multiprocessor. A field is ``order`` channels:
 their sums are found by the kernels that torch has for statistics that come in parts, elsewhere from
-several processes, and brought together.
+several processes, and brought together. Inside `torch.compile` they are operations of torch, which
+the compiler makes into kernels of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from econv.engines import Prologue, memory_format
 from econv.gpu.devices import DTYPES, on_device, works
-from econv.tensors import transformed, watched
+from econv.tensors import exporting, transformed, watched
 
 __all__ = ["Running", "activated", "activates", "affine", "normalise", "rows", "usable"]
 
@@ -27,11 +28,12 @@ takes some 0.2 ms, an estimate."""
 
 def usable(x: Tensor, fields: int, eps: float) -> bool:
     """Whether `normalise` can stand in for torch's norm here, and is worth it."""
+    if not (x.is_cuda and x.is_floating_point()):
+        return False
+    if torch.compiler.is_compiling():  # which adds up single channels faster where they lie last
+        return not exporting() and memory_format(x) is not torch.contiguous_format
     return (
-        not torch.compiler.is_compiling()
-        and not watched(x)
-        and x.is_cuda
-        and x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        not watched(x)
         and x.numel() >= _LEAST * fields
         and eps > 0  # of channels that are constant only then something is left
         and not transformed()
@@ -64,10 +66,13 @@ def normalise(
 
     The running statistics are brought up to date; gradients are of every order.
     """
-    x = x.contiguous(memory_format=memory_format(x))
-    normed, mean, variance = _Normalise.apply(x, weight, bias, fields, eps)
+    if torch.compiler.is_compiling():
+        normed, mean, variance = _by_channel(x, weight, bias, fields, eps)
+    else:
+        x = x.contiguous(memory_format=memory_format(x))
+        normed, mean, variance = _Normalise.apply(x, weight, bias, fields, eps)
     if running is not None:
-        running.update(mean, variance, x.numel() // fields)
+        running.update(mean.detach(), variance.detach(), x.numel() // fields)
     found: Tensor = normed
     return found
 
@@ -121,6 +126,28 @@ def rows(mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None
     scale = scale if weight is None else scale * weight.to(scale.dtype)
     shift = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
     return torch.stack([mean, scale, shift])
+
+
+def _by_channel(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, fields: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm, mean and variance by operations that a compiler fuses."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    order, axes = x.shape[1] // fields, (0, *range(2, x.ndim))
+
+    def of_channels(number: Tensor) -> Tensor:
+        spread = number.to(wide.dtype)[:, None].expand(-1, order)
+        return spread.reshape(-1, *[1] * len(axes[1:]))
+
+    variances, means = torch.var_mean(wide, axes, correction=0)
+    variances, means = variances.view(fields, order), means.view(fields, order)
+    mean = means.mean(1)
+    variance = (variances + (means - mean[:, None]) ** 2).mean(1)
+    scale = (variance + eps).rsqrt()
+    scale = scale if weight is None else scale * weight.to(scale.dtype)
+    normed = (wide - of_channels(mean)) * of_channels(scale)
+    normed = normed if bias is None else normed + of_channels(bias)
+    return normed.to(x.dtype), mean, variance
 
 
 def _plain(

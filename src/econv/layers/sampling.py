@@ -115,13 +115,18 @@ class Downsample2d(Downsample):
     Args:
         reduce: ``"mean"`` (default), or ``"max"`` for the maximum of each 3×3 neighbourhood first,
             which replaces `max_pool2d`. A maximum has kinks, and costs most of the symmetry at
-            angles that the pixel grid has not.
+            angles between quarter turns.
         antialias: taps of the low-pass along each axis, 4 (default), 6, 8 or any other even number:
             binomial ones, as those above, one fewer on odd sizes. Of n taps the answer to a
             frequency of f per pixel is cos(πf)ⁿ⁻¹. Half of the new grid's highest frequency, f =
             1/8, passes with .79, .68 and .57 for 4, 6 and 8 taps; what would be folded onto it, f =
             3/8, with .056, .0082 and .0012. Binomial kernels are nearly the same in all directions,
             as sharper ones are not, which costs more than what they let pass is worth.
+
+    Raises:
+        ValueError: for an unknown ``reduce``, or taps that are no even number from 4 to 16; when
+            called, for what is not ``[batch, channels, height, width]``, and by the older of
+            torch's ONNX exporters.
 
     >>> half = Downsample2d()
     >>> half(torch.randn(1, 3, 8, 8)).shape[-1], half(torch.randn(1, 3, 9, 9)).shape[-1]
@@ -135,6 +140,11 @@ class Downsample3d(Downsample):
     """Halves a volume, n → ⌈n/2⌉, and commutes with the symmetries of the cube on every size.
 
     What :class:`Downsample2d` does along two axes it does along three; arguments are the same.
+
+    Raises:
+        ValueError: for an unknown ``reduce``, or taps that are no even number from 4 to 16; when
+            called, for what is not ``[batch, channels, depth, height, width]``, and by the older of
+            torch's ONNX exporters.
 
     >>> half = Downsample3d()
     >>> half(torch.randn(1, 2, 8, 8, 8)).shape[2:], half(torch.randn(1, 2, 7, 8, 9)).shape[2:]
@@ -206,6 +216,10 @@ class Upsample2d(Upsample):
             linear interpolation; with 6, 8 or any other even number these are the taps of
             :class:`Downsample2d`, which leave less of what the coarse grid repeats.
 
+    Raises:
+        ValueError: for taps that are no even number from 4 to 16; when called, for a ``size`` that
+            is not twice the image's or one less.
+
     >>> Upsample2d()(torch.randn(1, 3, 8, 8)).shape[-1]
     16
     >>> Upsample2d()(torch.randn(1, 3, 8, 8), size=15).shape[-1]
@@ -217,6 +231,10 @@ class Upsample2d(Upsample):
 
 class Upsample3d(Upsample):
     """Doubles a volume by linear interpolation; what :class:`Upsample2d` is to images.
+
+    Raises:
+        ValueError: for taps that are no even number from 4 to 16; when called, for a ``size`` that
+            is not twice the volume's or one less.
 
     >>> Upsample3d()(torch.randn(1, 2, 4, 4, 4), size=(7, 8, 8)).shape[2:]
     torch.Size([7, 8, 8])
@@ -363,6 +381,10 @@ class Enlarge2d(Enlarge):
     Exact under quarter turns and flips on every size; with a factor of 2 and no excess it is
     :class:`Upsample2d`.
 
+    Raises:
+        ValueError: for a ``factor`` below 1 or numbers that are not whole; when called, where no
+            pixel would be left.
+
     >>> Enlarge2d(3, excess=-1)(torch.randn(1, 2, 8, 8)).shape[-1]
     23
     """
@@ -372,6 +394,10 @@ class Enlarge2d(Enlarge):
 
 class Enlarge3d(Enlarge):
     """Linear interpolation of volumes to ``factor`` · n + ``excess`` voxels, about the centre.
+
+    Raises:
+        ValueError: for a ``factor`` below 1 or numbers that are not whole; when called, where no
+            voxel would be left.
 
     >>> Enlarge3d(3, excess=-1)(torch.randn(1, 2, 4, 4, 4)).shape[2:]
     torch.Size([11, 11, 11])
@@ -455,6 +481,9 @@ def recentre(x: Tensor, *sizes: int, fill: float = 0.0, step: int = 1) -> Tensor
     Where r is even this crops; where it is odd the points lie between two pixels and are their
     mean. Points outside of the image are ``fill``. Of the points each ``step``-th is taken.
 
+    Raises:
+        ValueError: for another number of sizes than the map has axes.
+
     >>> recentre(torch.arange(5.0).expand(1, 1, 5, 5), 5, 4)[0, 0, 0].tolist()
     [0.5, 1.5, 2.5, 3.5]
     """
@@ -522,6 +551,10 @@ class Recentre2d(Recentre):
     Padding of one pixel more on one side of an image than on the other does not turn with it; half
     a pixel more on both sides does.
 
+    Raises:
+        ValueError: for a ``fill`` that is not finite; when called, for sizes that are not two whole
+            numbers.
+
     >>> Recentre2d()(torch.randn(1, 3, 8, 8), 9, 7).shape[2:]
     torch.Size([9, 7])
     """
@@ -531,6 +564,10 @@ class Recentre2d(Recentre):
 
 class Recentre3d(Recentre):
     """Pads and crops volumes to a size about the centre: :func:`recentre` as a layer.
+
+    Raises:
+        ValueError: for a ``fill`` that is not finite; when called, for sizes that are not three
+            whole numbers.
 
     >>> Recentre3d()(torch.randn(1, 3, 8, 8, 8), 9, 7, 8).shape[2:]
     torch.Size([9, 7, 8])
@@ -564,6 +601,9 @@ class NearestResize2d(NearestResize):
     multiple of the old one. Here it is the one whose centre is nearest, and the mean of two where
     two are equally near; on multiples the result is torch's.
 
+    Raises:
+        ValueError: when called, for sizes that are not two whole numbers.
+
     >>> NearestResize2d()(torch.arange(2.0).expand(1, 1, 2, 2), 1, 3)[0, 0].tolist()
     [[0.0, 0.5, 1.0]]
     """
@@ -573,6 +613,9 @@ class NearestResize2d(NearestResize):
 
 class NearestResize3d(NearestResize):
     """Takes the nearest voxel, to any size; what :class:`NearestResize2d` is to images.
+
+    Raises:
+        ValueError: when called, for sizes that are not three whole numbers.
 
     >>> NearestResize3d()(torch.randn(1, 2, 4, 4, 4), 6, 8, 5).shape[2:]
     torch.Size([6, 8, 5])
@@ -675,6 +718,10 @@ class CentredMaxPool2d(CentredMaxPool):
     As many windows of the same size, moved to lie symmetrically: see :func:`recentre`. Where
     torch's windows are symmetric already, the result is torch's.
 
+    Raises:
+        ValueError: for numbers that are not whole, or padding of more than half a window; when
+            called, for images smaller than a window.
+
     >>> pool = CentredMaxPool2d(3, stride=2, padding=1)
     >>> pool(torch.randn(1, 3, 112, 112)).shape[-1], pool(torch.randn(1, 3, 9, 9)).shape[-1]
     (56, 5)
@@ -685,6 +732,10 @@ class CentredMaxPool2d(CentredMaxPool):
 
 class CentredMaxPool3d(CentredMaxPool):
     """`MaxPool3d` that commutes with the symmetries of the cube on every size.
+
+    Raises:
+        ValueError: for numbers that are not whole, or padding of more than half a window; when
+            called, for volumes smaller than a window.
 
     >>> CentredMaxPool3d(3, stride=2, padding=1)(torch.randn(1, 2, 9, 8, 9)).shape[2:]
     torch.Size([5, 4, 5])
@@ -740,6 +791,10 @@ class CentredAvgPool2d(CentredAvgPool):
     ``kernel_size=1`` it takes every ``stride``-th pixel, or means of pixels where these lie between
     them.
 
+    Raises:
+        ValueError: for numbers that are not whole, or padding of more than half a window; when
+            called, for images smaller than a window.
+
     >>> CentredAvgPool2d(2)(torch.randn(1, 3, 9, 9)).shape[-1]
     4
     """
@@ -749,6 +804,10 @@ class CentredAvgPool2d(CentredAvgPool):
 
 class CentredAvgPool3d(CentredAvgPool):
     """`AvgPool3d` that commutes with the symmetries of the cube on every size.
+
+    Raises:
+        ValueError: for numbers that are not whole, or padding of more than half a window; when
+            called, for volumes smaller than a window.
 
     >>> CentredAvgPool3d(2)(torch.randn(1, 2, 9, 9, 9)).shape[2:]
     torch.Size([4, 4, 4])

@@ -40,6 +40,10 @@ def convert_sync_batchnorm(model: nn.Module, process_group: Any = None) -> nn.Mo
     Returns:
         The model.
 
+    Raises:
+        ValueError: for what is no module, and for batch norms of other classes than torch's and
+            econv's.
+
     >>> model = convert_sync_batchnorm(nn.Sequential(GroupBatchNorm2d(2, "p4"), nn.BatchNorm2d(8)))
     >>> [type(norm).__name__ for norm in model]
     ['SyncGroupBatchNorm2d', 'SyncBatchNorm']
@@ -84,13 +88,25 @@ class _SyncGroupBatchNorm(GroupBatchNorm):
 
 
 class SyncGroupBatchNorm2d(_SyncGroupBatchNorm, GroupBatchNorm2d):
-    """:class:`GroupBatchNorm2d` with the statistics of all processes; made by conversion."""
+    """:class:`GroupBatchNorm2d` with the statistics of all processes; made by conversion.
+
+    Raises:
+        ValueError: for fields below 1, a group of space, or ``eps`` and ``momentum`` out of their
+            range; when called, for other channels, another dtype or device, and in training for one
+            number per field.
+    """
 
     ordinary = GroupBatchNorm2d
 
 
 class SyncGroupBatchNorm3d(_SyncGroupBatchNorm, GroupBatchNorm3d):
-    """:class:`GroupBatchNorm3d` with the statistics of all processes; made by conversion."""
+    """:class:`GroupBatchNorm3d` with the statistics of all processes; made by conversion.
+
+    Raises:
+        ValueError: for fields below 1, a group of the plane, or ``eps`` and ``momentum`` out of
+            their range; when called, for other channels, another dtype or device, and in training
+            for one number per field.
+    """
 
     ordinary = GroupBatchNorm3d
 
@@ -99,6 +115,10 @@ class SyncBatchNorm(_BatchNorm):
     """A batch norm of channels with the statistics of all processes; made by conversion.
 
     Unlike torch's it runs on every device, and on maps of any dimension.
+
+    Raises:
+        ValueError: when called, for other channels, and in training without several numbers of
+            each.
     """
 
     process_group: Any = None

@@ -20,7 +20,12 @@ __all__ = ["GroupWindowConv", "GroupWindowConv2d", "GroupWindowConv3d", "jets"]
 
 
 class GroupWindowConv(GroupConv):
-    """What :class:`GroupWindowConv2d` and :class:`GroupWindowConv3d` share."""
+    """What :class:`GroupWindowConv2d` and :class:`GroupWindowConv3d` share.
+
+    Raises:
+        ValueError: as :class:`GroupWindowConv2d`.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+    """
 
     def __init__(
         self,
@@ -70,6 +75,11 @@ class GroupWindowConv2d(GroupWindowConv, GroupConv2d):
     first and the weight meets them as it is. Filters, ``order · size² / operators`` times as many
     numbers as the weight, are never made.
 
+    Raises:
+        ValueError: for a stride, padding or ``groups``, and what :class:`~econv.GroupConv2d`
+            refuses; when called, for maps that are not one window large.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
+
     >>> whole = GroupWindowConv2d(4, 6, "p8", operators="order<=2")
     >>> whole(torch.randn(2, 4 * 8, 3, 3)).shape
     torch.Size([2, 48, 1, 1])
@@ -78,6 +88,11 @@ class GroupWindowConv2d(GroupWindowConv, GroupConv2d):
 
 class GroupWindowConv3d(GroupWindowConv, GroupConv3d):
     """:class:`GroupWindowConv2d` for volumes, ``[batch, out, 1, 1, 1]``.
+
+    Raises:
+        ValueError: for a stride, padding or ``groups``, and what :class:`~econv.GroupConv3d`
+            refuses; when called, for maps that are not one window large.
+        TypeError: for a keyword that there is not, such as ``kernel_size``.
 
     >>> whole = GroupWindowConv3d(2, 3, "T")
     >>> whole(torch.randn(2, 2 * 12, 3, 3, 3)).shape

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from econv.groups import GroupLike
 from econv.layers import ConvOptions
 from econv.models.classifier import _Classifier
-from econv.models.kit import TORCH, Kit, expect_truth, expect_whole, share_below_one
+from econv.models.kit import (
+    TORCH,
+    Kit,
+    continued,
+    expect_margin,
+    expect_truth,
+    expect_whole,
+    share_below_one,
+)
 
 
 class ConvNet(_Classifier):
@@ -42,7 +48,7 @@ class ConvNet(_Classifier):
         activation: name of the functions between layers, ``"relu"`` by default, as
             :class:`~econv.GroupActivation2d` reads it.
         antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
-            network equivariant at angles that the pixel grid has not; poolings then are
+            network equivariant at angles between quarter turns, too; poolings then are
             :class:`~econv.Downsample2d` with 8 taps. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.
@@ -50,6 +56,9 @@ class ConvNet(_Classifier):
             by default. What the layers make of the border then stays away from what is in the
             image.
         dimension: 2 or 3; by default the group's, and 2 without one.
+
+    Raises:
+        ValueError: for arguments out of their range, and images of which nothing is left.
 
     >>> network = ConvNet("p8", fields=(7,) * 6)
     >>> sum(p.numel() for p in network.parameters())
@@ -86,8 +95,7 @@ class ConvNet(_Classifier):
         expect_whole("image_size", image_size)
         expect_truth(shrink=shrink)
         share_below_one("dropout", dropout)
-        if isinstance(margin, bool) or not isinstance(margin, int) or margin < 0:
-            raise ValueError(f"expected margin as a number of pixels, 0 or more; got {margin!r}")
+        expect_margin(margin)
         kit = Kit(group, pool, options, activation, antialias, oversample, dimension)
         self.dimension = kit.dimension
         self._axes = tuple(range(2, 2 + self.dimension))  # known where the network is traced
@@ -135,7 +143,7 @@ class ConvNet(_Classifier):
 
     def forward_features(self, x: Tensor) -> Tensor:
         if self.margin:
-            x = _continued(x, self.margin, self._axes)
+            x = continued(x, self.margin, self._axes)
         return self._through(self.layers, len(self.config["fields"]), x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -172,20 +180,3 @@ class ConvNet(_Classifier):
 
 
 _MOST_WEIGHTS = 1 << 28  # of a classifier: a gigabyte
-
-
-def _continued(x: Tensor, pixels: int, axes: tuple[int, ...]) -> Tensor:
-    """Images on their background, the mean of their corners, so many pixels wide on every side.
-
-    To repeat what is at the border would draw out whatever touches it when the image turns.
-
-    >>> image = torch.tensor([[[[1.0, 9, 3], [9, 9, 9], [1, 9, 3]]]])
-    >>> _continued(image, 1, (2, 3))[0, 0, 0].tolist()
-    [2.0, 2.0, 2.0, 2.0, 2.0]
-    """
-    corners = x
-    for axis in axes:
-        ends = corners.narrow(axis, 0, 1), corners.narrow(axis, -1, 1)
-        corners = torch.cat(ends, axis)
-    background = corners.mean(axes, keepdim=True)
-    return functional.pad(x - background, (pixels, pixels) * len(axes)) + background

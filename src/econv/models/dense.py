@@ -89,7 +89,7 @@ class UNet(_Dense):
         activation: name of the functions between layers, ``"relu"`` by default, as
             :class:`~econv.GroupActivation2d` reads it.
         antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
-            network equivariant at angles that the grid has not. 0 (default) for none.
+            network equivariant at angles between quarter turns, too. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.
         dimension: 2 for images or 3 for volumes; by default the group's, and 2 without one.
@@ -97,6 +97,9 @@ class UNet(_Dense):
             ``num_classes`` fields of them; ``"vector"``, so many vectors.
 
     :class:`EncoderUNet` and :class:`FPN` are for a ResNet as encoder.
+
+    Raises:
+        ValueError: for arguments out of their range, such as the fields of one level only.
 
     >>> import torch
     >>> network = UNet("T", fields=(1, 2), num_classes=3)
@@ -274,6 +277,9 @@ class EncoderUNet(_OverEncoder):
         encoder_options: arguments of the encoder, such as ``{"fields": (4, 8, 16)}``; activation,
             blur and options of convolutions hold on the way up, too.
 
+    Raises:
+        ValueError: for an encoder that is no ResNet by name, and options that it does not take.
+
     >>> import torch
     >>> network = EncoderUNet("cifar_resnet8_p4", encoder_options={"fields": (1, 2, 2)})
     >>> network(torch.randn(1, 3, 21, 22)).shape
@@ -322,6 +328,9 @@ class FPN(_OverEncoder):
         pool: how orientations are pooled before the scores, ``"max"`` by default.
         drop_rate: probability of dropping a feature before the scores, 0 by default.
         encoder_options: arguments of the encoder, such as ``{"fields": (4, 8, 16)}``.
+
+    Raises:
+        ValueError: for an encoder that is no ResNet by name, and options that it does not take.
 
     >>> import torch
     >>> network = FPN("cifar_resnet8_p4", num_classes=5, encoder_options={"fields": (1, 2, 2)})

@@ -11,7 +11,13 @@ from econv.models.classifier import _Classifier
 
 
 class FeatureInfo:
-    """What the maps of :class:`Features` are, in timm's words."""
+    """What the maps of :class:`Features` are, in timm's words.
+
+    >>> from econv import create_model
+    >>> network = create_model("cifar_resnet8_p4", features_only=True)
+    >>> network.feature_info.reduction()
+    [1, 2, 4]
+    """
 
     def __init__(self, info: Sequence[dict[str, Any]], out_indices: Sequence[int]) -> None:
         self.info = list(info)
@@ -40,6 +46,9 @@ class Features(nn.Module):
     Orientations are pooled as the network pools them before its classifier, so that any decoder can
     read the maps; those of a network with ``pool=None`` keep them: group features. ``feature_info``
     has the channels and reductions, as timm's networks have it.
+
+    Raises:
+        ValueError: for a network that is not econv's, and stages that it does not have.
 
     >>> import econv, torch
     >>> backbone = econv.create_model("resnet18_p4", features_only=True, fields=(2, 2, 4, 4))

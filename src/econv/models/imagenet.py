@@ -54,12 +54,15 @@ class ImageNetResNet(_Classifier):
         activation: name of the functions between layers, ``"relu"`` by default, as
             :class:`~econv.GroupActivation2d` reads it.
         antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
-            network equivariant at angles that the pixel grid has not; images are then
+            network equivariant at angles between quarter turns, too; images are then
             halved by :class:`~econv.Downsample2d` with 8 taps, at the start of a stage, in place of
             strides and the pooling. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.
         dimension: 2 for images or 3 for volumes; by default the group's, and 2 without one.
+
+    Raises:
+        ValueError: for arguments out of their range, such as a depth that there is not.
 
     >>> import torch
     >>> network = ImageNetResNet("p4", depth=18, fields=(2, 2, 4, 4), num_classes=5, pool="max")

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from econv import layers
 from econv.basis import INITIALISATIONS
@@ -221,3 +223,25 @@ def _shrunk(conv: LiftConv | GroupConv, shrink: bool) -> nn.Module:
     if shrink:
         conv.padding -= 1
     return conv
+
+
+def continued(x: Tensor, pixels: int, axes: tuple[int, ...]) -> Tensor:
+    """Images on their background, the mean of their corners, so many pixels wide on every side.
+
+    To repeat what is at the border would draw out whatever touches it when the image turns.
+
+    >>> image = torch.tensor([[[[1.0, 9, 3], [9, 9, 9], [1, 9, 3]]]])
+    >>> continued(image, 1, (2, 3))[0, 0, 0].tolist()
+    [2.0, 2.0, 2.0, 2.0, 2.0]
+    """
+    corners = x
+    for axis in axes:
+        ends = corners.narrow(axis, 0, 1), corners.narrow(axis, -1, 1)
+        corners = torch.cat(ends, axis)
+    background = corners.mean(axes, keepdim=True)
+    return functional.pad(x - background, (pixels, pixels) * len(axes)) + background
+
+
+def expect_margin(given: Any) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise ValueError(f"expected margin as a number of pixels, 0 or more; got {given!r}")

@@ -85,6 +85,9 @@ def list_models(pattern: str = "*", *, weights: bool = False) -> list[str]:
     Any depth and any group has a name: those listed are the paper's and the usual ones. With
     ``weights=True`` the names are those of the trained weights that were found here.
 
+    Raises:
+        ValueError: for a pattern that is no text.
+
     >>> list_models("cifar_*44*")
     ['cifar_resnet44_p8']
     >>> "digits_p8" in list_models("*p8*", weights=True)

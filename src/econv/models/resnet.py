@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from econv.groups import Group, GroupLike
 from econv.layers import ConvOptions, Restrict2d, norm_relu, norm_relu_conv
 from econv.models.classifier import _Classifier, explain_classifier, linear_classifier, mean_scores
-from econv.models.kit import Kit, expect_truth, expect_whole, share_below_one
+from econv.models.kit import (
+    Kit,
+    continued,
+    expect_margin,
+    expect_truth,
+    expect_whole,
+    share_below_one,
+)
 
 
 class ResNet(_Classifier):
@@ -38,13 +45,19 @@ class ResNet(_Classifier):
         activation: name of the functions between layers, ``"relu"`` by default, as
             :class:`~econv.GroupActivation2d` reads it.
         antialias: width in pixels of the blur after each of them, such as 0.7, which keeps the
-            network equivariant at angles that the pixel grid has not; images are then
+            network equivariant at angles between quarter turns, too; images are then
             halved by :class:`~econv.Downsample2d` with 8 taps. 0 (default) for none.
         oversample: points for each pixel that they act on, 1 by default; above 1 with ``antialias``
             only.
+        margin: pixels that the image is continued by on every side, by the mean of its corners; 0
+            by default. What the layers make of the border then stays away from what is in the
+            image; maps for a decoder have none.
         restrict: the groups of the second and the third stage, each a subgroup of the one before,
             where features are read as those of the subgroup (Weiler & Cesa 2019); by default all
             have the same. The network turns with its input under the last one.
+
+    Raises:
+        ValueError: for arguments out of their range, such as a depth that is not 6n + 2.
 
     >>> import torch
     >>> network = ResNet("p8", depth=8, fields=(4, 8, 16), pool="max")
@@ -68,6 +81,7 @@ class ResNet(_Classifier):
         antialias: float = 0.0,
         oversample: int = 1,
         restrict: Sequence[GroupLike] | None = None,
+        margin: int = 0,
     ) -> None:
         super().__init__()
         if not isinstance(depth, int) or not 8 <= depth <= 1202 or (depth - 2) % 6:
@@ -80,6 +94,7 @@ class ResNet(_Classifier):
         expect_whole("in_channels", in_channels)
         expect_whole("stem", 1 if stem is None else stem)
         expect_truth(exact=exact)
+        expect_margin(margin)
         kit = Kit(group, pool, options, activation, antialias, oversample, 2, halves=exact)
         kits = self._restricted(kit, restrict)
         self.group = kits[-1].group
@@ -98,7 +113,9 @@ class ResNet(_Classifier):
             "antialias": kit.antialias,
             "oversample": oversample,
             "restrict": None if restrict is None else [str(Group(g).name) for g in restrict],
+            "margin": margin,
         }
+        self.margin = margin
         width = fields[0] if stem is None else stem
         self.dimension = kit.dimension
         self.lift = kit.lift(in_channels, width)
@@ -142,6 +159,8 @@ class ResNet(_Classifier):
         return 32
 
     def forward_features(self, x: Tensor) -> Tensor:
+        if self.margin:
+            x = continued(x, self.margin, (2, 3))
         x = self._through(self.blocks, len(self.blocks), self.lift(x))
         return norm_relu(self.norm, x, self.activation)
 
@@ -164,6 +183,8 @@ class ResNet(_Classifier):
                 "expected a network of one group for its maps; this one restricts it to "
                 f"{', '.join(self.config['restrict'])}"
             )
+        if self.margin:
+            raise ValueError(f"expected margin=0 for a decoder's maps; got {self.margin}")
         count = len(self.blocks) // 3
         modules = [f"blocks.{count - 1}", f"blocks.{2 * count - 1}", "norm"]
         found = zip(self.config["fields"], (1, 2, 4), modules, strict=True)

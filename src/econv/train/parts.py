@@ -23,6 +23,9 @@ class KeyedDropout(nn.Module):
 
     ``keys``, of 32 bits, are set before every training pass. The same sample loses the same
     numbers whatever the batch around it.
+
+    Raises:
+        ValueError: when called in training without a key for each sample.
     """
 
     def __init__(self, probability: float, salt: int) -> None:

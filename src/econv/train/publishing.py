@@ -65,7 +65,7 @@ def publish(
             f"expected the images of the record of {record.recipe}, seed {record.seed}; these are "
             "others"
         )
-    place = records_room.path_of(Path(records), record.recipe, record.seed)
+    place = records_room.path_of(Path(records), record.recipe, record.seed, record.data_seed)
     settings = record.settings
     network: Any = create_model(settings["model"], **settings["model_options"])
     network.load_state_dict(_safetensors().load(content))
@@ -77,6 +77,7 @@ def publish(
         model=settings["model"],
         recipe=record.recipe,
         seed=record.seed,
+        data_seed=record.data_seed or 0,
         dataset=record.dataset,
         recreated=record.recreated,
         mean=trained.mean,
@@ -114,12 +115,7 @@ def publish(
 
 
 def expect_publishable(data: Dataset) -> None:
-    """Images that ``econv verify`` can load again; what is else is refused, before training."""
-    if data.seed:
-        raise ValueError(
-            "expected data_seed 0 with weights, the data that econv verify makes again; got "
-            f"{data.seed}"
-        )
+    """Images that a card can describe; what is else is refused, before training."""
     if data.train.x.ndim != 4:
         raise ValueError(
             "expected images with weights, whose card has a height and a width; got volumes "
@@ -229,11 +225,12 @@ def _card(record: Record, told: Mapping[str, Any]) -> str:
     """The model card, in the form that the Hugging Face Hub reads."""
     images = record.dataset + " (re-created, not the official images)" * record.recreated
     angles = f", mean over {told['test_angles']} angles" * bool(told["test_angles"])
-    place = f"records/{record.recipe}/{record.seed}.json"
+    again = f" --data-seed {record.data_seed}" * bool(record.data_seed)
+    place = f"records/{record.recipe}/{records_room.run_name(record.seed, record.data_seed)}.json"
     rows = {
         "network": f"`{told['model']}`, {record.parameters:,} parameters",
         "data": images,
-        "recipe": f"`econv train {record.recipe}`, seed {record.seed}",
+        "recipe": f"`econv train {record.recipe}{again}`, seed {record.seed}",
         "test error": f"{record.test_error:.2f} %{angles}",
         "validation error": f"{record.validation_error:.2f} %",
         "stored as": told["dtype"],

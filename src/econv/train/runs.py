@@ -88,6 +88,13 @@ def run(
             are in the output folder alone.
         when_ready: called once, when data and network are ready and training begins. What
             ``resume=False`` replaces is removed then and not before.
+
+    Raises:
+        ValueError: for arguments out of their range.
+        CheckpointError: for a checkpoint or record of another run.
+        InUseError: where another process trains the same run.
+        WorkerLostError: where a process of the run was lost.
+        ImportError: for ``tensorboard`` where it is not installed.
     """
     started = time.perf_counter()
     if not 0 <= seed < 2**32:

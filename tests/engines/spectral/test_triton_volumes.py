@@ -34,12 +34,12 @@ def test_large_batches_are_cut_into_what_the_kernels_count():
     layer = econv.GroupConv3d(8, 8, "C1").convolution
     plan, geometry = layer.plan(layer.parts[0]), layer.geometry((128,) * 3)
     x = torch.empty(256, 8, 128, 128, 128, device="meta", dtype=torch.float16)
-    like, tiles = Like(x.shape, x.stride(), x.dtype, torch.device("cpu")), volumes.Tiles()
-    forward = volumes.Convolution(like, plan, geometry, 8, False, False, "ieee", tiles)
-    backward = volumes.WeightGradient(like, like, plan, geometry, "ieee", tiles)
-    spectra = [*(own for *_, own, _ in forward.groups), *(group[2] for group in backward.groups)]
+    like = Like(x.shape, x.stride(), x.dtype, torch.device("cpu"))
+    forward = volumes.Convolution(like, plan.name, False, geometry, 8, False, "ieee")
+    backward = volumes.WeightGradient(like, like, plan.name, geometry, "ieee")
+    spectra = [*forward.groups, *(group[0] for group in backward.groups)]
     assert max(one.numbers for one in spectra) < 2**31
-    assert sum(images.stop - images.start for images, *_ in forward.groups) == 256
+    assert sum(one.samples.stop - one.samples.start for one in forward.groups) == 256
 
 
 @pytest.mark.slow

@@ -132,7 +132,8 @@ class Spectral(Engine):
     ) -> Tensor:
         """Borders, parts, groups and layout around the tasks."""
         conv, layout, dtype = problem.convolution, memory_format(x), problem.dtype
-        if prologue is not None and not (self.fuses and conv.groups == 1):
+        fuses = self.fuses and conv.groups == 1 and conv.dimension == 2
+        if prologue is not None and not fuses:
             x, prologue = prologue.apply(x), None
         x, _ = bordered(conv, x.to(dtype))
         geometry = conv.geometry(x.shape[2:])

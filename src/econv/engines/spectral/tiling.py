@@ -6,7 +6,7 @@ for shapes and a plan alone and need no Triton, so that an engine can be chosen 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -235,15 +235,22 @@ class Grid(NamedTuple):
 
     @staticmethod
     def of(shape: tuple[int, ...], geometry: Geometry, size: int) -> Grid:
-        reach = geometry.dilation * (size - 1) + 1
-        lengths, shared = [], []
-        for have, wanted in zip(shape[2:], geometry.sizes, strict=True):
-            needed = (wanted - 1) * geometry.down + reach
-            after = needed - geometry.before - ((have - 1) * geometry.up + 1)
-            shared.append(max(0, min(geometry.before, after)))
-            lengths.append(needed - shared[-1])
-        lines, pitch = lengths
-        return Grid(pitch, lines, (shape[0] * lines + shared[0]) * pitch + shared[1])
+        befores = (geometry.before,) * 2
+        (lines, above), (pitch, left) = spans(shape[2:], geometry, size, befores)
+        return Grid(pitch, lines, (shape[0] * lines + above) * pitch + left)
+
+
+def spans(
+    lengths: Sequence[int], geometry: Geometry, size: int, befores: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Along each axis from one row to the next, and the zeros between them that both read."""
+    found = []
+    for have, wanted, before in zip(lengths, geometry.sizes, befores, strict=True):
+        needed = (wanted - 1) * geometry.down + geometry.dilation * (size - 1) + 1
+        after = needed - before - ((have - 1) * geometry.up + 1)
+        shared = max(0, min(before, after))
+        found.append((needed - shared, shared))
+    return found
 
 
 def image_groups(

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Convolution, Problem, Prologue, times
+from econv.engines.problem import Convolution, Problem, times
 from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task, through
-from econv.engines.spectral.tiling import CHANGES, Tiles, convolution_tiling
+from econv.engines.spectral.tiling import Tiles, convolution_tiling
 from econv.engines.spectral.torch import tables
 from econv.engines.spectral.triton.scheme import scheme
 from econv.gpu.devices import DTYPES, on_device, unavailable
@@ -68,16 +68,12 @@ class Triton(Spectral):
         self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The layer; what is known of its operands is kept."""
-        if x.ndim == 5:
-            return self._volumes(task, x, weight, affine)
         with on_device(x):
             known, x_largest, w_largest, weights = self._known(task, x, weight, affine)
             return self._launch(task, x, x_largest, weights, w_largest, affine), known
 
     def known_like(self, task: Task, x: Tensor, weight: Tensor) -> Tensor:
         """Largest numbers of the input and of the spectral weights, and these weights."""
-        if x.ndim == 5:
-            return torch.empty(_lengths(x, weight)[0], dtype=torch.float32, device=x.device)
         numbers = sum(_lengths(x, weight)) + math.prod(weight.shape[:2]) * task.plan.weights
         return torch.empty(numbers, dtype=torch.float32, device=x.device)
 
@@ -101,8 +97,6 @@ class Triton(Spectral):
         self, task: Task, gradient: Tensor, saved: Saved, wanted: tuple[bool, bool]
     ) -> Gradients:
         """Both gradients; that to the weight first, while the other, larger one does not exist."""
-        if saved.x.ndim == 5:
-            return self._volumes_backward(task, gradient, saved, wanted)
         x, weight, affine, known = saved
         launches, to_x, to_weight, to_affine = _launches(), None, None, None
         with on_device(x):
@@ -112,7 +106,7 @@ class Triton(Spectral):
             launches.largest(gradient, found)
             if wanted[1]:
                 pair, way = (Like.of(x), Like.of(gradient)), self._way(x, affine)
-                run = launches.weight_gradient_run(*pair, task.plan.name, task.geometry, *way)
+                run = _runs(x).weight_gradient_run(*pair, task.plan.name, task.geometry, *way)
                 to_weights = run(x, x_largest, gradient, found, *_given(affine))
                 to_weight = (to_weights @ _weight_map(task, x).T).to(weight.dtype)
             if wanted[0]:
@@ -123,47 +117,6 @@ class Triton(Spectral):
                     to_x, to_affine = found or through(affine, x, to_x.to(x.dtype))
                 to_x = to_x.contiguous(memory_format=memory_format(x))
         return to_x, to_weight, to_affine
-
-    def _volumes(
-        self, task: Task, x: Tensor, weight: Tensor, affine: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """As `forward`; a prologue is applied before."""
-        x = x if affine is None else Prologue(affine).apply(x)
-        with on_device(x):
-            known = _volume_kernels().largest(x)
-            return self._volume_layer(task, x, known, weight, False, memory_format(x)), known
-
-    def _volumes_backward(
-        self, task: Task, gradient: Tensor, saved: Saved, wanted: tuple[bool, bool]
-    ) -> Gradients:
-        """As `backward`."""
-        given, weight, affine, known = saved
-        x = given if affine is None else Prologue(affine).apply(given)
-        kernels, to_x, to_weight, to_affine = _volume_kernels(), None, None, None
-        with on_device(x):
-            gradient = gradient.to(x.dtype)
-            found = kernels.largest(gradient)
-            if wanted[1]:
-                like = Like.of(x), Like.of(gradient), task.plan, task.geometry
-                run = kernels.weight_gradient(*like, *_way_of_volumes(x))
-                known = kernels.largest(x) if known is None else known
-                to_weight = run(x, known, gradient, found).to(weight.dtype)
-            if wanted[0]:
-                back = Task(task.plan, task.back(x))
-                to_x = self._volume_layer(back, gradient, found, weight, True, memory_format(x))
-                if affine is not None:
-                    to_x, to_affine = through(affine, given, to_x)
-        return to_x, to_weight, to_affine
-
-    def _volume_layer(
-        self, task: Task, x: Tensor, x_largest: Tensor, weight: Tensor, adjoint: bool, layout: Any
-    ) -> Tensor:
-        """A layer between volumes, or the adjoint of the layer that has this weight."""
-        fields, last = weight.shape[int(adjoint)], layout is not torch.contiguous_format
-        like = Like.of(x), task.plan, task.geometry, fields, adjoint, last
-        run = _volume_kernels().convolution(*like, *_way_of_volumes(x))
-        found: Tensor = run(x, x_largest, weight)
-        return found
 
     def _launch(
         self,
@@ -177,17 +130,17 @@ class Triton(Spectral):
     ) -> Tensor:
         """A layer, or its adjoint with an output like ``into``."""
         adjoint, layout = into is not None, memory_format(x if into is None else into)
-        last = self.specialised or layout is torch.channels_last
+        last = self.specialised or layout is not torch.contiguous_format
         numbers = adjoint, task.geometry, weights.shape[int(adjoint)]
         way = last, *self._way(x, affine)
-        run = _launches().convolution_run(Like.of(x), task.plan.name, *numbers, *way)
+        run = _runs(x).convolution_run(Like.of(x), task.plan.name, *numbers, *way)
         found: Tensor = run(x, x_largest, weights, w_largest, *_given(affine))
         return found
 
     def _way(self, x: Tensor, affine: Tensor | None) -> tuple[Any, ...]:
         """What else kernels are made for."""
         precision = _launches().precision_of(x.dtype)
-        return precision, affine is not None, self.specialised, tuple(CHANGES.items())
+        return precision, affine is not None, self.specialised, tuple(_runs(x).CHANGES.items())
 
 
 class Hopper(Triton):
@@ -238,16 +191,13 @@ def _volumes_not_covered(conv: Convolution) -> str | None:
     return None
 
 
-@cache
-def _volume_kernels() -> Any:
+def _runs(x: Tensor) -> Any:
+    """What launches the kernels for images, or for volumes."""
+    if x.ndim == 4:
+        return _launches()
     from econv.engines.spectral.triton import volumes
 
     return volumes
-
-
-def _way_of_volumes(x: Tensor) -> tuple[Any, ...]:
-    """What else kernels are made for."""
-    return _launches().precision_of(x.dtype), _volume_kernels().Tiles.chosen()
 
 
 @cache

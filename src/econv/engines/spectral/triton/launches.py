@@ -28,6 +28,7 @@ from econv.engines.problem import Geometry
 from econv.engines.spectral.hopper import kernels as hopper
 from econv.engines.spectral.hopper.schedule import ROWS, gains
 from econv.engines.spectral.tiling import (
+    CHANGES,
     Grid,
     Tiles,
     chosen_tiles,
@@ -45,6 +46,8 @@ from econv.gpu.devices import tf32_allowed
 from econv.gpu.launch import Job, Launch, launch_all
 from econv.gpu.sizes import Like, power_of_two, rounded_up, units
 from econv.plan import plan_named
+
+__all__ = ["CHANGES", "OVERALL", "convolution_run", "largest", "weight_gradient_run"]
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -127,6 +130,14 @@ class _Group:
         every = self.images == len(images)  # a slice would take time
         return images if every else images[self.first : self.first + self.images]
 
+    def into(self, y: Tensor) -> Tensor:
+        """What is written of the output."""
+        return self.of(y)
+
+    def scales(self, largest: Tensor) -> Tensor:
+        """Where the largest numbers of its images begin."""
+        return largest[OVERALL + self.first :]
+
 
 class ConvolutionRun:
     """A layer or its adjoint on images of one shape."""
@@ -162,7 +173,8 @@ class ConvolutionRun:
         self.word = torch.int32 if tiling.warp_specialised else self.internal  # two at a time
         cut, fields = tiling.cut, (out_fields, x.shape[1] // channels)
         features = tiling.layouts[0].batch * tiling.layouts[0].inner
-        self.arranged = (rounded_up(fields[1], FIELDS), features, cut.padded, 2)
+        in_padded = rounded_up(fields[1], FIELDS)
+        self.arranged: tuple[int, ...] = (in_padded, features, cut.padded, 2)
         self.arrange = [self._arrange(one, fields, adjoint, x.device) for one in tiling.layouts]
         """How weights come into the order in which each launch reads them."""
         made = kernels.generated(convolution_source, layout, cut.parts, _f16x2(self.internal))
@@ -223,7 +235,7 @@ class ConvolutionRun:
         device = x.device
         y = torch.empty(self.shape, dtype=x.dtype, device=device, memory_format=self.format)
         if not self.groups:
-            return y
+            return y.zero_()
         jobs: list[Job] = []
         factors = []
         for launch, constants, copies in self.arrange:
@@ -233,13 +245,13 @@ class ConvolutionRun:
         own = passes.empty((self.own,), self.internal, device)
         flat = y.as_strided((y.numel(),), (1,)).view(self.internal)
         for group in self.groups:
-            scales = x_largest[OVERALL + group.first :]
+            scales = group.scales(x_largest)
             memory = own if group.offset < 0 else flat[group.offset :]
             spectrum = memory[: group.numbers]
             jobs.append((group.analyse, (group.of(x), *affine, scales, spectrum)))
             spectrum = spectrum.view(self.word)
             for (launch,), factor in zip(group.launches, factors, strict=True):
-                jobs.append((launch, (spectrum, *factor, group.of(y), scales, w_largest)))
+                jobs.append((launch, (spectrum, *factor, group.into(y), scales, w_largest)))
         launch_all(jobs)
         return y
 
@@ -373,6 +385,7 @@ def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:
     """
     if not x.numel():
         return
+    x = x.flatten(2, -2)  # planes of volumes lie as rows do
     fields = 0 if affine is None else affine.shape[1]
     constants = {"OVERALL": OVERALL, "ACTIVATED": fields > 0}
     launch = passes.by_rows(kernels.largest, Like.of(x), fields, whole=False, **constants)

@@ -32,6 +32,7 @@ except (ImportError, AttributeError):
     _GLUON = False
 
 from econv.engines.problem import Geometry
+from econv.engines.spectral.tiling import spans
 from econv.engines.spectral.triton import launches
 from econv.engines.spectral.triton.kernels import (
     INTERPRETED,
@@ -48,15 +49,21 @@ from econv.engines.spectral.triton.volume_source import (
     gradient_source,
     scheme,
 )
+from econv.gpu import passes
 from econv.gpu.launch import Job, Launch, launch_all
-from econv.gpu.passes import empty
 from econv.gpu.sizes import Like, power_of_two, rounded_up, units
-from econv.plan import SpectralPlan
+from econv.plan import SpectralPlan, plan_named
 
-__all__ = ["CHANGES", "convolution", "largest", "weight_gradient"]
+__all__ = ["CHANGES", "convolution_run", "weight_gradient_run"]
 
 CHANGES: dict[str, Any] = {}
-"""Other tiles than `Tiles` has, for tests and for finding those."""
+"""What measurements and tests set otherwise: ``language``, ``voxels`` or ``programs``."""
+
+_WARPS, _LINES, _PLANES = 4, 2, 2
+"""Of a program of the convolution; the rest of its voxels lie along x."""
+
+_PROGRAMS = 132 * 8
+"""Of a kernel of the weight's gradient, about: each sums over a part of the grid."""
 
 
 if _GLUON:
@@ -73,30 +80,6 @@ if _GLUON:
         else:
             total = mma_v2(a, b, total, "tf32")
         return total
-
-
-class Tiles(NamedTuple):
-    """How launches are cut into programs."""
-
-    language: str = "gl"
-    """Gluon, or Triton alone (``"tl"``)."""
-    voxels: int = 0
-    """Of each warp of the convolution; 0: as many as its registers hold."""
-    warps: int = 4
-    lines: int = 2
-    """Of a tile of the convolution: along y; the rest of its voxels lie along x."""
-    planes: int = 2
-    """The same along z."""
-    registers: int = 0
-    """Of each thread of the convolution, at most; 0: as many as there are."""
-    gradient_registers: int = 0
-    """The same of the weight's gradient."""
-    programs: int = 132 * 8
-    """Of a kernel of the weight's gradient, about: each sums over a part of the grid."""
-
-    @staticmethod
-    def chosen() -> Tiles:
-        return Tiles()._replace(**CHANGES)
 
 
 @triton.jit(do_not_specialize=["begin"])
@@ -203,17 +186,13 @@ class Grid(NamedTuple):
         images: int, lengths: Sequence[int], geometry: Geometry, size: int, above: int | None = None
     ) -> Grid:
         """For so many samples; ``above``: planes before the first, if not `Geometry.before`."""
-        reach = geometry.dilation * (size - 1)
-        pitches = []
-        every = geometry.before if above is None else above, geometry.before, geometry.before
-        for length, out, before in zip(lengths, geometry.sizes, every, strict=True):
-            needed = (out - 1) * geometry.down + reach + 1
-            used = before + (length - 1) * geometry.up + 1
-            pitches.append(max(1, min(used, needed), needed - max(0, before)))
-        planes, lines, row = pitches[0], pitches[1], rounded_up(pitches[2], 2)
+        befores = geometry.before if above is None else above, geometry.before, geometry.before
+        (planes, _), (lines, _), (row, _) = spans(lengths, geometry, size, befores)
+        row = rounded_up(row, 2)
         z, y, x = ((out - 1) * geometry.down for out in geometry.sizes)
         last = (((images - 1) * planes + z) * lines + y) * row + x + 1
         last = rounded_up(last, _UNIT)
+        reach = geometry.dilation * (size - 1)
         most = rounded_up(last + reach * ((lines + 1) * row + 1), _UNIT)
         return Grid(row, lines, planes, last, most)
 
@@ -239,16 +218,15 @@ def _constants(plan: SpectralPlan, device: torch.device, dtype: torch.dtype) -> 
     slots, order = plan.analysis.shape
     padded = np.zeros((_padded(order), _padded(slots)))
     padded[:order, :slots] = plan.analysis.T
-    adjoint = plan.weight_map @ plan.adjoint_map
     with torch.inference_mode(False):
         made = {
             "matrix": torch.tensor(padded, dtype=dtype, device=device),
             "tiles": torch.tensor(layout.tiles.ravel(), device=device),
             "places": torch.tensor(layout.places, device=device),
         }
-        for name, matrix in (("forward", plan.weight_map), ("adjoint", adjoint)):
-            found = torch.tensor(matrix[:, entries] * signs, dtype=torch.float32, device=device)
-            made[name] = found
+        for name, matrix in (("forward", np.eye(plan.weights)), ("adjoint", plan.adjoint_map)):
+            placed = matrix[:, entries] * signs
+            made[name] = torch.tensor(placed, dtype=torch.float32, device=device)
     return made
 
 
@@ -275,19 +253,14 @@ def _kernel(
     return read_source(source, layout, names)["forward" if sums is None else "weight_gradient"]
 
 
-def _language(tiles: Tiles) -> str:
-    return tiles.language if _GLUON and not INTERPRETED else "tl"
+def _language() -> str:
+    """Gluon, or Triton alone."""
+    known = _GLUON and not INTERPRETED
+    return str(CHANGES.get("language", "gl")) if known else "tl"
 
 
-def largest(x: Tensor) -> Tensor:
-    """The largest magnitude in ``x``, and from `OVERALL` on that of each sample."""
-    found = x.new_zeros(rounded_up(OVERALL + len(x), 4), dtype=torch.float32)
-    launches.largest(x.flatten(2, -2), found)
-    return found
-
-
-class _Analysis:
-    """Some samples on the way to their spectrum."""
+class _Samples:
+    """Some samples on the way to their spectrum, and planes of the output that are made of them."""
 
     def __init__(
         self,
@@ -304,6 +277,9 @@ class _Analysis:
         ``first``: the number of the first sample; if there is none, neighbours lie together and
         one scale is for all samples.
         """
+        self.samples = slice(first or 0, (first or 0) + images)
+        self.planes, self.offset = slice(None), -1
+        self.launches: list[list[Launch]] = []
         dtype = launches.internal(x.dtype)
         slots, order = plan.analysis.shape
         fields = x.shape[1] // order
@@ -326,112 +302,100 @@ class _Analysis:
         }
         scales = (0, 0) if first is None else (OVERALL + first, 1)
         numbers = (*numbers, chunks, up, *before, *x.strides, *scales)
-        self.launch = Launch(analyse, (grid.size // block, chunks), numbers, **options)
+        self.analyse = Launch(analyse, (grid.size // block, chunks), numbers, **options)
 
-    def job(self, x: Tensor, scales: Tensor, spectrum: Tensor) -> Job:
-        return self.launch, (x, self.matrix, scales, spectrum)
+    def of(self, x: Tensor) -> Tensor:
+        return x[self.samples]
+
+    def into(self, y: Tensor) -> Tensor:
+        return y[self.samples, :, self.planes]
+
+    def scales(self, largest: Tensor) -> Tensor:
+        return largest  # kernels are told where to begin: of any address there are few kernels
 
 
-class Convolution:
+class Convolution(launches.ConvolutionRun):
     """A layer or its adjoint on volumes of one shape."""
 
     def __init__(
         self,
         x: Like,
-        plan: SpectralPlan,
+        plan_name: str,
+        adjoint: bool,
         geometry: Geometry,
         out_fields: int,
-        adjoint: bool,
-        last: bool,
+        channels_last: bool,
         precision: str,
-        tiles: Tiles,
+        *_: Any,
     ) -> None:
-        """``last``: whether the channels of the output lie last."""
+        plan = plan_named(plan_name)
         layout, order = scheme(plan), plan.synthesis.shape[0]
-        self.dtype, self.adjoint = launches.internal(x.dtype), adjoint
+        self.internal = self.word = launches.internal(x.dtype)
         self.shape = (x.shape[0], out_fields * order, *geometry.sizes)
-        self.format = torch.channels_last_3d if last else torch.contiguous_format
-        self.groups: list[tuple[slice, slice, int, _Analysis, Launch]] = []
-        """Samples, planes of the output, where in it the spectrum lies (−1: not there) …"""
+        self.format = torch.channels_last_3d if channels_last else torch.contiguous_format
+        self.groups: list[Any] = []
         self.own = 0
         if not math.prod(self.shape) * math.prod(x.shape):
             return
-        self.constants = _constants(plan, x.device, self.dtype)
+        constants = _constants(plan, x.device, self.internal)
+        self.matrix = constants["matrix"]
+        self.places = constants["adjoint" if adjoint else "forward"]
         in_fields = x.shape[1] // order
         chunks, out_chunks = units(in_fields, FIELDS), units(out_fields, FIELDS)
         count, entries = len(layout.tiles), layout.starts[-1]
-        self.matrices = out_chunks * chunks * count * TILE**2
+        self.arranged = (out_chunks * chunks * count * TILE**2,)
         strides = (entries, out_fields * entries) if adjoint else (in_fields * entries, entries)
-        numbers = (out_fields, in_fields, *strides, chunks, count, self.matrices)
+        numbers = (out_fields, in_fields, *strides, chunks, count, *self.arranged)
         options = {"BLOCK": 1024, "HEADROOM": WEIGHT_HEADROOM, "num_warps": 4}
-        self.arrange = Launch(arrange, (units(self.matrices, 1024),), numbers, **options)
-        kernel = _kernel(plan, self.dtype, language := _language(tiles))
-        warps = tiles.warps
-        each = tiles.voxels or (16 if layout.matrices_of_a_voxel <= 8 else 8)
-        voxels = each * warps if language == "gl" else 32
-        block = (tiles.planes, tiles.lines, voxels // (tiles.lines * tiles.planes))
-        options = {"VOXELS": voxels, "LINES": block[1], "PLANES": block[0], "WARPS": warps}
-        options |= {"num_warps": warps}
-        if tiles.registers:
-            options["maxnreg"] = tiles.registers
-        y = torch.empty(self.shape, device="meta", memory_format=self.format)
+        launch = Launch(arrange, (units(self.arranged[0], 1024),), numbers, **options)
+        self.arrange = [(launch, [constants["tiles"]], None)]
+        kernel = _kernel(plan, self.internal, language := _language())
+        each = CHANGES.get("voxels", 16 if layout.matrices_of_a_voxel <= 8 else 8)
+        voxels = each * _WARPS if language == "gl" else 32
+        block = (_PLANES, _LINES, voxels // (_LINES * _PLANES))
+        cuts: dict[str, Any] = {"VOXELS": voxels, "LINES": _LINES, "PLANES": _PLANES}
+        cuts |= {"WARPS": _WARPS, "num_warps": _WARPS, "PRECISION": precision}
+        lies = torch.empty(self.shape, device="meta", memory_format=self.format).stride()
         total, itemsize = math.prod(self.shape), x.dtype.itemsize
         filters = x.shape[1] * self.shape[1] * plan.stencils[0].size * itemsize
         spare = max(LEAST, 5 * filters // 2, 0 if adjoint else x.bytes)
         first = start = 0
-        while first < len(y):
-            images, depth = len(y) - first, geometry.sizes[0] - start
+        while first < x.shape[0]:
+            images, depth = x.shape[0] - first, geometry.sizes[0] - start
             if start:
                 images = 1
             while True:
                 part = geometry._replace(sizes=(depth, *geometry.sizes[1:]))
                 before = geometry.before - start * geometry.down, geometry.before
                 grid = Grid.of(images, x.shape[2:], part, plan.basis.size, before[0])
-                own = _Analysis(x, images, plan, geometry.up, before, grid, first)
-                offset = (total - own.numbers) // 64 * 64
-                inside = offset >= (first + images) * (total // len(y))
-                fits = inside or own.numbers * itemsize <= spare
+                group = _Samples(x, images, plan, geometry.up, before, grid, first)
+                offset = (total - group.numbers) // 64 * 64
+                inside = offset >= (first + images) * (total // x.shape[0])
+                fits = inside or group.numbers * itemsize <= spare
                 if images == depth == 1 or (fits and grid.size <= _MOST):
                     break
                 images, depth = (units(images, 2), depth) if images > 1 else (1, units(depth, 2))
-            places = (
-                grid.size,
-                grid.sample,
-                grid.plane,
-                grid.row,
-                geometry.down,
-                geometry.dilation,
-            )
+            steps = (grid.size, grid.sample, grid.plane, grid.row)
             cut = [units(size, side) for size, side in zip(part.sizes, block, strict=True)]
             programs = (images * math.prod(cut), out_chunks)
-            numbers = (*part.sizes, *cut, *places, chunks, OVERALL + first, out_fields)
-            numbers = (*numbers, *y.stride())
-            launch = Launch(kernel, programs, numbers, PRECISION=precision, **options)
-            samples, planes = slice(first, first + images), slice(start, start + depth)
-            self.groups.append((samples, planes, offset if inside else -1, own, launch))
-            self.own = max(self.own, 0 if inside else own.numbers)
+            numbers = (*part.sizes, *cut, *steps, geometry.down, geometry.dilation, chunks)
+            numbers = (*numbers, OVERALL + first, out_fields, *lies)
+            group.launches = [[Launch(kernel, programs, numbers, **cuts)]]
+            group.planes = slice(start, start + depth)
+            group.offset = offset if inside else -1
+            self.groups.append(group)
+            self.own = max(self.own, 0 if inside else group.numbers)
             start += depth
             if start == geometry.sizes[0]:
                 first, start = first + images, 0
 
-    def __call__(self, x: Tensor, x_largest: Tensor, weight: Tensor) -> Tensor:
-        y = torch.empty(self.shape, dtype=x.dtype, device=x.device, memory_format=self.format)
-        if not self.groups:
-            return y.zero_()
-        flat = weight.to(torch.float32).flatten(0, 1)
-        placed = flat @ self.constants["adjoint" if self.adjoint else "forward"]
-        w_largest = largest(placed[None, None, None])
-        matrices = empty((self.matrices,), self.dtype, x.device)
-        jobs: list[Job] = [(self.arrange, (placed, self.constants["tiles"], w_largest, matrices))]
-        own = empty((self.own,), self.dtype, x.device)
-        memory = y.as_strided((y.numel(),), (1,)).view(self.dtype)
-        for samples, planes, offset, analysis, launch in self.groups:
-            spectrum = (own if offset < 0 else memory[offset:])[: analysis.numbers]
-            jobs.append(analysis.job(x[samples], x_largest, spectrum))
-            out = y[samples, :, planes]
-            jobs.append((launch, (spectrum, matrices, out, x_largest, w_largest)))
-        launch_all(jobs)
-        return y
+    def __call__(
+        self, x: Tensor, x_largest: Tensor, weights: Tensor, w_largest: Tensor, *_: Tensor
+    ) -> Tensor:
+        more = []
+        if self.groups:
+            weights, more = weights.flatten(0, 1) @ self.places, [self.matrix]
+        return super().__call__(x, x_largest, weights, w_largest, *more)
 
 
 LEAST = 9 << 19  # bytes that any layer may take
@@ -441,48 +405,47 @@ class WeightGradient:
     """The gradient to the weights on volumes of one shape."""
 
     def __init__(
-        self,
-        x: Like,
-        g: Like,
-        plan: SpectralPlan,
-        geometry: Geometry,
-        precision: str,
-        tiles: Tiles,
+        self, x: Like, g: Like, plan_name: str, geometry: Geometry, precision: str, *_: Any
     ) -> None:
+        plan = plan_named(plan_name)
         layout, order = scheme(plan), plan.synthesis.shape[0]
         self.dtype = launches.internal(x.dtype)
         self.fields = g.shape[1] // order, x.shape[1] // order
         self.constants = _constants(plan, x.device, self.dtype)
-        self.groups: list[tuple[int, int, _Analysis, _Analysis, list[tuple[Launch, Launch]]]] = []
+        self.groups: list[tuple[_Samples, _Samples, list[tuple[Launch, Launch]]]] = []
         if not math.prod(x.shape) * math.prod(g.shape):
             return
         out_chunks, chunks = (units(fields, FIELDS) for fields in self.fields)
         self.sums = (out_chunks, chunks, 2 * layout.count, FIELDS, FIELDS)
-        language = _language(tiles)
+        language = _language()
         voxels, warps = (TILE, 1) if language == "gl" else (_UNIT, 4)
         options = {"VOXELS": voxels, "ODD": geometry.dilation % 2, "PRECISION": precision}
         options["num_warps"] = warps
-        if tiles.gradient_registers:
-            options["maxnreg"] = tiles.gradient_registers
-        images, first = x.shape[0], 0
-        while True:
+
+        def spectrum(images: int) -> tuple[Grid, _Samples]:
             grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
-            ours = _Analysis(x, images, plan, geometry.up, (geometry.before,) * 2, grid, None)
+            before = (geometry.before,) * 2
+            return grid, _Samples(x, images, plan, geometry.up, before, grid, None)
+
+        images, first = x.shape[0], 0
+        while images > 1:
+            grid, ours = spectrum(images)
             bytes_ = 2 * ours.numbers * self.dtype.itemsize
-            if images == 1 or (bytes_ <= max(LEAST, x.bytes) and grid.size <= _MOST):
+            if bytes_ <= max(LEAST, x.bytes) and grid.size <= _MOST:
                 break
             images = units(images, 2)
         self.partial, adding = 0, {"SPLITS": 128, "BLOCK": 32, "num_warps": 8}
         while first < x.shape[0]:
             images = min(images, x.shape[0] - first)
-            grid = Grid.of(images, x.shape[2:], geometry, plan.basis.size)
-            ours = _Analysis(x, images, plan, geometry.up, (geometry.before,) * 2, grid, None)
-            theirs = _Analysis(g, images, plan.adjoint, geometry.down, (0, 0), grid, None)
-            places = (grid.size, grid.plane, grid.row, geometry.dilation, chunks, out_chunks)
+            grid, ours = spectrum(images)
+            ours.samples = slice(first, first + images)
+            theirs = _Samples(g, images, plan.adjoint, geometry.down, (0, 0), grid, None)
             steps, before, several = grid.last // voxels, 0, []
+            places = (grid.size, grid.plane, grid.row, geometry.dilation, chunks, out_chunks)
             for number, family in enumerate(layout.families):
                 programs = family.copies * chunks * out_chunks
-                each = units(steps, min(steps, units(tiles.programs, programs)))
+                splits = units(CHANGES.get("programs", _PROGRAMS), programs)
+                each = units(steps, min(steps, splits))
                 splits = units(steps, each)
                 for part, own in enumerate(layout.sums(family)):
                     kernel = _kernel(plan, self.dtype, language, (number, part))
@@ -495,33 +458,34 @@ class WeightGradient:
                     several.append((launch, last))
                     before += copies
                     self.partial = max(self.partial, splits * total)
-            self.groups.append((first, images, ours, theirs, several))
+            self.groups.append((ours, theirs, several))
             first += images
 
-    def __call__(self, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor) -> Tensor:
-        matrix = self.constants["forward"]
+    def __call__(
+        self, x: Tensor, x_largest: Tensor, g: Tensor, g_largest: Tensor, *_: Tensor
+    ) -> Tensor:
+        placed, matrix = self.constants["forward"], self.constants["matrix"]
         if not self.groups:
-            return x.new_zeros(*self.fields, len(matrix), dtype=torch.float32)
-        partial = empty((self.partial,), torch.float32, x.device)
-        sums = empty((math.prod(self.sums),), torch.float32, x.device)
-        _, _, ours, theirs, _ = self.groups[0]  # no other group is larger
-        spectrum = empty((ours.numbers,), self.dtype, x.device)
-        gradient = empty((theirs.numbers,), self.dtype, x.device)
+            return x.new_zeros(*self.fields, len(placed), dtype=torch.float32)
+        partial = passes.empty((self.partial,), torch.float32, x.device)
+        sums = passes.empty((math.prod(self.sums),), torch.float32, x.device)
+        ours, theirs = self.groups[0][:2]  # no other group is larger
+        spectrum = passes.empty((ours.numbers,), self.dtype, x.device)
+        gradient = passes.empty((theirs.numbers,), self.dtype, x.device)
         jobs: list[Job] = []
-        for first, images, ours, theirs, several in self.groups:
-            some = slice(first, first + images)
-            jobs.append(ours.job(x[some], x_largest, spectrum))
-            jobs.append(theirs.job(g[some], g_largest, gradient))
+        for ours, theirs, several in self.groups:
+            jobs.append((ours.analyse, (ours.of(x), matrix, x_largest, spectrum)))
+            jobs.append((theirs.analyse, (g[ours.samples], matrix, g_largest, gradient)))
             for launch, last in several:
                 jobs.append((launch, (spectrum, gradient, partial, x_largest, g_largest)))
                 jobs.append((last, (partial, sums)))
         launch_all(jobs)
         total = sums.view(self.sums).index_select(2, self.constants["places"])
         total = total.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
-        return total[: self.fields[0], : self.fields[1]] @ matrix.T
+        return total[: self.fields[0], : self.fields[1]] @ placed.T
 
 
 _SUM = 2 * FIELDS**2  # numbers
 
-convolution = lru_cache(maxsize=1024)(Convolution)
-weight_gradient = lru_cache(maxsize=1024)(WeightGradient)
+convolution_run = lru_cache(maxsize=1024)(Convolution)
+weight_gradient_run = lru_cache(maxsize=1024)(WeightGradient)
