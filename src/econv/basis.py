@@ -338,6 +338,8 @@ def filter_basis(
     """
     if coordinates not in COORDINATES:
         raise ValueError(f"expected coordinates as one of {COORDINATES}; got {coordinates!r}")
+    if size.__hash__ is None:  # such as a list's: it could not be looked up
+        raise ValueError(f"expected an odd size; got {size!r}")
     found = Group(group)
     return _filter_basis(
         found,
