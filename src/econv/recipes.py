@@ -468,6 +468,7 @@ def _upright_rows() -> list[Recipe]:
         "augmentation": (("shift", 4), ("flip", True), ("scale", 0.1)),
         "test_angles": 24,
         "disc": True,
+        "minimum_seeds": 1,
         "note": "in the inscribed disc",
     }
     wider: Items = (("margin", 2),)

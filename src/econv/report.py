@@ -157,7 +157,7 @@ class Row:
 
         Over seeds and data, and with the means on each of the data, where there are several. Where
         several codes ran, each one's own too; where test images were turned, means over the
-        seeds upright and at the worst angle.
+        seeds upright, at 45° where that was tested, and at the worst angle.
         """
         if not self.complete:
             return f"{INCOMPLETE} ({self.seeds} of {self.recipe.minimum_seeds} seeds)"
@@ -177,8 +177,9 @@ class Row:
             return found
         by_angle = [statistics.fmean(errors) for errors in zip(*angles, strict=True)]
         worst = max(range(len(by_angle)), key=by_angle.__getitem__)
+        diagonal = "" if len(by_angle) % 8 else f"45° {by_angle[len(by_angle) // 8]:.2f}, "
         return (
-            f"{found} (upright {by_angle[0]:.2f}, worst {by_angle[worst]:.2f} at "
+            f"{found} (upright {by_angle[0]:.2f}, {diagonal}worst {by_angle[worst]:.2f} at "
             f"{360 * worst / len(by_angle):g}°)"
         )
 

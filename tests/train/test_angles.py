@@ -53,6 +53,7 @@ def test_tables_name_the_worst_angle(tmp_path):
     worst = max(record.angle_errors)
     (row,) = rows([record], {recipe.name: recipe})
     assert f"worst {worst:.2f} at" in row.error
+    assert f"upright {record.angle_errors[0]:.2f}, 45° {record.angle_errors[1]:.2f}" in row.error
     assert "every angle" in as_text([row])
     assert (
         "worst" not in Row(recipe, (dataclasses.replace(record, angle_errors=None),), False).error
