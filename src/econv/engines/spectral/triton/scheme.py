@@ -278,21 +278,26 @@ class Scheme:
 
     @cached_property
     def coefficients(self) -> np.ndarray:
-        """The stencils on sums and differences of taps, ``[stencils, size, size]``.
+        """`folded` stencils: those that are even or odd along an axis need half of the taps."""
+        return folded(self.plan.stencils)
 
-        Along each axis the taps t become, in this order, x(0), x(t) + x(−t) for t = 1 …, and
-        x(t) − x(−t) for t = 1 …: stencils that are even or odd there need half of them.
-        """
-        stencils = self.plan.stencils
-        size = stencils.shape[-1]
-        reach = size // 2
-        fold = np.zeros((size, size))
-        fold[0, reach] = 1.0
-        for t in range(1, reach + 1):
-            fold[t, [reach - t, reach + t]] = 0.5
-            fold[reach + t, [reach - t, reach + t]] = -0.5, 0.5
-        found = np.einsum("ay,syx,bx->sab", fold, stencils, fold)
-        return np.where(np.abs(found) <= 1e-12 * np.abs(found).max(), 0.0, found)
+
+def folded(stencils: np.ndarray) -> np.ndarray:
+    """Stencils on sums and differences of taps, ``[stencils, size, size]``, or of volumes.
+
+    Along each axis the taps t become, in this order, x(0), x(t) + x(−t) for t = 1 …, and
+    x(t) − x(−t) for t = 1 ….
+    """
+    size = stencils.shape[-1]
+    reach = size // 2
+    fold = np.zeros((size, size))
+    fold[0, reach] = 1.0
+    for t in range(1, reach + 1):
+        fold[t, [reach - t, reach + t]] = 0.5
+        fold[reach + t, [reach - t, reach + t]] = -0.5, 0.5
+    spec = {3: "ay,syx,bx->sab", 4: "az,by,szyx,cx->sabc"}[stencils.ndim]
+    found = np.einsum(spec, *[fold] * (stencils.ndim - 2), stencils, fold)
+    return np.where(np.abs(found) <= 1e-12 * np.abs(found).max(), 0.0, found)
 
 
 def _targets(plan: SpectralPlan) -> list[Target]:
