@@ -417,7 +417,7 @@ def _taps(write: _Writer, plan: SpectralPlan, m: int) -> Callable[[int, int], di
         write(f"q = p + ({reach + z} * plane + {reach + y} * row) * (dilation * {FIELDS})")
         names = {}
         for x in range(-reach, reach + 1):
-            names[x] = f"t{reach + x}_{reach + y}"
+            names[x] = f"t{reach + x}_{reach + y}_{reach + z}"
             step = f" + {reach + x} * {FIELDS} * dilation" if reach + x else ""
             write(f"{names[x]} = {write.language}.load(q{step})")
         return names
@@ -590,7 +590,7 @@ def _pairs(write: _Writer, plan: SpectralPlan) -> Callable[[int, int], dict[int,
         write(f"line = start + ({reach + z} * plane + {reach + y} * row) * dilation")
         for x in range(-reach, reach + 1):
             t = reach + x
-            name = names[x] = f"t{t}_{reach + y}"
+            name = names[x] = f"t{t}_{reach + y}_{reach + z}"
             place = f"line + {t} * dilation"
             if t % 2 and write.f16x2:
                 with write.block("if ODD:"):
