@@ -27,7 +27,6 @@ try:
 except (ImportError, AttributeError):
     AVAILABLE = False
 
-from econv.engines.spectral.hopper.schedule import rows_of_a_copy
 from econv.engines.spectral.hopper.source import convolution_source, weight_gradient_source
 from econv.engines.spectral.triton.kernels import INTERPRETED, exponent, read_source, two_to
 from econv.engines.spectral.triton.scheme import Scheme
@@ -72,7 +71,7 @@ class Copies:
         for inner in inners:
             matrix = torch.empty(rows, inner, dtype=torch.float16, device="meta")
             shared = gl.NVMMASharedLayout(min(128, 2 * inner), 16, rank=2)
-            blocks = [[rows_of_a_copy(layout, part), inner] for part in parts]
+            blocks = [[2 * part * layout.batch, inner] for part in parts]  # at most 256 rows
             made = [TensorDescriptor.from_tensor(matrix, block, shared) for block in blocks]
             self.matrices.append((slice(first, first := first + rows * inner), made))
 

@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from econv.engines.spectral.hopper.schedule import (
-    BOX,
     ROWS,
     differentiate_function,
     produce,
@@ -80,8 +79,8 @@ class _Source(Writer):
     def __init__(self, layout: Scheme, parts: Sequence[int], pieces: Sequence[int]) -> None:
         super().__init__("gl")
         self.layout, self.parts, self.pieces = layout, parts, pieces
-        pairs = itertools.product(range(len(pieces)), range(len(parts)))
-        self.names = [f"w{number}_{part}" for number, part in pairs]
+        self.pairs = [*itertools.product(range(len(pieces)), range(len(parts)))]
+        self.names = [f"w{number}_{part}" for number, part in self.pairs]
         self.weights = ", ".join(f"{one}_in, {one}" for one in self.names)
         self.features = ", ".join(f"z{number}" for number in range(len(pieces)))
 
@@ -145,16 +144,10 @@ class _Source(Writer):
             mbarrier.expect(ready.index(stage), {copied}, pred=wanted)
             first = (block * programs + gl.program_id(1)) * {columns}
         """)
-        for number in range(len(self.pieces)):
-            for part, size in enumerate(self.parts):
-                name, rows = f"w{number}_{part}", 2 * size * self.layout.batch
-                done = 2 * sum(self.parts[:part]) * self.layout.batch
-                for start in range(0, rows, BOX):
-                    into = f"{name}.index(stage)"
-                    if rows > BOX:
-                        into += f".slice({start}, {BOX}, dim=0)"
-                    where = f"{name}_in, [first + {done + start}, 0], ready.index(stage), {into}"
-                    self(f"tma.async_copy_global_to_shared({where}, pred=wanted)")
+        for name, (_, part) in zip(self.names, self.pairs, strict=True):
+            done = 2 * sum(self.parts[:part]) * self.layout.batch
+            where = f"{name}_in, [first + {done}, 0], ready.index(stage), {name}.index(stage)"
+            self(f"tma.async_copy_global_to_shared({where}, pred=wanted)")
 
     def _memory(self, copies: str) -> None:
         """Shared memory: features, as float16 and as words; so many stages of what is copied."""

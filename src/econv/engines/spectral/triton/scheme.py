@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from econv.gpu.sizes import power_of_two
-from econv.plan import SpectralPlan
+from econv.plan import SpectralPlan, of_plan
 
 _BEGINNINGS = 4
 _IMPOSSIBLE = 1 << 16  # features
@@ -276,20 +276,15 @@ class Scheme:
         where = np.array([*itertools.zip_longest(*found, fillvalue=-1)], dtype=np.int32).T.copy()
         return where, np.where(where >= 0, signs[where], np.float32(0))
 
-    @cached_property
-    def coefficients(self) -> np.ndarray:
-        """`folded` stencils: those that are even or odd along an axis need half of the taps."""
-        return folded(self.plan.stencils)
 
-
-def folded(stencils: np.ndarray) -> np.ndarray:
+@of_plan
+def folded(plan: SpectralPlan) -> np.ndarray:
     """Stencils on sums and differences of taps, ``[stencils, size, size]``, or of volumes.
 
     Along each axis the taps t become, in this order, x(0), x(t) + x(−t) for t = 1 …, and
-    x(t) − x(−t) for t = 1 ….
+    x(t) − x(−t) for t = 1 …: stencils that are even or odd there need half of them.
     """
-    size = stencils.shape[-1]
-    reach = size // 2
+    stencils, size, reach = plan.stencils, plan.basis.size, plan.basis.size // 2
     fold = np.zeros((size, size))
     fold[0, reach] = 1.0
     for t in range(1, reach + 1):

@@ -190,11 +190,6 @@ class Scheme:
         return self.starts[block] + k * self.plan.blocks[block].columns + n
 
     @cached_property
-    def coefficients(self) -> np.ndarray:
-        """`folded` stencils, ``[stencils, size, size, size]``."""
-        return folded(self.plan.stencils)
-
-    @cached_property
     def headroom(self) -> int:
         """The largest input is scaled to less than twice 2^ this: no feature leaves float16."""
         plan = self.plan
@@ -257,7 +252,7 @@ def _derivatives(
     ``line(z, y)`` writes loads and gives names of the taps of a line by their x. Planes that mirror
     each other come one after the other, and so do lines.
     """
-    coefficients = np.moveaxis(layout.coefficients, 0, -1)
+    coefficients = np.moveaxis(folded(layout.plan), 0, -1)
     reach, numbers = len(coefficients) // 2, count()
     known: set[int] = set()
 
