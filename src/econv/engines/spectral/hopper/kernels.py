@@ -39,16 +39,15 @@ def supported(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=256)
-def forward(layout: Scheme, parts: tuple[int, ...], partitions: int) -> Any:
+def forward(layout: Scheme, parts: tuple[int, ...]) -> Any:
     """The kernel of a plan's layer."""
-    return _read(convolution_source(layout, parts, partitions), layout)["forward"]
+    return _read(convolution_source(layout, parts), layout)["forward"]
 
 
 @lru_cache(maxsize=256)
-def weight_gradients(layout: Scheme, parts: tuple[int, ...], partitions: int) -> list[Any]:
+def weight_gradients(layout: Scheme, parts: tuple[int, ...]) -> list[Any]:
     """The kernels of the gradient to the weights, one for each chunk of slots."""
-    chunks = range(layout.chunks)
-    sources = [weight_gradient_source(layout, parts, chunk, partitions) for chunk in chunks]
+    sources = [weight_gradient_source(layout, parts, chunk) for chunk in range(layout.chunks)]
     return [_read(source, layout)["weight_gradient"] for source in sources]
 
 

@@ -21,6 +21,9 @@ from econv.gpu.sizes import power_of_two
 ROWS = 64
 """Rows of a warp-specialised product."""
 
+PRODUCERS, PARTITIONS = 8, 2
+"""Warps of a program that differentiate, and their parts, each of which goes its own pace."""
+
 _ITEMS = "ITEMS: gl.constexpr = gl.BlockedLayout([1, 1], [{}, {}], [1, WARPS], [0, 1])"
 """How pixels and fields belong to threads."""
 

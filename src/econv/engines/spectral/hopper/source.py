@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from econv.engines.spectral.hopper.schedule import (
+    PARTITIONS,
     ROWS,
     differentiate_function,
     produce,
@@ -34,7 +35,7 @@ _GENERAL = "pixels height width pitch image_pitch grid_size tiles programs"
 _AHEAD = 32  # registers of a thread for sums that are being loaded, about: those of 32 fields
 
 
-def convolution_source(layout: Scheme, parts: tuple[int, ...], partitions: int) -> str:
+def convolution_source(layout: Scheme, parts: tuple[int, ...]) -> str:
     """The kernel ``forward`` of a plan's layer, on float16 spectra, to outputs channels-last.
 
     One program gives ``sum(parts)`` output fields, each of the parts a power of two.
@@ -47,13 +48,11 @@ def convolution_source(layout: Scheme, parts: tuple[int, ...], partitions: int) 
         produce(write, layout, write.pieces)
     with write.consumers("y, x_largest, w_largest"):
         write.consume()
-    write.kernel("forward", partitions, "chunks out_fields")
+    write.kernel("forward", "chunks out_fields")
     return write.text()
 
 
-def weight_gradient_source(
-    layout: Scheme, parts: tuple[int, ...], chunk: int, partitions: int
-) -> str:
+def weight_gradient_source(layout: Scheme, parts: tuple[int, ...], chunk: int) -> str:
     """The kernel ``weight_gradient``: the gradient to the weights of one chunk of slots.
 
     Rows of its products are the features of `ROWS` // `weight_gradient_features` fields, columns
@@ -67,7 +66,7 @@ def weight_gradient_source(
     with write.consumers("partial, x_largest, g_largest"):
         write.accumulate()
         write.store_sums(chunk, features)
-    write.kernel("weight_gradient", partitions, "in_padded again")
+    write.kernel("weight_gradient", "in_padded again")
     return write.text()
 
 
@@ -104,7 +103,7 @@ class _Source(Writer):
         self.results = results
         return self.function("consume", self.consumed, f"BP WARPS STAGES {self.constants}")
 
-    def kernel(self, name: str, partitions: int, general: str) -> None:
+    def kernel(self, name: str, general: str) -> None:
         inputs = [f"{one}_in" for one in self.names]
         arguments = ", ".join(["x", *inputs, self.results, _GRID, self.last])
         given = f"BP PRODUCERS REGISTERS STAGES {self.constants}"
@@ -115,7 +114,7 @@ class _Source(Writer):
             # Full when all partitions have said so, and empty or ready when one thread has.
             lengths = {"full": "STAGES", "empty": "STAGES", "ready": copies}
             for barrier, length in lengths.items():
-                count = partitions if barrier == "full" else 1
+                count = PARTITIONS if barrier == "full" else 1
                 self(f"""
                     {barrier} = gl.allocate_shared_memory(gl.int64, [{length}, 1], BARRIER)
                     for stage in gl.static_range({length}):
@@ -123,17 +122,17 @@ class _Source(Writer):
                 """)
             self("fence_async_shared()")
             self("thread_barrier()")
-            for number in range(partitions):
+            for number in range(PARTITIONS):
                 self(f"T{number}: gl.constexpr = {number}")
             self("gl.warp_specialize([")
             more = ", ".join(["BP", "gl.num_warps()", "STAGES", *self.constants.split()])
             self(f"    (consume, ({self.consumed}, {more})),")
             words = ", ".join(f"z{number}_words" for number in range(len(self.pieces)))
-            warps = f"PRODUCERS // {partitions}"
-            for number in range(partitions):
-                more = f"BP // {partitions}, {warps}, STAGES, T{number}, {partitions}"
+            warps = f"PRODUCERS // {PARTITIONS}"
+            for number in range(PARTITIONS):
+                more = f"BP // {PARTITIONS}, {warps}, STAGES, T{number}, {PARTITIONS}"
                 self(f"    (produce, (x, full, empty, {words}, {self.produced}, {more})),")
-            lists = (", ".join([one] * partitions) for one in (warps, "REGISTERS"))
+            lists = (", ".join([one] * PARTITIONS) for one in (warps, "REGISTERS"))
             self("], [{}], [{}])".format(*lists))
 
     def _issue(self) -> None:
