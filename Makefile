@@ -73,7 +73,8 @@ test-gpu: $(STAMP)
 
 # Faults that are put into the code: does a test find each? Minutes to an hour, on one core.
 mutants: $(STAMP)
-	@$(RUN) tests/mutants/run.py $(ARGS)
+	@mkdir -p outputs
+	@$(RUN) tests/mutants/run.py --json outputs/mutants.json $(ARGS)
 
 # Random shapes through every engine for SECONDS: memory flat, caches bounded.
 soak: $(STAMP)

@@ -112,15 +112,25 @@ ACCURACY = {
 }
 
 
+def errors(row: report.Row) -> list[float]:
+    """The test errors of its runs."""
+    return [record.test_error for record in row.records]
+
+
+def lower(row: report.Row) -> bool:
+    """Whether ours is below the paper's error, by more than its deviation."""
+    return statistics.mean(errors(row)) + statistics.stdev(errors(row)) < row.recipe.paper_error
+
+
 def accuracy_in_short(found: list[report.Row]) -> str:
-    """The paper's error and ours, where all seeds are there."""
+    """The paper's error and ours, where all seeds are there; bold where ours is clearly lower."""
     by_name = {row.recipe.name: row for row in reversed(found) if row.complete}
     kept = {words: by_name[name] for name, words in ACCURACY.items() if name in by_name}
     rows = [
         [
             words,
             f"{row.recipe.paper_error:.3f}".removesuffix("0"),
-            f"**{report.spread([record.test_error for record in row.records])}**",
+            ("**{}**" if lower(row) else "{}").format(report.spread(errors(row))),
         ]
         for words, row in kept.items()
     ]
@@ -128,8 +138,9 @@ def accuracy_in_short(found: list[report.Row]) -> str:
     times = max((row.data for row in kept.values()), default=1)
     made = f" {times} times" * (times > 1)
     note = (
-        f"Mean and deviation over {seeds} seeds; MNIST-rot is re-created{made}, and the test split "
-        "is read once: [all tables](docs/results.md#accuracy). The recipes are not the paper's: "
+        f"Mean and deviation over {seeds} seeds, bold where lower by more than that; MNIST-rot is "
+        f"re-created{made}, and the test split is read once: [all tables]"
+        "(docs/results.md#accuracy). The recipes are not the paper's: "
         "[what differs](docs/paper.md)."
     )
     if changed := [words for words, row in kept.items() if row.changed]:
@@ -451,7 +462,7 @@ def device_tests(found: dict[str, Any] | None) -> str:
     failed = f"**{len(failures)} failed**" if failures else "none failed"
     text = (
         f"{found['device']}, with torch {known['torch']}, Triton {known['triton']} and Python "
-        f"{known['python']}, {code(found)}: {sums['passed']} passed, "
+        f"{known['python']}, {code(found)}, {found['finished'][:10]}: {sums['passed']} passed, "
         f"{failed}, {sums['skipped']} skipped."
     )
     rows = [
@@ -460,7 +471,21 @@ def device_tests(found: dict[str, Any] | None) -> str:
     ]
     reasons = [f"- skipped {n} times: {reason}" for reason, n in found["skips"].items()]
     lines = [text, "", *table(["", *kinds, "seconds"], rows), ""]
-    return "\n".join([*lines, *reasons, *(f"- failed: `{name}`" for name in failures)]).rstrip()
+    lines += [*reasons, *(f"- failed: `{name}`" for name in failures)]
+    if failures:
+        lines += ["", "What failed may have been put right since: later code has not run there."]
+    return "\n".join(lines).rstrip()
+
+
+def faults(found: dict[str, Any]) -> str:
+    """Of the faults that were put into the code, how many a test found."""
+    share = found["found"] / found["listed"]
+    missed = f", {len(found['missed'])} were missed" * bool(found["missed"])
+    return (
+        f"Last whole run of `make mutants`: {found['found']} of {found['listed']} faults found "
+        f"({100 * share:.1f} %){missed}; {len(found['survivors'])} survive, each with its reason "
+        f"({code(found)}, {found['finished'][:10]})."
+    )
 
 
 def layer_name(case: dict[str, Any]) -> str:
@@ -1007,6 +1032,7 @@ TABLES: dict[str, dict[str, tuple[str | tuple[str, ...], Callable[..., str]]]] =
         "compatibility": ("compatibility.json", compatibility_details),
         "device tests": ("device_tests.json", device_tests),
     },
+    "CONTRIBUTING.md": {"faults": ("mutants.json", faults)},
     "docs/training.md": {
         "learning rates": ("learning_rates.json", learning_rates),
         "lag of norms": ("learning_rates.json", lag_of_norms),

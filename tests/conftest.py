@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from small_data import Published
@@ -70,8 +71,12 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
+    yield
+    # A level of forward mode that is left open makes graphs that are compiled later run densely.
+    level, forward_ad._current_level = forward_ad._current_level, -1
+    assert level == -1, "expected no level of forward-mode differentiation to be left open"
 
 
 @pytest.fixture

@@ -249,7 +249,7 @@ def test_matrices_are_copied_from_where_they_lie(sizes):
                 assert one.base.numel() == rows * size
                 assert list(one.shape) == [rows, size]
                 assert list(one.strides) == [size, 1]
-                assert one.block_shape == [schedule.rows_of_a_copy(layout, part), size]
+                assert one.block_shape == [2 * part * layout.batch, size]
             address += 2 * rows * size
         assert next(descriptors, None) is None
 
@@ -263,7 +263,7 @@ def test_halves_in_groups_of_images_find_what_is_theirs(interpret, monkeypatch):
         "empty",
         lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )
-    for chosen in ({"bytes": 1, "splits": 2}, {"partitions": 1}):
+    for chosen in ({"bytes": 1, "splits": 2}, {"splits": 2}):
         interpret(1, together=2)
         found = warp_specialised(layer, x, probe, halves=1, **chosen)
         for ours, theirs in zip(found[:2], wanted[:2], strict=True):
@@ -272,8 +272,6 @@ def test_halves_in_groups_of_images_find_what_is_theirs(interpret, monkeypatch):
 
 
 CUTS = [
-    {"partitions": 1},
-    {"partitions": 4, "producers": 16},
     {"splits": 3},
     {"bytes": 1, "splits": 2},
 ]

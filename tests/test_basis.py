@@ -290,8 +290,13 @@ def test_initialisations_differ_by_one_scalar(name, operators):
 @given(fan_in=st.integers(1, 10_000))
 @settings(deadline=None)
 def test_the_papers_initialisation_is_he_on_the_canonical_filter(fan_in):
-    found = filter_basis("p8").standard_deviation(fan_in, "paper")
+    basis = filter_basis("p8")
+    found = basis.standard_deviation(fan_in, "paper")
     assert found == pytest.approx(math.sqrt(2 / (9 * fan_in)), rel=1e-14)
+    # Of independent numbers of this deviation in a weight, the nine pixels are such numbers too.
+    pixels = basis.canonical @ basis.canonical_filters.reshape(9, 9)
+    covariance = found**2 * pixels.T @ pixels
+    np.testing.assert_allclose(covariance * 9 * fan_in / 2, np.eye(9), rtol=0, atol=1e-12)
 
 
 def random_layer(basis, maps, random, initialisation):

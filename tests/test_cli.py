@@ -57,6 +57,12 @@ number = 3
 """
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """On a slow machine stderr would say how far it is, which has tests of its own."""
+    monkeypatch.setattr("econv.progress._SAID", float("inf"))
+
+
 @pytest.fixture
 def model(tmp_path):
     path = tmp_path / "model.py"

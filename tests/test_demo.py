@@ -131,6 +131,7 @@ def test_the_report_holds_table_curves_errors_pictures_and_the_way_to_the_page(f
 
 def test_a_finished_run_says_so_and_prints_the_same(first, folder):
     before = records(folder)
+    (folder / ".999999999.filters.png").touch()  # of a process that was killed
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -145,6 +146,7 @@ def test_a_finished_run_says_so_and_prints_the_same(first, folder):
     kept = [line.replace(str(folder), str(first[0])) for line in kept]
     assert kept == first[2].splitlines()
     assert records(folder) == before
+    assert {p.name for p in folder.iterdir()} == {p.name for p in first[0].iterdir()}
 
 
 @pytest.fixture

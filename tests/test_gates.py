@@ -114,3 +114,24 @@ def test_all_tests_are_below_the_folders_that_make_test_all_collects():
     assert re.search(r'^testpaths = \["src", "tests"\]$', text, re.M)
     ignored = re.findall(r"--ignore-glob=(\S+?)[\s\"]", text)
     assert not any(path.match(glob) for path in TESTS.rglob("test_*.py") for glob in ignored)
+
+
+@pytest.mark.slow
+def test_a_level_of_forward_mode_that_is_left_open_is_an_error(tmp_path):
+    conftest = (TESTS / "conftest.py").read_text(encoding="utf-8")
+    (tmp_path / "conftest.py").write_text(conftest, encoding="utf-8")
+    (tmp_path / "skips.json").write_text("[]")
+    (tmp_path / "small_data.py").write_text("")
+    (tmp_path / "test_x.py").write_text(
+        "from torch.autograd import forward_ad\n\n\n"
+        "def test_it():\n    forward_ad.enter_dual_level()\n\n\ndef test_another():\n    pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
+    done = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "2 passed, 1 error" in done.stdout, done.stdout
+    assert "left open" in done.stdout

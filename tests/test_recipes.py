@@ -249,6 +249,7 @@ def test_a_changed_recipe_has_another_name() -> None:
         ({"epochs.x": "3"}, "no setting 'epochs.x'"),
         ({"epochs": "three"}, "expected epochs: a whole number; got 'three'"),
         ({"epochs": "0"}, "expected epochs: at least 1; got 0"),
+        ({"epochs": "9" * 20}, "expected epochs: at most 1,000,000; got 9"),
         ({"learning_rate": "nan"}, "expected learning_rate: a number"),
         ({"learning_rate": "-1"}, "expected learning_rate: above 0"),
         ({"retrain_on_all": "perhaps"}, "expected retrain_on_all: true or false"),

@@ -232,7 +232,7 @@ def test_create_model_takes_weights_of_that_network_alone(tiny: Path) -> None:
     assert econv.list_models("ti*", weights=True) == ["tiny"]
     with pytest.raises(
         ValueError,
-        match="weights of convnet6_p8, of which there are digits_p8, .*; tiny are of conv",
+        match=r"weights of convnet6_p8, of which there are digits_p8, .*; tiny are of conv",
     ):
         econv.create_model("convnet6_p8", weights="tiny")
     with pytest.raises(ValueError, match="expected options that leave the weights of tiny as they"):

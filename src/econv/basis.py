@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -338,6 +338,8 @@ def filter_basis(
     """
     if coordinates not in COORDINATES:
         raise ValueError(f"expected coordinates as one of {COORDINATES}; got {coordinates!r}")
+    if not isinstance(size, Hashable):
+        raise ValueError(f"expected an odd size of at least 1, as one number; got {size!r}")
     found = Group(group)
     return _filter_basis(
         found,

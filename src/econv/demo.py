@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from econv import data as data_room
 from econv import lab, page, records, report, train
-from econv.files import write_atomically
+from econv.files import locked, remove_leftovers, write_atomically
 from econv.groups import Group
 from econv.layers import LiftConv2d
 from econv.models import create_model
@@ -88,7 +88,9 @@ def main(options: argparse.Namespace) -> int:
             flush=True,
         )
         ours, twin = (_trained(RECIPES[name], digits, options) for name in NAMES)
-        _compare(ours, twin, digits, options.output)
+        with locked(options.output / "demo.lock", wait=True):
+            remove_leftovers(options.output, least_age=0.0)
+            _compare(ours, twin, digits, options.output)
     except KeyboardInterrupt:
         how = "Without --fresh, the" if options.fresh else "The"
         print(f"\nStopped. {how} same command goes on from the last epoch.", file=sys.stderr)

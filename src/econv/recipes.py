@@ -24,6 +24,8 @@ SCHEDULES = ("steps", "cosine", "exponential")
 PAPER_NOTE = "the paper's recipe"
 CONTROL = "control"
 """The note of rows for comparison, of which one seed is enough."""
+_MOST = 1_000_000
+"""Of epochs, and whatever else is counted: more is a slip of the hand."""
 _LONGEST_NAME = 120  # bytes; file systems allow 255, some tools less
 Items = tuple[tuple[str, Any], ...]
 
@@ -95,6 +97,7 @@ class Recipe:
         _expect(self.schedule in SCHEDULES, "schedule", f"one of {SCHEDULES}", self.schedule)
         for name in ("epochs", "batch_size", "evaluate_every", "minimum_seeds"):
             _expect(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+            _expect(getattr(self, name) <= _MOST, name, f"at most {_MOST:,}", getattr(self, name))
         _expect(0 < self.learning_rate < math.inf, "learning_rate", "above 0", self.learning_rate)
         for name in ("final_rate", "warmup_epochs", "weight_decay"):
             _expect(0 <= getattr(self, name) < math.inf, name, "0 or more", getattr(self, name))

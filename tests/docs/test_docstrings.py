@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import econv
 
@@ -138,6 +139,45 @@ def test_an_error_that_is_not_told_is_noticed():
     assert silent(Made) == {"TypeError"}
     assert raised(econv.FieldParameter) == raised(econv.FieldParameter, 1) == {"ValueError"}
     assert raised(econv.FieldParameter, 0) == set()  # helpers raise it
+
+
+LAYERS = sorted(
+    name for name in econv.layers.__all__ if name.endswith("2d") and name != "PDOConv2d"
+)
+NEEDED = {"group": "p4", "subgroup": "p2"}  # of others, 2 will do
+BAD = (None, -1, 2.5, "x", [], torch.zeros(2))
+READ = (None, torch.zeros(2), torch.zeros(1, 7, 9, 9), torch.zeros(1, 8, 9, 9, dtype=torch.int32))
+READ += (torch.zeros(1, 8, 0, 9), torch.zeros(1, 8, 1, 1, dtype=torch.float64))
+
+
+def errors_of(layer: type) -> set[str]:
+    """The errors of bad arguments, one at a time, and of what the layer does not read."""
+    arguments = inspect.signature(layer).parameters
+    options = inspect.signature(econv.layers.PDOConv).parameters
+    by_name = [a for a in arguments.values() if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+    given = {a.name: NEEDED.get(a.name, 2) for a in by_name if a.default is a.empty}
+    given |= {"scalars": 1} if "scalars" in arguments else {}
+    names = {a.name for a in by_name}
+    if "options" in arguments:
+        names |= {a.name for a in options.values() if a.kind == a.KEYWORD_ONLY}
+        names -= {"in_channels", "out_channels"} - arguments.keys()  # of the base alone
+    found = set()
+    made = layer(**given)
+    calls = [(layer, (), {**given, name: bad}) for name in names for bad in BAD]
+    sizes = (9, 9) if layer in (econv.Recentre2d, econv.NearestResize2d) else ()
+    calls += [(made, (x, *sizes), {}) for x in READ]
+    for call, inputs, keywords in calls:
+        try:
+            call(*inputs, **keywords)
+        except Exception as error:
+            found.add(type(error).__name__)
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_bad_calls_of_layers_raise_what_is_told_and_nothing_else(name):
+    layer = getattr(econv.layers, name)
+    assert errors_of(layer) == {"ValueError"} <= told(layer)
 
 
 # ------------------------------------------------------------------------------------ examples

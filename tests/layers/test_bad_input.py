@@ -364,7 +364,7 @@ def test_sizes_that_hold_no_stencil(kind, group, size):
         rejected(f"odd size of at least {smallest}", f"got {size}", kind, 1, 1, group, size=size)
 
 
-@pytest.mark.parametrize("size", [5.0, "5", (5, 5)])
+@pytest.mark.parametrize("size", [5.0, "5", (5, 5), [5], {}])
 def test_sizes_that_are_no_numbers(size):
     GroupConv2d(1, 1, "p4", size=5)  # what was built before must not decide what is accepted
     rejected("an odd size of at least", repr(size), GroupConv2d, 1, 1, "p4", size=size)

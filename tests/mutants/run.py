@@ -3,6 +3,7 @@
     python tests/mutants/run.py                     all of them: make mutants
     python tests/mutants/run.py --only plots page   those of some files
     python tests/mutants/run.py --survivors         those that no test is expected to find
+    python tests/mutants/run.py --json FILE         all, with a record of it
 
 `faults.json` has them: the file, its text, the text in its place, and the test that must fail. A
 fault without a test is a survivor and says why. The exit status is 0 if at least 95 % are found and
@@ -134,10 +135,19 @@ def outcome(fault: Fault, copy: Path) -> tuple[bool, str]:
         path.write_text(before, encoding="utf-8")
 
 
+def record(path: Path, told: dict[str, object]) -> None:
+    """Write what was found, of which code, and when."""
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
+    from recording import stamp  # only now: forked processes import a copy of the code
+
+    path.write_text(json.dumps({**told, **stamp()}, indent=1) + "\n", encoding="utf-8")
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="files with this in their name")
     parser.add_argument("--list", type=Path, default=LIST, metavar="FILE", help="other faults")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     parser.add_argument("--survivors", action="store_true", help="list those that are not found")
     return parser.parse_args(arguments)
 
@@ -178,6 +188,10 @@ def main(arguments: list[str] | None = None) -> int:
         f"\n{found_ones} of {len(listed)} faults found ({share:.1%}), "
         f"in {(time.monotonic() - start) / 60:.0f} minutes"
     )
+    if args.json:
+        told = {"listed": len(listed), "found": found_ones, "survivors": survivors}
+        told["missed"] = [vars(fault) for fault in missed]
+        record(args.json, {**told, "seconds": round(time.monotonic() - start)})
     for fault in missed:
         print(
             f"missed by {fault.test}: {fault.file}: {fault.old.strip()!r} → {fault.new.strip()!r}"

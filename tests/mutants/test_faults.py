@@ -69,6 +69,11 @@ def test_the_run_tells_what_is_found_from_what_is_not(tmp_path):
     ):
         path.write_text(json.dumps([vars(fault) for fault in listed]), encoding="utf-8")
         # In a process of its own, which has not imported the code without faults.
-        command = [sys.executable, run.__file__, "--list", str(path)]
+        told = tmp_path / "told.json"
+        command = [sys.executable, run.__file__, "--list", str(path), "--json", str(told)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, line in done.stdout) == (status, True), done.stdout + done.stderr
+        found = json.loads(told.read_text(encoding="utf-8"))
+        assert (found["found"], found["listed"]) == (1, len(listed))
+        assert [fault["file"] for fault in found["missed"]] == ["files.py"] * (len(listed) - 1)
+        assert {"revision", "finished"} <= set(found)

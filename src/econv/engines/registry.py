@@ -23,7 +23,7 @@ def check_name(name: str) -> str:
         ValueError: for a name that no engine has.
     """
     families = {known.partition("/")[0] for known in ENGINES}
-    if name != "auto" and name not in ENGINES and name not in families:
+    if not isinstance(name, str) or name not in {"auto", *ENGINES, *families}:
         raise ValueError(
             f"unknown engine {name!r}: expected 'auto', {', '.join(map(repr, sorted(families)))} "
             f"or one of {list(ENGINES)}"

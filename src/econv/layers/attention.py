@@ -9,7 +9,14 @@ from torch.nn import functional
 
 from econv.engines import memory_format
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_factory, check_fields, positive, read_group
+from econv.layers.checks import (
+    check_factory,
+    check_fields,
+    check_filled,
+    check_rank,
+    positive,
+    read_group,
+)
 from econv.layers.constants import WithConstants
 
 __all__ = [
@@ -60,6 +67,7 @@ class GroupAttentionPool(WithConstants):
         ``scores`` of the orientations, ``[batch, order]``, are added to the layer's own:
         :class:`GroupFrameScore2d` makes them of other maps.
         """
+        check_rank(x, self.dimension, flat=True)
         maps = x.view(*x.shape, *[1] * self.dimension) if x.ndim == 2 else x
         check_fields(maps, self.fields, self.group, self.weight)
         pooled = weigh(x, self.weight, self.places, self.group.order, scores)
@@ -173,6 +181,7 @@ class GroupFrameScore2d(WithConstants):
     def forward(self, x: Tensor) -> Tensor:
         """Score the orientations of ``[batch, fields * order, height, width]``."""
         check_fields(x, self.fields, self.group, self.weight)
+        check_filled(x)
         return score(x, self.weight, self.frames, self.side)
 
     def extra_repr(self) -> str:

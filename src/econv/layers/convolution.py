@@ -813,7 +813,7 @@ class VectorConv(GroupConv):
     ) -> None:
         in_fields = positive("in_fields", in_fields)
         out_vectors = positive("out_vectors", out_vectors)
-        if options.get("bias"):
+        if truth("bias", options.get("bias", False)):
             raise ValueError("expected bias=False: a constant vector is not equivariant")
         check_groups(options.get("groups", 1), in_fields=in_fields, out_vectors=out_vectors)
         self.out_vectors = out_vectors

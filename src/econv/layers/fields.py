@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from econv.engines import Part, memory_format
 from econv.groups import GroupLike
-from econv.layers.checks import check_filled, check_rank, read_group
+from econv.layers.checks import check_filled, check_rank, positive, read_group, truth
 from econv.layers.convolution import (
     ConvOptions,
     GroupConv,
@@ -93,11 +93,11 @@ class FieldConv(nn.Module):
                 "expected whole numbers of scalars, pseudoscalars and vectors, at least one of "
                 f"them above 0; got {counts}"
             )
-        if options.get("bias") and not scalars:
+        if truth("bias", options.get("bias", False)) and not scalars:
             raise ValueError(
                 "expected bias=False without scalars: no other constant is equivariant"
             )
-        if options.get("groups", 1) != 1:
+        if positive("groups", options.get("groups", 1)) != 1:
             raise ValueError(f"expected groups=1; got {options['groups']}")
         others: ConvOptions = {**options, "bias": False}
         self.group = read_group(group, self.dimension, type(self).__name__)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from econv.engines import memory_format
 from econv.groups import Group, GroupLike
-from econv.layers.checks import check_rank, positive, read_group
+from econv.layers.checks import check_rank, positive, read_group, truth
 
 __all__ = ["GroupWindows2d", "points_in_frames"]
 
@@ -64,7 +64,10 @@ class GroupWindows2d(nn.Module):
         self.extent, self.step = positive("extent", extent), positive("step", step)
         self.padding = padding if padding == "same" else _pair("padding", padding, " or 'same'")
         self.reach = _pair("reach", reach)
-        self.fill, self.ceil_mode, self.lifts = float(fill), bool(ceil_mode), bool(lifts)
+        if not isinstance(fill, int | float) or isinstance(fill, bool):
+            raise ValueError(f"expected fill as a number; got {fill!r}")
+        self.fill = float(fill)
+        self.ceil_mode, self.lifts = truth("ceil_mode", ceil_mode), truth("lifts", lifts)
         self.corners = corners(self.group)
 
     @property

@@ -93,6 +93,7 @@ def run(
         ValueError: for arguments out of their range.
         CheckpointError: for a checkpoint or record of another run.
         InUseError: where another process trains the same run.
+        DivergedError: where the loss is no longer a number.
         WorkerLostError: where a process of the run was lost.
         ImportError: for ``tensorboard`` where it is not installed.
     """

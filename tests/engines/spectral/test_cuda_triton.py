@@ -125,7 +125,7 @@ def test_warp_specialised_kernels_err_little_more_than_others(monkeypatch, group
         "empty",
         lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
     )
-    for chosen in ({}, {"partitions": 1}, {"splits": 3}, {"bytes": 1 << 20}, {"halves": 1}):
+    for chosen in ({}, {"splits": 3}, {"bytes": 1 << 20}, {"halves": 1}):
         found = run_with({"warp_specialised": 1, **chosen}, x, probe, weights, plan, geometry)
         # The first half of a layer waits in 16 bits.
         most = 1.75 if "halves" in chosen or group == "p32" else 1.25

@@ -13,7 +13,7 @@ from econv.engines.spectral.operator import FAILED, Task
 from econv.plan import spectral_plan
 
 DOUBLE = torch.float64
-needs_compiler = pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 
 
 def freed(*shape, dtype=torch.float32):

@@ -12,11 +12,7 @@ from typing import NamedTuple
 import torch
 
 from econv.engines.problem import Geometry
-from econv.engines.spectral.hopper.schedule import (
-    ROWS,
-    fits,
-    weight_gradient_features,
-)
+from econv.engines.spectral.hopper.schedule import PRODUCERS, ROWS, fits, weight_gradient_features
 from econv.engines.spectral.triton.scheme import FIELDS, MANY, Scheme, halves
 from econv.gpu.sizes import Like, power_of_two, rounded_up, units
 
@@ -49,10 +45,6 @@ class Tiles(NamedTuple):
     """How many programs share the pixels of one gradient to the weights; 0: enough for the GPU."""
     everywhere: int = 0
     """Whether layers are warp-specialised that were not measured to gain."""
-    producers: int = 8
-    """Warps of a warp-specialised program that differentiate; four multiply."""
-    partitions: int = 2
-    """Of the producers, each of which goes its own pace."""
     halves: int = -1
     """Whether warp-specialised launches make half of a layer: 0 never, 1 always, −1 large ones."""
     bytes: int = 0
@@ -179,7 +171,7 @@ def weight_gradient_tiling(
 
     def shape(share: Scheme) -> tuple[int, int]:
         fields = ROWS // min(ROWS, weight_gradient_features(share))
-        return 32 * chosen.producers // fields, fields
+        return 32 * PRODUCERS // fields, fields
 
     def stages(share: Scheme, cut: Cut) -> int:
         pixels, _ = shape(share)

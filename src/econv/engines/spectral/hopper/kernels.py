@@ -27,7 +27,6 @@ try:
 except (ImportError, AttributeError):
     AVAILABLE = False
 
-from econv.engines.spectral.hopper.schedule import rows_of_a_copy
 from econv.engines.spectral.hopper.source import convolution_source, weight_gradient_source
 from econv.engines.spectral.triton.kernels import INTERPRETED, exponent, read_source, two_to
 from econv.engines.spectral.triton.scheme import Scheme
@@ -40,16 +39,15 @@ def supported(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=256)
-def forward(layout: Scheme, parts: tuple[int, ...], partitions: int) -> Any:
+def forward(layout: Scheme, parts: tuple[int, ...]) -> Any:
     """The kernel of a plan's layer."""
-    return _read(convolution_source(layout, parts, partitions), layout)["forward"]
+    return _read(convolution_source(layout, parts), layout)["forward"]
 
 
 @lru_cache(maxsize=256)
-def weight_gradients(layout: Scheme, parts: tuple[int, ...], partitions: int) -> list[Any]:
+def weight_gradients(layout: Scheme, parts: tuple[int, ...]) -> list[Any]:
     """The kernels of the gradient to the weights, one for each chunk of slots."""
-    chunks = range(layout.chunks)
-    sources = [weight_gradient_source(layout, parts, chunk, partitions) for chunk in chunks]
+    sources = [weight_gradient_source(layout, parts, chunk) for chunk in range(layout.chunks)]
     return [_read(source, layout)["weight_gradient"] for source in sources]
 
 
@@ -72,7 +70,7 @@ class Copies:
         for inner in inners:
             matrix = torch.empty(rows, inner, dtype=torch.float16, device="meta")
             shared = gl.NVMMASharedLayout(min(128, 2 * inner), 16, rank=2)
-            blocks = [[rows_of_a_copy(layout, part), inner] for part in parts]
+            blocks = [[2 * part * layout.batch, inner] for part in parts]  # at most 256 rows
             made = [TensorDescriptor.from_tensor(matrix, block, shared) for block in blocks]
             self.matrices.append((slice(first, first := first + rows * inner), made))
 

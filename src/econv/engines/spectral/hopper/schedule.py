@@ -21,16 +21,11 @@ from econv.gpu.sizes import power_of_two
 ROWS = 64
 """Rows of a warp-specialised product."""
 
-BOX = 256
-"""Rows of a matrix that one copy brings, at most."""
+PRODUCERS, PARTITIONS = 8, 2
+"""Warps of a program that differentiate, and their parts, each of which goes its own pace."""
 
 _ITEMS = "ITEMS: gl.constexpr = gl.BlockedLayout([1, 1], [{}, {}], [1, WARPS], [0, 1])"
 """How pixels and fields belong to threads."""
-
-
-def rows_of_a_copy(layout: Scheme, part: int) -> int:
-    """Rows of weights that are copied at once: all targets of a part, if that can be."""
-    return min(BOX, 2 * part * layout.batch)
 
 
 def weight_gradient_features(layout: Scheme) -> int:
@@ -58,7 +53,7 @@ def early_taps(layout: Scheme) -> dict[str, str]:
     They lie in all lines of the cache that the others do, but for those at the tile's sides: the
     others find them there.
     """
-    reach = layout.coefficients.shape[-1] // 2
+    reach = layout.plan.basis.size // 2
     downs = range(-reach, reach + 1)
     return {f"early{'_' if dy < 0 else ''}{abs(dy)}_": tap_offset(dy, 0) for dy in downs}
 
@@ -220,7 +215,7 @@ def _thread_layouts(write: Writer, layout: Scheme, fields: int) -> None:
 def _tile_offsets(write: Writer, layout: Scheme, fields: int, tile: str, result: str) -> None:
     """Where the centre taps of a tile lie; past the last pixel, those of the first."""
     words = layout.width // 2
-    reach = layout.coefficients.shape[-1] // 2
+    reach = layout.plan.basis.size // 2
     write(f"""
         pixel = ({tile} * PARTITIONS + PARTITION) * BP + gl.arange(0, BP, layout=PIXELS)
         p = gl.where(pixel < pixels, pixel, 0)

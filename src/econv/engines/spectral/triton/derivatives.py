@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from econv.engines.spectral.triton.scheme import Scheme
+from econv.engines.spectral.triton.scheme import Scheme, folded
 from econv.engines.spectral.triton.writer import Writer
 
 
@@ -39,20 +39,21 @@ def write_derivatives(
                 first.setdefault((stencil, word), value)
                 write(f"d{stencil}_{word} = {write.scaled(name, value, value, old)}")
 
-    reach, signs = layout.coefficients.shape[-1] // 2, {"p": 1, "m": -1}
+    coefficients, signs = folded(layout.plan), {"p": 1, "m": -1}
+    reach = coefficients.shape[-1] // 2
     # Those that mirror each other on a diagonal come one after the other.
     order = sorted(np.ndindex(reach + 1, reach + 1), key=lambda tap: (max(tap), min(tap), tap[0]))
     for dy, dx in order:
         # Where in the coefficients the sums (and differences) of mirrored taps stand.
         rows, columns = ((t, reach + t) if t else (0,) for t in (dy, dx))
-        if not layout.coefficients[:, rows][:, :, columns].any():
+        if not coefficients[:, rows][:, :, columns].any():
             continue
         downs, sides = "pm"[: len(rows)], "pm"[: len(columns)]
         names = itertools.product(downs, sides)
         load({a + b: (signs[a] * dy, signs[b] * dx) for a, b in names})
         for word, stencils in enumerate(of_word):
             for sign, j in zip("+-", columns, strict=False):
-                read = [_read(layout.coefficients[stencils], i, j) for i in rows]
+                read = [_read(coefficients[stencils], i, j) for i in rows]
                 for above in downs if any(read) else "":
                     one = f"{above}p{word}"
                     write(f"at_{above} = {write.sum(one, f'{above}m{word}', sign) if dx else one}")

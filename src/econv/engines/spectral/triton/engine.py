@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from econv.engines.problem import Convolution, Problem, times
+from econv.engines.problem import Problem, times
 from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task, through
 from econv.engines.spectral.tiling import Tiles, convolution_tiling
 from econv.engines.spectral.torch import tables
@@ -60,8 +60,11 @@ class Triton(Spectral):
         pixels = math.prod(n + rim for n in problem.sizes)
         if pixels >= 2**26 or pixels * max(conv.channels) >= 2**31:  # 32 numbers each are kept
             return "its kernels count what they keep of an image in 32 bits"
-        if conv.dimension == 3 and (reason := _volumes_not_covered(conv)):
-            return reason
+        size, order = conv.basis.size, conv.basis.group.order
+        if conv.dimension == 3 and size > 5:
+            return f"it knows stencils of up to 5×5×5; these are {times([size] * 3)}"
+        if conv.dimension == 3 and order > (most := _MOST_ELEMENTS):
+            return f"of volumes it knows groups of up to {most} elements; this has {order}"
         return None
 
     def forward(
@@ -180,15 +183,6 @@ def _is_hopper(device: torch.device) -> bool:
 
 _MOST_ELEMENTS = 60
 """Of a group of space: all channels of a tile of voxels stay in registers."""
-
-
-def _volumes_not_covered(conv: Convolution) -> str | None:
-    if conv.basis.size > 5:
-        return f"it knows stencils of up to 5×5×5; these are {times([conv.basis.size] * 3)}"
-    if conv.basis.group.order > _MOST_ELEMENTS:
-        order = conv.basis.group.order
-        return f"of volumes it knows groups of up to {_MOST_ELEMENTS} elements; this has {order}"
-    return None
 
 
 def _runs(x: Tensor) -> Any:

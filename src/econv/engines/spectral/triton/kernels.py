@@ -13,19 +13,13 @@ import hashlib
 import linecache
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from econv.engines.spectral.triton.scheme import Scheme
 from econv.gpu.passes import begun, numbers_of, rectified, tile_of
-from econv.plan import SpectralPlan
-
-
-class _Planned(Protocol):
-    @property
-    def plan(self) -> SpectralPlan: ...
 
 
 @lru_cache(maxsize=512)
@@ -34,7 +28,7 @@ def generated(write: Callable[..., str], layout: Scheme, *options: Any) -> dict[
     return _read(write(layout, *options), layout)
 
 
-def read_source(source: str, layout: _Planned, names: dict[str, Any]) -> dict[str, Any]:
+def read_source(source: str, layout: Any, names: dict[str, Any]) -> dict[str, Any]:
     """What a text defines, where these names are known."""
     digest = hashlib.sha256(source.encode()).hexdigest()
     name = f"<econv {layout.plan.basis.group.name} {digest}>"

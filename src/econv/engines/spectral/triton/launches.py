@@ -26,11 +26,10 @@ from torch import Tensor
 
 from econv.engines.problem import Geometry
 from econv.engines.spectral.hopper import kernels as hopper
-from econv.engines.spectral.hopper.schedule import ROWS, gains
+from econv.engines.spectral.hopper.schedule import PRODUCERS, ROWS, gains
 from econv.engines.spectral.tiling import (
     CHANGES,
     Grid,
-    Tiles,
     chosen_tiles,
     convolution_tiling,
     image_groups,
@@ -48,6 +47,11 @@ from econv.gpu.sizes import Like, power_of_two, rounded_up, units
 from econv.plan import plan_named
 
 __all__ = ["CHANGES", "OVERALL", "convolution_run", "largest", "weight_gradient_run"]
+
+
+_WARPS: dict[str, Any] = {"PRODUCERS": PRODUCERS, "REGISTERS": 128, "num_warps": 4}
+"""Of a warp-specialised program: four multiply. With more registers of a producer thread, they
+would wait for every product."""
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -179,9 +183,9 @@ class ConvolutionRun:
         """How weights come into the order in which each launch reads them."""
         made = kernels.generated(convolution_source, layout, cut.parts, _f16x2(self.internal))
         if tiling.warp_specialised:
-            several = [hopper.forward(one, cut.parts, chosen.partitions) for one in tiling.layouts]
+            several = [hopper.forward(one, cut.parts) for one in tiling.layouts]
             forward = [
-                partial(Launch, kernel, BP=tiling.pixels, **_producers(chosen), STAGES=stages)
+                partial(Launch, kernel, BP=tiling.pixels, **_WARPS, STAGES=stages)
                 for kernel, stages in zip(several, tiling.stages, strict=True)
             ]
         else:
@@ -297,11 +301,11 @@ class WeightGradientRun:
         if tiling.warp_specialised:
             length = math.prod(self.packed) // ROWS
             self.copies = [hopper.Copies(one, cut.parts, length, [ROWS]) for one in tiling.layouts]
-            options |= {**_producers(chosen), "STAGES": 2}
+            options |= {**_WARPS, "STAGES": 2}
             gradients = [
                 [
                     partial(Launch, kernel, **options, READY=ready, COUNT=tiling.features)
-                    for kernel in hopper.weight_gradients(one, cut.parts, chosen.partitions)
+                    for kernel in hopper.weight_gradients(one, cut.parts)
                 ]
                 for one, ready in zip(tiling.layouts, tiling.stages, strict=True)
             ]
@@ -370,12 +374,6 @@ class WeightGradientRun:
 
 convolution_run = lru_cache(maxsize=1024)(ConvolutionRun)
 weight_gradient_run = lru_cache(maxsize=1024)(WeightGradientRun)
-
-
-def _producers(chosen: Tiles) -> dict[str, Any]:
-    """Of the warps of a warp-specialised program: four multiply."""
-    # With more registers of a producer thread, consumers would wait for every product.
-    return {"PRODUCERS": chosen.producers, "REGISTERS": 128, "num_warps": 4}
 
 
 def largest(x: Tensor, found: Tensor, affine: Tensor | None = None) -> None:

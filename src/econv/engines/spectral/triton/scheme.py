@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from econv.gpu.sizes import power_of_two
-from econv.plan import SpectralPlan
+from econv.plan import SpectralPlan, of_plan
 
 _BEGINNINGS = 4
 _IMPOSSIBLE = 1 << 16  # features
@@ -276,23 +276,23 @@ class Scheme:
         where = np.array([*itertools.zip_longest(*found, fillvalue=-1)], dtype=np.int32).T.copy()
         return where, np.where(where >= 0, signs[where], np.float32(0))
 
-    @cached_property
-    def coefficients(self) -> np.ndarray:
-        """The stencils on sums and differences of taps, ``[stencils, size, size]``.
 
-        Along each axis the taps t become, in this order, x(0), x(t) + x(−t) for t = 1 …, and
-        x(t) − x(−t) for t = 1 …: stencils that are even or odd there need half of them.
-        """
-        stencils = self.plan.stencils
-        size = stencils.shape[-1]
-        reach = size // 2
-        fold = np.zeros((size, size))
-        fold[0, reach] = 1.0
-        for t in range(1, reach + 1):
-            fold[t, [reach - t, reach + t]] = 0.5
-            fold[reach + t, [reach - t, reach + t]] = -0.5, 0.5
-        found = np.einsum("ay,syx,bx->sab", fold, stencils, fold)
-        return np.where(np.abs(found) <= 1e-12 * np.abs(found).max(), 0.0, found)
+@of_plan
+def folded(plan: SpectralPlan) -> np.ndarray:
+    """Stencils on sums and differences of taps, ``[stencils, size, size]``, or of volumes.
+
+    Along each axis the taps t become, in this order, x(0), x(t) + x(−t) for t = 1 …, and
+    x(t) − x(−t) for t = 1 …: stencils that are even or odd there need half of them.
+    """
+    stencils, size, reach = plan.stencils, plan.basis.size, plan.basis.size // 2
+    fold = np.zeros((size, size))
+    fold[0, reach] = 1.0
+    for t in range(1, reach + 1):
+        fold[t, [reach - t, reach + t]] = 0.5
+        fold[reach + t, [reach - t, reach + t]] = -0.5, 0.5
+    spec = {3: "ay,syx,bx->sab", 4: "az,by,szyx,cx->sabc"}[stencils.ndim]
+    found = np.einsum(spec, *[fold] * (stencils.ndim - 2), stencils, fold)
+    return np.where(np.abs(found) <= 1e-12 * np.abs(found).max(), 0.0, found)
 
 
 def _targets(plan: SpectralPlan) -> list[Target]:

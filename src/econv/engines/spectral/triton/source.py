@@ -214,7 +214,7 @@ def _common(write: Writer, layout: Scheme, fields: int) -> None:
 
 def _pixels(write: Writer, layout: Scheme) -> None:
     """Which pixels a tile holds and where their centre taps lie."""
-    reach = layout.coefficients.shape[-1] // 2
+    reach = layout.plan.basis.size // 2
     write(f"""
         inside = pixel < pixels
         p = tl.where(inside, pixel, 0)

@@ -12,10 +12,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from econv.engines.spectral.triton.scheme import folded
 from econv.engines.spectral.triton.writer import Writer, transform_back
 from econv.fourier import transform
 from econv.plan import SpectralPlan
@@ -188,23 +190,6 @@ class Scheme:
         return self.starts[block] + k * self.plan.blocks[block].columns + n
 
     @cached_property
-    def coefficients(self) -> np.ndarray:
-        """The stencils on sums and differences of taps, ``[stencils, size, size, size]``.
-
-        Along each axis the taps t become, in this order, x(0), x(t) + x(−t) for t = 1 …, and
-        x(t) − x(−t) for t = 1 ….
-        """
-        stencils = self.plan.stencils
-        size, reach = stencils.shape[-1], stencils.shape[-1] // 2
-        fold = np.zeros((size, size))
-        fold[0, reach] = 1.0
-        for t in range(1, reach + 1):
-            fold[t, [reach - t, reach + t]] = 0.5
-            fold[reach + t, [reach - t, reach + t]] = -0.5, 0.5
-        found = np.einsum("az,by,cx,szyx->sabc", fold, fold, fold, stencils)
-        return np.where(np.abs(found) <= 1e-12 * np.abs(found).max(), 0.0, found)
-
-    @cached_property
     def headroom(self) -> int:
         """The largest input is scaled to less than twice 2^ this: no feature leaves float16."""
         plan = self.plan
@@ -239,13 +224,6 @@ def scheme(plan: SpectralPlan) -> Scheme:
 class _Writer(Writer):
     """For tensors of float16 in both languages: two neighbours are one register."""
 
-    def asm(self, code: str, *operands: str) -> str:
-        registers = "=r" + ",r" * len(operands)
-        return (
-            f'{self.language}.inline_asm_elementwise("{code}", "{registers}",'
-            f" [{', '.join(operands)}], dtype={self.language}.float16, is_pure=True, pack=2)"
-        )
-
     def arange(self, end: str | int, layout: str, more: str = "") -> str:
         """Numbers from 0 along one axis; Gluon has to know whose."""
         where = f", layout={layout}" if self.language == "gl" else ""
@@ -274,71 +252,39 @@ def _derivatives(
     ``line(z, y)`` writes loads and gives names of the taps of a line by their x. Planes that mirror
     each other come one after the other, and so do lines.
     """
-    coefficients = layout.coefficients
-    size = coefficients.shape[-1]
-    reach = size // 2
+    coefficients = np.moveaxis(folded(layout.plan), 0, -1)
+    reach, numbers = len(coefficients) // 2, count()
     known: set[int] = set()
 
-    def folded(plus: str, minus: str | None, into: str, wanted: Any) -> list[str | None]:
-        """A middle one, or the sum and the difference, as far as they are wanted."""
-        if minus is None:
-            return [plus if wanted[0] else None]
-        names: list[str | None] = []
-        for sign, letter, want in zip("+-", "sd", wanted, strict=True):
-            names.append(f"{into}{letter}" if want else None)
-            if want:
-                write(f"{into}{letter} = {write.sum(plus, minus, sign)}")
-        return names
+    def sums(place: tuple[int, ...], wanted: Any) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Which sums and differences along the other axes are found at a place, and their names."""
+        taps = line(*place) if len(place) == 2 else {}
+        for distance in range(reach + 1):
+            parts = _parts(distance, reach)
+            here = wanted[parts]
+            if not here.any():
+                continue
+            sides: list[dict[tuple[int, ...], str]] = [
+                {(): taps[step]} if taps else dict(sums((*place, step), here.any(0)))
+                for step in (distance, -distance)[: len(parts)]
+            ]
+            for rest, found in sides[0].items():
+                both = []
+                for part, one, sign in zip(parts, here, "+-", strict=False):
+                    if one[rest]:
+                        both.append(((part, *rest), found))
+                        if distance:
+                            both[-1] = (part, *rest), (into := f"{name}u{next(numbers)}")
+                            write(f"{into} = {write.sum(found, sides[1][rest], sign)}")
+                yield from both
 
-    for dz in range(reach + 1):
-        deep = _parts(dz, reach)
-        planes: list[dict[tuple[int, int], str]] = []
-        for sz in (1, -1)[: len(deep)]:
-            found: dict[tuple[int, int], str] = {}
-            for dy in range(reach + 1):
-                high = _parts(dy, reach)
-                here = coefficients[:, deep][:, :, high]
-                if not here.any():
-                    continue
-                lines = []
-                for sy in (1, -1)[: len(high)]:
-                    taps = line(sz * dz, sy * dy)
-                    parts: dict[int, str] = {}
-                    for dx in range(reach + 1):
-                        wide = _parts(dx, reach)
-                        wanted = here[..., wide].any((0, 1, 2))
-                        other = taps[-dx] if dx else None
-                        into = f"{name}x{dx}{'mp'[sy > 0]}"
-                        for part, one in zip(
-                            wide, folded(taps[dx], other, into, wanted), strict=True
-                        ):
-                            if one:
-                                parts[part] = one
-                    lines.append(parts)
-                for part in lines[0]:
-                    other = lines[1][part] if dy else None
-                    into = f"{name}z{'mp'[sz > 0]}y{dy}x{part}"
-                    wanted = here[..., part].any((0, 1))
-                    if not dy:  # the name will be that of another line
-                        write(f"{into} = {lines[0][part]}")
-                        found[0, part] = into
-                        continue
-                    ones = folded(lines[0][part], other, into, wanted)
-                    for row, one in zip(high, ones, strict=True):
-                        if one:
-                            found[row, part] = one
-            planes.append(found)
-        for (row, part), plus in planes[0].items():
-            wanted = coefficients[:, deep, row, part].any(0)
-            other = planes[1][row, part] if dz else None
-            ones = folded(plus, other, f"{name}u", wanted)
-            for plane, one in zip(deep, ones, strict=True):
-                for stencil, value in enumerate(coefficients[:, plane, row, part].tolist()):
-                    if one and value:
-                        into = f"{name}_{stencil}"
-                        old = into if stencil in known else None
-                        known.add(stencil)
-                        write(f"{into} = {write.scaled(one, value, value, old)}")
+    for part, one in sums((), coefficients.any(-1)):
+        for stencil, value in enumerate(coefficients[part].tolist()):
+            if value:
+                into = f"{name}_{stencil}"
+                old = into if stencil in known else None
+                known.add(stencil)
+                write(f"{into} = {write.scaled(one, value, value, old)}")
 
 
 def _parts(distance: int, reach: int) -> list[int]:
@@ -367,7 +313,7 @@ def convolution_source(layout: Scheme, language: str, f16x2: bool, group: int) -
 
     ``group``: channels that are stored together.
     """
-    plan, write = layout.plan, _Writer(language, f16x2)
+    plan, write = layout.plan, _Writer(language, f16x2, False)
     order = plan.synthesis.shape[0]
     arguments = (
         "spectrum, weights, y, scales, w_largest, depth, height, width, deep, along, across,"
@@ -378,13 +324,9 @@ def convolution_source(layout: Scheme, language: str, f16x2: bool, group: int) -
     lang = language
     with write.function("forward", arguments, "VOXELS LINES PLANES WARPS PRECISION", general):
         if language == "gl":
+            _thread_layouts(write, "WARPS")
             write(
                 """
-                SIDE: gl.constexpr = 4 // (spectrum.dtype.element_ty.primitive_bitwidth // 8)
-                HALVES: gl.constexpr = gl.BlockedLayout([SIDE, 1], [4, 8], [1, WARPS], [0, 1])
-                SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-                LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, SIDE)
-                RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, SIDE)
                 TILE: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
                 OUT: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [1, WARPS], [1, 0])
                 """
@@ -439,6 +381,17 @@ def convolution_source(layout: Scheme, language: str, f16x2: bool, group: int) -
     return write.text()
 
 
+def _thread_layouts(write: _Writer, warps: str) -> None:
+    """How threads hold derivatives, sums of products, and the factors of these."""
+    write(f"""
+        SIDE: gl.constexpr = 4 // (spectrum.dtype.element_ty.primitive_bitwidth // 8)
+        HALVES: gl.constexpr = gl.BlockedLayout([SIDE, 1], [4, 8], [1, {warps}], [0, 1])
+        SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, {warps}], [16, 8])
+        LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, SIDE)
+        RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, SIDE)
+    """)
+
+
 def _voxels(write: _Writer, numbers: str) -> None:
     """Where the voxels of a tile lie: along x, then y, then z."""
     write(
@@ -459,7 +412,7 @@ def _taps(write: _Writer, plan: SpectralPlan, m: int) -> Callable[[int, int], di
         write(f"q = p + ({reach + z} * plane + {reach + y} * row) * (dilation * {FIELDS})")
         names = {}
         for x in range(-reach, reach + 1):
-            names[x] = f"t{reach + x}_{reach + y}"
+            names[x] = f"t{reach + x}_{reach + y}_{reach + z}"
             step = f" + {reach + x} * {FIELDS} * dilation" if reach + x else ""
             write(f"{names[x]} = {write.language}.load(q{step})")
         return names
@@ -543,7 +496,7 @@ WEIGHT_HEADROOM = 7
 
 def gradient_source(layout: Scheme, number: int, kernel: int, language: str, f16x2: bool) -> str:
     """A kernel ``gradient`` of the products of one family."""
-    plan, write, lang = layout.plan, _Writer(language, f16x2), language
+    plan, write, lang = layout.plan, _Writer(language, f16x2, False), language
     family = layout.families[number]
     sums = layout.sums(family)
     own = sums[kernel]
@@ -554,15 +507,7 @@ def gradient_source(layout: Scheme, number: int, kernel: int, language: str, f16
     general = "positions plane row steps each"
     with write.function("weight_gradient", arguments, "VOXELS ODD PRECISION", general):
         if language == "gl":
-            write(
-                """
-                SIDE: gl.constexpr = 4 // (spectrum.dtype.element_ty.primitive_bitwidth // 8)
-                HALVES: gl.constexpr = gl.BlockedLayout([SIDE, 1], [4, 8], [1, 1], [0, 1])
-                SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
-                LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, SIDE)
-                RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, SIDE)
-                """
-            )
+            _thread_layouts(write, "1")
         voxel = write.arange("VOXELS", "gl.SliceLayout(1, HALVES)", "[:, None]")
         eight = write.arange(FIELDS, "gl.SliceLayout(0, HALVES)", "[None, :]")
         other = write.arange("VOXELS", "gl.SliceLayout(0, LEFT)", "[None, :]")
@@ -640,7 +585,7 @@ def _pairs(write: _Writer, plan: SpectralPlan) -> Callable[[int, int], dict[int,
         write(f"line = start + ({reach + z} * plane + {reach + y} * row) * dilation")
         for x in range(-reach, reach + 1):
             t = reach + x
-            name = names[x] = f"t{t}_{reach + y}"
+            name = names[x] = f"t{t}_{reach + y}_{reach + z}"
             place = f"line + {t} * dilation"
             if t % 2 and write.f16x2:
                 with write.block("if ODD:"):

@@ -15,16 +15,17 @@ class Writer:
     """Lines of source at the current indentation, and how expressions are spelled.
 
     ``language`` is ``"tl"`` or ``"gl"``: Triton holds two float16 as neighbours in a tensor, Gluon
-    as one int32.
+    as one int32, if they are ``words``.
 
     ``f16x2``: sums are PTX instructions on two float16. Left to itself the compiler finds other
     pairs than those that were loaded together, and spends a quarter of its instructions on them.
     """
 
-    def __init__(self, language: str, f16x2: bool = True) -> None:
+    def __init__(self, language: str, f16x2: bool = True, words: bool = True) -> None:
         self.lines: list[str] = []
         self.depth = 0
         self.language, self.f16x2 = language, f16x2
+        self.words = words and language == "gl"
 
     def __call__(self, text: str) -> None:
         """Write lines, without the indentation that they have in common."""
@@ -60,7 +61,7 @@ class Writer:
     def asm(self, code: str, *operands: str) -> str:
         """An instruction on two float16 at a time."""
         registers = "=r" + ",r" * len(operands)
-        dtype, pack = ("float16", 2) if self.language == "tl" else ("int32", 1)
+        dtype, pack = ("int32", 1) if self.words else ("float16", 2)
         return (
             f'{self.language}.inline_asm_elementwise("{code}", "{registers}",'
             f" [{', '.join(operands)}], dtype={self.language}.{dtype}, is_pure=True, pack={pack})"
