@@ -132,8 +132,7 @@ class Spectral(Engine):
     ) -> Tensor:
         """Borders, parts, groups and layout around the tasks."""
         conv, layout, dtype = problem.convolution, memory_format(x), problem.dtype
-        fuses = self.fuses and conv.groups == 1 and conv.dimension == 2
-        if prologue is not None and not fuses:
+        if prologue is not None and not (self.fuses and conv.groups == 1 and conv.dimension == 2):
             x, prologue = prologue.apply(x), None
         x, _ = bordered(conv, x.to(dtype))
         geometry = conv.geometry(x.shape[2:])

@@ -40,13 +40,13 @@ def convolution_source(layout: Scheme, parts: tuple[int, ...]) -> str:
 
     One program gives ``sum(parts)`` output fields, each of the parts a power of two.
     """
-    write = _Source(layout, parts, layout.used_pieces)
+    last = "chunks, tiles, programs, out_fields, y_dot"
+    write = _Source(layout, parts, layout.used_pieces, "y, x_largest, w_largest", last)
     for chunk in range(layout.chunks):
         differentiate_function(write, layout, chunk, write.pieces, FIELDS)
-    write.last = "chunks, tiles, programs, out_fields, y_dot"
     with write.producers():
         produce(write, layout, write.pieces)
-    with write.consumers("y, x_largest, w_largest"):
+    with write.consumers():
         write.consume()
     write.kernel("forward", "chunks out_fields")
     return write.text()
@@ -58,12 +58,13 @@ def weight_gradient_source(layout: Scheme, parts: tuple[int, ...], chunk: int) -
     Rows of its products are the features of `ROWS` // `weight_gradient_features` fields, columns
     those of ``sum(parts)`` output fields, and the inner dimension are pixels.
     """
-    write, features = _Source(layout, parts, (ROWS // FIELDS,)), weight_gradient_features(layout)
+    features, results = weight_gradient_features(layout), "partial, x_largest, g_largest"
+    last = "tiles, programs, in_padded, out_padded, again"
+    write = _Source(layout, parts, (ROWS // FIELDS,), results, last, "READY COUNT")
     differentiate_function(write, layout, chunk, (features,), ROWS // features)
-    write.last, write.constants = "tiles, programs, in_padded, out_padded, again", "READY COUNT"
     with write.producers():
         produce_for_weights(write, layout, chunk)
-    with write.consumers("partial, x_largest, g_largest"):
+    with write.consumers():
         write.accumulate()
         write.store_sums(chunk, features)
     write.kernel("weight_gradient", "in_padded again")
@@ -73,34 +74,27 @@ def weight_gradient_source(layout: Scheme, parts: tuple[int, ...], chunk: int) -
 class _Source(Writer):
     """A kernel of consumers and producers that run at the same time, with what each is given."""
 
-    last = constants = results = ""
-
-    def __init__(self, layout: Scheme, parts: Sequence[int], pieces: Sequence[int]) -> None:
+    def __init__(self, layout: Scheme, parts: Sequence[int], pieces: Sequence[int], *rest: str):
+        """``rest``: what is written, further arguments, and constants of those without outputs."""
         super().__init__("gl")
         self.layout, self.parts, self.pieces = layout, parts, pieces
+        self.results, self.last, self.constants = (*rest, "")[:3]
         self.pairs = [*itertools.product(range(len(pieces)), range(len(parts)))]
         self.names = [f"w{number}_{part}" for number, part in self.pairs]
         self.weights = ", ".join(f"{one}_in, {one}" for one in self.names)
         self.features = ", ".join(f"z{number}" for number in range(len(pieces)))
-
-    @property
-    def produced(self) -> str:
-        return f"{_GRID}, {self.last.partition('tiles')[0]}tiles"
-
-    @property
-    def consumed(self) -> str:
+        self.produced = f"{_GRID}, {self.last.partition('tiles')[0]}tiles"
         shape = "" if self.constants else "pixels, height, width, "
         given = f"full, empty, ready, {self.features}, {self.weights}, {shape}{self.last}"
-        return f"{self.results}, {given}"
+        self.consumed = f"{self.results}, {given}"
 
     def producers(self) -> AbstractContextManager[None]:
         each = "BP WARPS STAGES PARTITION PARTITIONS"
         return self.function("produce", f"x, full, empty, {self.features}, {self.produced}", each)
 
-    def consumers(self, results: str) -> AbstractContextManager[None]:
+    def consumers(self) -> AbstractContextManager[None]:
         with self.function("issue", f"{self.weights}, ready, stage, block, wanted, programs"):
             self._issue()
-        self.results = results
         return self.function("consume", self.consumed, f"BP WARPS STAGES {self.constants}")
 
     def kernel(self, name: str, general: str) -> None:

@@ -110,7 +110,8 @@ class Triton(Spectral):
             if wanted[1]:
                 pair, way = (Like.of(x), Like.of(gradient)), self._way(x, affine)
                 run = _runs(x).weight_gradient_run(*pair, task.plan.name, task.geometry, *way)
-                to_weights = run(x, x_largest, gradient, found, *_given(affine))
+                given = () if affine is None else (affine.contiguous(),)
+                to_weights = run(x, x_largest, gradient, found, *given)
                 to_weight = (to_weights @ _weight_map(task, x).T).to(weight.dtype)
             if wanted[0]:
                 back = Task(task.plan, task.back(x))
@@ -137,7 +138,8 @@ class Triton(Spectral):
         numbers = adjoint, task.geometry, weights.shape[int(adjoint)]
         way = last, *self._way(x, affine)
         run = _runs(x).convolution_run(Like.of(x), task.plan.name, *numbers, *way)
-        found: Tensor = run(x, x_largest, weights, w_largest, *_given(affine))
+        given = () if affine is None else (affine.contiguous(),)
+        found: Tensor = run(x, x_largest, weights, w_largest, *given)
         return found
 
     def _way(self, x: Tensor, affine: Tensor | None) -> tuple[Any, ...]:
@@ -204,10 +206,6 @@ def _launches() -> Any:
 
 def _weight_map(task: Task, x: Tensor) -> Tensor:
     return tables(task.plan, x.device, torch.float32)["weight_map"]
-
-
-def _given(affine: Tensor | None) -> tuple[Tensor, ...]:
-    return () if affine is None else (affine.contiguous(),)
 
 
 def _lengths(x: Tensor, weight: Tensor) -> tuple[int, int]:

@@ -77,12 +77,6 @@ def internal(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 
-def _internal(dtype: torch.dtype, plan: str) -> tuple[torch.dtype, Scheme]:
-    """That, and how they lay a plan out."""
-    found = internal(dtype)
-    return found, scheme(plan_named(plan), 16 // found.itemsize)
-
-
 def _f16x2(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and not kernels.INTERPRETED
 
@@ -157,7 +151,8 @@ class ConvolutionRun:
 
         Then outputs lie channels-last. ``changes`` are those of `chosen_tiles`, to tell runs apart.
         """
-        self.internal, layout = _internal(x.dtype, plan)
+        self.internal = internal(x.dtype)
+        layout = scheme(plan_named(plan), 16 // self.internal.itemsize)
         channels = layout.plan.synthesis.shape[0]
         self.shape = (x.shape[0], out_fields * channels, *geometry.sizes)
         self.format = torch.channels_last if channels_last else torch.contiguous_format
@@ -269,7 +264,8 @@ class WeightGradientRun:
         changes: tuple[tuple[str, int], ...] = (),
     ) -> None:
         """As `ConvolutionRun`."""
-        self.internal, layout = _internal(x.dtype, plan)
+        self.internal = internal(x.dtype)
+        layout = scheme(plan_named(plan), 16 // self.internal.itemsize)
         channels = layout.plan.analysis.shape[1]
         in_fields, out_fields = x.shape[1] // channels, g.shape[1] // channels
         self.shape = (out_fields, in_fields, layout.plan.weights)
