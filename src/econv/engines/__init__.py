@@ -10,7 +10,6 @@ from econv.engines.choice import engine, keep, kept, noted, resolve
 from econv.engines.door import convolve, explain, fuses
 from econv.engines.problem import Convolution, Engine, Part, Problem, Prologue, Weight, convolution
 from econv.engines.registry import ENGINES, check_name
-from econv.tensors import memory_format, without_autocast
 
 __all__ = [
     "ENGINES",
@@ -28,8 +27,6 @@ __all__ = [
     "fuses",
     "keep",
     "kept",
-    "memory_format",
     "noted",
     "resolve",
-    "without_autocast",
 ]

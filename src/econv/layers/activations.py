@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from econv.engines import memory_format
 from econv.layers.blur import mean_of_pixels
 from econv.layers.checks import check_filled, check_rank
 from econv.layers.constants import WithConstants
 from econv.layers.slices import by_slices
+from econv.tensors import memory_format
 
 __all__ = [
     "ACTIVATIONS",

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from econv.engines import memory_format
 from econv.groups import Group, GroupLike
 from econv.layers.checks import (
     check_factory,
@@ -18,6 +17,7 @@ from econv.layers.checks import (
     read_group,
 )
 from econv.layers.constants import WithConstants
+from econv.tensors import memory_format
 
 __all__ = [
     "GroupAttentionPool",

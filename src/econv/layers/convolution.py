@@ -38,6 +38,7 @@ from econv.layers.sampling import (
 )
 from econv.operators import OperatorsLike
 from econv.stencils import Aspect, StencilsLike, stencil_set
+from econv.tensors import without_autocast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -344,7 +345,7 @@ class PDOConv(WithConstants):
         `conv3d`.
         """
         # Filters carry the layer's accuracy: autocast must not round them before the convolution.
-        with engines.without_autocast(self.weight.device):
+        with without_autocast(self.weight.device):
             return dense.filters(self.convolution, self._weight())
 
     def _weight(self) -> Weight:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from econv.engines import Part, memory_format
+from econv.engines import Part
 from econv.groups import GroupLike
 from econv.layers.checks import check_filled, check_rank, positive, read_group, truth
 from econv.layers.convolution import (
@@ -23,6 +23,7 @@ from econv.layers.convolution import (
     read_padding_mode,
     read_spacing,
 )
+from econv.tensors import memory_format
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

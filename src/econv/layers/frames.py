@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from econv.engines import memory_format
 from econv.groups import Group, GroupLike
 from econv.layers.checks import check_rank, positive, read_group, truth
+from econv.tensors import memory_format
 
 __all__ = ["GroupWindows2d", "points_in_frames"]
 

@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from econv.engines import memory_format
 from econv.groups import GroupLike
 from econv.layers import pooled
 from econv.layers.checks import (
@@ -24,6 +23,7 @@ from econv.layers.checks import (
     read_group,
     truth,
 )
+from econv.tensors import memory_format
 
 __all__ = [
     "GroupBatchNorm",

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from econv.engines import memory_format
 from econv.groups import Group, GroupLike
 from econv.layers.checks import (
     check_factory,
@@ -23,6 +22,7 @@ from econv.layers.checks import (
     read_group,
 )
 from econv.layers.constants import WithConstants
+from econv.tensors import memory_format
 
 __all__ = [
     "FieldParameter",

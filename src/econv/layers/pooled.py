@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv.engines import Prologue, memory_format
+from econv.engines import Prologue
 from econv.gpu.devices import DTYPES, on_device, works
-from econv.tensors import exporting, transformed, watched
+from econv.tensors import exporting, memory_format, transformed, watched
 
 __all__ = ["Running", "activated", "activates", "affine", "normalise", "rows", "usable"]
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from econv.engines import memory_format
 from econv.layers.checks import (
     LARGEST_IMAGE,
     check_filled,
@@ -25,7 +24,7 @@ from econv.layers.checks import (
 from econv.layers.constants import WithConstants
 from econv.layers.shift import mean_of_four
 from econv.layers.slices import by_slices
-from econv.tensors import one_by_one, replicate, transformed, watched
+from econv.tensors import memory_format, one_by_one, replicate, transformed, watched
 
 __all__ = [
     "CentredAvgPool",

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from econv import engines
 from econv.engines.problem import times
 from econv.groups import GroupLike
 from econv.layers.convolution import ConvOptions, GroupConv, GroupConv2d, GroupConv3d
+from econv.tensors import without_autocast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -51,7 +51,7 @@ class GroupWindowConv(GroupConv):
             raise ValueError(
                 f"expected a map of one window, {times(window)} {points}; got {times(x.shape[2:])}"
             )
-        with engines.without_autocast(self.weight.device):  # derivatives carry the accuracy
+        with without_autocast(self.weight.device):  # derivatives carry the accuracy
             found = jets(x.to(self.weight.dtype), self._weight().tables[0], self.places)
         found = functional.linear(found, self.weight.flatten(1))  # [batch, A, out]
         found = found.transpose(1, 2).flatten(1)

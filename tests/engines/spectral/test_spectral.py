@@ -18,7 +18,7 @@ RUNS = [
     "spectral/torch",
     pytest.param(
         "spectral/native",
-        marks=pytest.mark.skipif(not native.available(torch.float64), reason="no C++ compiler"),
+        marks=pytest.mark.skipif(bool(native.reason(torch.float64)), reason="no C++ compiler"),
     ),
 ]
 

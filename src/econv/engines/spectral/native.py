@@ -47,7 +47,7 @@ from econv.fourier import butterflies
 from econv.plan import SpectralPlan, of_plan, spectral_plan
 from econv.tensors import undisturbed
 
-__all__ = ["Native", "available", "compiler", "reason"]
+__all__ = ["Native", "compiler", "reason"]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _WIDEST = 64  # stride and dilation: what is kept of a map grows with them
@@ -60,13 +60,8 @@ _PATIENCE = 20.0  # seconds after which a compiler is spoken of
 _log = logging.getLogger("econv.engines")
 
 
-def available(dtype: torch.dtype = torch.float32) -> bool:
-    """Whether the kernel can be had here; builds it if need be."""
-    return reason(dtype) is None
-
-
 def reason(dtype: torch.dtype = torch.float32) -> str | None:
-    """Why the kernel cannot be had, or ``None`` if it can."""
+    """Why the kernel cannot be had, or ``None`` if it can; builds it if need be."""
     if os.environ.get("ECONV_NATIVE", "1") == "0":
         return "forbidden by ECONV_NATIVE=0"
     if dtype not in _REALS:

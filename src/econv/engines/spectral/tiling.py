@@ -227,17 +227,17 @@ class Grid(NamedTuple):
 
     @staticmethod
     def of(shape: tuple[int, ...], geometry: Geometry, size: int) -> Grid:
-        befores = (geometry.before,) * 2
-        (lines, above), (pitch, left) = spans(shape[2:], geometry, size, befores)
+        margins = (geometry.before,) * 2
+        (lines, above), (pitch, left) = spans(shape[2:], geometry, size, margins)
         return Grid(pitch, lines, (shape[0] * lines + above) * pitch + left)
 
 
 def spans(
-    lengths: Sequence[int], geometry: Geometry, size: int, befores: Sequence[int]
+    lengths: Sequence[int], geometry: Geometry, size: int, margins: Sequence[int]
 ) -> list[tuple[int, int]]:
     """Along each axis from one row to the next, and the zeros between them that both read."""
     found = []
-    for have, wanted, before in zip(lengths, geometry.sizes, befores, strict=True):
+    for have, wanted, before in zip(lengths, geometry.sizes, margins, strict=True):
         needed = (wanted - 1) * geometry.down + geometry.dilation * (size - 1) + 1
         after = needed - before - ((have - 1) * geometry.up + 1)
         shared = max(0, min(before, after))

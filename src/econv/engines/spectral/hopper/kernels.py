@@ -38,17 +38,12 @@ def supported(device: torch.device) -> bool:
     return able and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@lru_cache(maxsize=256)
-def forward(layout: Scheme, parts: tuple[int, ...]) -> Any:
-    """The kernel of a plan's layer."""
-    return _read(convolution_source(layout, parts), layout)["forward"]
-
-
-@lru_cache(maxsize=256)
-def weight_gradients(layout: Scheme, parts: tuple[int, ...]) -> list[Any]:
-    """The kernels of the gradient to the weights, one for each chunk of slots."""
-    sources = [weight_gradient_source(layout, parts, chunk) for chunk in range(layout.chunks)]
-    return [_read(source, layout)["weight_gradient"] for source in sources]
+@lru_cache(maxsize=512)
+def generated(layout: Scheme, parts: tuple[int, ...], chunk: int | None = None) -> Any:
+    """The kernel of a plan's layer; of the gradient to the weights that for a chunk of slots."""
+    if chunk is None:
+        return _read(convolution_source(layout, parts), layout)["forward"]
+    return _read(weight_gradient_source(layout, parts, chunk), layout)["weight_gradient"]
 
 
 def _read(source: str, layout: Scheme) -> dict[str, Any]:

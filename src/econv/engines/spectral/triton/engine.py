@@ -20,7 +20,7 @@ from torch import Tensor
 
 from econv.engines.problem import Problem, times
 from econv.engines.spectral.operator import Gradients, Saved, Spectral, Task, through
-from econv.engines.spectral.tiling import Tiles, convolution_tiling
+from econv.engines.spectral.tiling import CHANGES, Tiles, convolution_tiling
 from econv.engines.spectral.torch import tables
 from econv.engines.spectral.triton.scheme import scheme
 from econv.gpu.devices import DTYPES, on_device, unavailable
@@ -143,7 +143,8 @@ class Triton(Spectral):
     def _way(self, x: Tensor, affine: Tensor | None) -> tuple[Any, ...]:
         """What else kernels are made for."""
         precision = _launches().precision_of(x.dtype)
-        return precision, affine is not None, self.specialised, tuple(_runs(x).CHANGES.items())
+        changes = CHANGES if x.ndim == 4 else _runs(x).CHANGES
+        return precision, affine is not None, self.specialised, tuple(changes.items())
 
 
 class Hopper(Triton):

@@ -25,7 +25,7 @@ from econv.gpu.passes import begun, numbers_of, rectified, tile_of
 @lru_cache(maxsize=512)
 def generated(write: Callable[..., str], layout: Scheme, *options: Any) -> dict[str, Any]:
     """What `convolution_source` or `weight_gradient_source` writes, compiled: kernels by name."""
-    return _read(write(layout, *options), layout)
+    return read_source(write(layout, *options), layout, globals())
 
 
 def read_source(source: str, layout: Any, names: dict[str, Any]) -> dict[str, Any]:
@@ -37,10 +37,6 @@ def read_source(source: str, layout: Any, names: dict[str, Any]) -> dict[str, An
     space = {**names, "__name__": __name__}
     exec(compile(source, name, "exec"), space)
     return space
-
-
-def _read(source: str, layout: Scheme) -> dict[str, Any]:
-    return read_source(source, layout, globals())
 
 
 @triton.jit

@@ -28,7 +28,6 @@ from econv.engines.problem import Geometry
 from econv.engines.spectral.hopper import kernels as hopper
 from econv.engines.spectral.hopper.schedule import PRODUCERS, ROWS, gains
 from econv.engines.spectral.tiling import (
-    CHANGES,
     Grid,
     chosen_tiles,
     convolution_tiling,
@@ -45,9 +44,6 @@ from econv.gpu.devices import tf32_allowed
 from econv.gpu.launch import Job, Launch, launch_all
 from econv.gpu.sizes import Like, power_of_two, rounded_up, units
 from econv.plan import plan_named
-
-__all__ = ["CHANGES", "OVERALL", "convolution_run", "largest", "weight_gradient_run"]
-
 
 _WARPS: dict[str, Any] = {"PRODUCERS": PRODUCERS, "REGISTERS": 128, "num_warps": 4}
 """Of a warp-specialised program: four multiply. With more registers of a producer thread, they
@@ -134,9 +130,7 @@ class _Group:
         every = self.images == len(images)  # a slice would take time
         return images if every else images[self.first : self.first + self.images]
 
-    def into(self, y: Tensor) -> Tensor:
-        """What is written of the output."""
-        return self.of(y)
+    into = of  # of the output
 
     def scales(self, largest: Tensor) -> Tensor:
         """Where the largest numbers of its images begin."""
@@ -183,7 +177,7 @@ class ConvolutionRun:
         """How weights come into the order in which each launch reads them."""
         made = kernels.generated(convolution_source, layout, cut.parts, _f16x2(self.internal))
         if tiling.warp_specialised:
-            several = [hopper.forward(one, cut.parts) for one in tiling.layouts]
+            several = [hopper.generated(one, cut.parts) for one in tiling.layouts]
             forward = [
                 partial(Launch, kernel, BP=tiling.pixels, **_WARPS, STAGES=stages)
                 for kernel, stages in zip(several, tiling.stages, strict=True)
@@ -305,7 +299,7 @@ class WeightGradientRun:
             gradients = [
                 [
                     partial(Launch, kernel, **options, READY=ready, COUNT=tiling.features)
-                    for kernel in hopper.weight_gradients(one, cut.parts)
+                    for kernel in (hopper.generated(one, cut.parts, c) for c in range(one.chunks))
                 ]
                 for one, ready in zip(tiling.layouts, tiling.stages, strict=True)
             ]

@@ -165,8 +165,8 @@ class Grid(NamedTuple):
         images: int, lengths: Sequence[int], geometry: Geometry, size: int, above: int | None = None
     ) -> Grid:
         """For so many samples; ``above``: planes before the first, if not `Geometry.before`."""
-        befores = geometry.before if above is None else above, geometry.before, geometry.before
-        (planes, _), (lines, _), (row, _) = spans(lengths, geometry, size, befores)
+        margins = geometry.before if above is None else above, geometry.before, geometry.before
+        (planes, _), (lines, _), (row, _) = spans(lengths, geometry, size, margins)
         row = rounded_up(row, 2)
         z, y, x = ((out - 1) * geometry.down for out in geometry.sizes)
         last = (((images - 1) * planes + z) * lines + y) * row + x + 1
