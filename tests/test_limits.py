@@ -55,6 +55,14 @@ TOO_MUCH = {
     "kinds of several": lambda: testing.assert_equivariant(
         nn.Identity(), torch.zeros(1, 4, 9, 9), "p4", input_kind=torch.zeros(2)
     ),
+    "elements of none": lambda: testing.assert_equivariant(
+        nn.Identity(), torch.zeros(1, 4, 9, 9), "p4", elements=torch.tensor(2)
+    ),
+    "a dtype": lambda: testing.smooth_field(5, dtype=10**30),
+    "a number of a parameter": lambda: econv.FieldParameter(
+        2, "p4", initial=1e300, dtype=torch.bfloat16
+    ),
+    "a slope": lambda: econv.GroupPReLU2d(2, "p4", init=1e300),
     "a seed": lambda: testing.smooth_field(5, seed=10**30),
     "no tensor": lambda: testing.assert_equivariant(nn.Identity(), False, "p4"),
     "nothing": lambda: testing.equivariance_error(Silent(), torch.zeros(1, 1, 9, 9), 1, "p4"),

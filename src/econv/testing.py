@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from econv.groups import FloatArray, Group, GroupLike
-from econv.layers.checks import number, positive
+from econv.layers.checks import check_factory, number, positive
 
 __all__ = [
     "KINDS",
@@ -364,7 +364,8 @@ def assert_equivariant(
     lengths = _spacing_of(module) if spacing is None else spacing
     sides = _lengths(lengths, found.dimension)
     exact = tuple(e for e in found.grid_symmetries if _on_grid(found.matrices[e], sides))
-    if elements is not None and not isinstance(elements, Iterable):
+    many = isinstance(elements, Iterable) and getattr(elements, "ndim", 1) != 0
+    if elements is not None and not many:
         raise ValueError(f"expected elements as a sequence; got {elements!r}")
     chosen: tuple[Element, ...] = exact if elements is None else tuple(elements)
     if not chosen:
@@ -466,6 +467,7 @@ def smooth_field(
     """
     for name, count in (("size", size), ("channels", channels), ("batch", batch)):
         positive(name, count, 1 << 14)
+    check_factory(None, dtype)
     seed = positive("seed", seed, (1 << 63) - 1, least=-(1 << 63))
     if not isinstance(dimension, int) or dimension not in (1, 2, 3):
         raise ValueError(f"expected 1, 2 or 3 as dimension; got {dimension!r}")

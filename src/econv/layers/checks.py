@@ -56,6 +56,12 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
+def held(name: str, value: float, dtype: torch.dtype) -> None:
+    """A number that is one of that dtype, too."""
+    if abs(value) > torch.finfo(dtype).max:
+        raise ValueError(f"expected {name} as a number that {dtype} holds; got {value!r}")
+
+
 def truth(name: str, value: Any) -> bool:
     """A truth value, and nothing that merely counts as one: ``"no"`` would."""
     if not isinstance(value, bool | np.bool_):

@@ -16,6 +16,7 @@ from econv.layers.checks import (
     check_fields,
     check_multiple,
     check_rank,
+    held,
     number,
     positive,
     read_group,
@@ -313,6 +314,7 @@ class FieldParameter(nn.Module):
         self._order = self.group.order
         check_factory(device, dtype)
         self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
+        held("initial", self.initial, self.weight.dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -350,6 +352,7 @@ class GroupPReLU(nn.Module):
         self._order = self.group.order
         check_factory(device, dtype)
         self.weight = nn.Parameter(torch.empty(fields, device=device, dtype=dtype))
+        held("init", self.init, self.weight.dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
