@@ -118,7 +118,7 @@ def test_samples_in_groups_and_memory_full_of_nan_give_the_same(monkeypatch, dty
             assert error(ours, theirs) <= 1e-6
     finally:
         forget()
-    assert len(shapes) == 7  # two for each convolution, three for the gradient to the weights
+    assert len(shapes) == 8  # two for each convolution, four for the gradient to the weights
 
 
 def forget():

@@ -50,7 +50,7 @@ from econv.engines.spectral.triton.volume_source import (
     scheme,
 )
 from econv.gpu import passes
-from econv.gpu.launch import Job, Launch, compile_together
+from econv.gpu.launch import Job, Launch, launch_all
 from econv.gpu.sizes import Like, power_of_two, rounded_up, units
 from econv.plan import SpectralPlan, plan_named
 
@@ -146,6 +146,27 @@ def arrange(
     )
     value *= two_to(HEADROOM - exponent(tl.load(largest)))
     tl.store(out + n, value.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit(do_not_specialize=["splits", "before", "again"])
+def add_up(
+    partial, out, splits, several, copies, count, before, again,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Sums of all programs of a kernel, ``several`` times so many copies, in a fixed order."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = several * copies
+    kept = n < total
+    found = tl.zeros([SPLITS, BLOCK], tl.float32)
+    for first in range(0, splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)[:, None]
+        there = (split < splits) & kept[None, :]
+        found += tl.load(partial + (split.to(tl.int64) * total + n[None, :]), mask=there, other=0.0)
+    sums = tl.sum(found, axis=0)
+    into = out + n // copies * count + before + n % copies
+    if again:
+        sums += tl.load(into, mask=kept, other=0.0)
+    tl.store(into, sums, mask=kept)
 
 
 class Grid(NamedTuple):
@@ -391,7 +412,7 @@ class WeightGradient:
         self.dtype = launches.internal(x.dtype)
         self.fields = g.shape[1] // order, x.shape[1] // order
         self.constants = _constants(plan, x.device, self.dtype)
-        self.groups: list[tuple[_Samples, _Samples, list[tuple[Launch, int, slice]]]] = []
+        self.groups: list[tuple[_Samples, _Samples, list[tuple[Launch, Launch]]]] = []
         if not math.prod(x.shape) * math.prod(g.shape):
             return
         out_chunks, chunks = (units(fields, FIELDS) for fields in self.fields)
@@ -413,7 +434,7 @@ class WeightGradient:
             if bytes_ <= max(LEAST, x.bytes) and grid.size <= _MOST:
                 break
             images = units(images, 2)
-        self.partial = 0
+        self.partial, adding = 0, {"SPLITS": 128, "BLOCK": 32, "num_warps": 8}
         while first < x.shape[0]:
             images = min(images, x.shape[0] - first)
             grid, ours = spectrum(images)
@@ -431,9 +452,12 @@ class WeightGradient:
                     numbers = (*places, steps, each)
                     launch = Launch(kernel, (programs, splits), numbers, **options)
                     copies = family.copies * len(own) * _SUM
-                    several.append((launch, splits, slice(before, before + copies)))
+                    total = chunks * out_chunks * copies
+                    where = (chunks * out_chunks, copies, layout.count * _SUM, before)
+                    last = Launch(add_up, (units(total, 32),), (splits, *where, first), **adding)
+                    several.append((launch, last))
                     before += copies
-                    self.partial = max(self.partial, splits * chunks * out_chunks * copies)
+                    self.partial = max(self.partial, splits * total)
             self.groups.append((ours, theirs, several))
             first += images
 
@@ -444,25 +468,19 @@ class WeightGradient:
         if not self.groups:
             return x.new_zeros(*self.fields, len(placed), dtype=torch.float32)
         partial = passes.empty((self.partial,), torch.float32, x.device)
-        sums = torch.zeros(self.sums, dtype=torch.float32, device=x.device)
+        sums = passes.empty((math.prod(self.sums),), torch.float32, x.device)
         ours, theirs = self.groups[0][:2]  # no other group is larger
         spectrum = passes.empty((ours.numbers,), self.dtype, x.device)
         gradient = passes.empty((theirs.numbers,), self.dtype, x.device)
-        steps: list[tuple[Job, tuple[Tensor, ...]]] = []
+        jobs: list[Job] = []
         for ours, theirs, several in self.groups:
-            steps.append(((ours.analyse, (ours.of(x), matrix, x_largest, spectrum)), ()))
-            steps.append(((theirs.analyse, (g[ours.samples], matrix, g_largest, gradient)), ()))
-            for launch, splits, own in several:
-                into = sums.view(math.prod(self.sums[:2]), -1)[:, own]
-                each = partial[: splits * into.numel()].view(splits, *into.shape)
-                given = spectrum, gradient, partial, x_largest, g_largest
-                steps.append(((launch, given), (into, each)))
-        compile_together([job for job, _ in steps])
-        for (launch, tensors), adding in steps:
-            launch(*tensors)
-            if adding:
-                adding[0].add_(adding[1].sum(0))
-        total = sums.index_select(2, self.constants["places"])
+            jobs.append((ours.analyse, (ours.of(x), matrix, x_largest, spectrum)))
+            jobs.append((theirs.analyse, (g[ours.samples], matrix, g_largest, gradient)))
+            for launch, last in several:
+                jobs.append((launch, (spectrum, gradient, partial, x_largest, g_largest)))
+                jobs.append((last, (partial, sums)))
+        launch_all(jobs)
+        total = sums.view(self.sums).index_select(2, self.constants["places"])
         total = total.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
         return total[: self.fields[0], : self.fields[1]] @ placed.T
 
