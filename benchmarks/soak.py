@@ -2,12 +2,12 @@
 
     python benchmarks/soak.py --seconds 3600
 
-Every step draws a layer (one of a fixed number of bases, any numbers of fields), an image of any
-size and batch, an engine that can run it, train or eval mode. Outputs are compared with the dense
-engine now and then. The first third of the time warms up: caches fill, the allocator finds its
-size. After that the resident memory may grow by what `ALLOWED` says, and no cache or other
-container of a module of econv may grow without end. The exit status is 1 if something does. What
-the allocator keeps of freed memory does not count: shapes that never come again leave gaps in it.
+Every step draws a layer (one of a fixed number of bases, any numbers of fields), an image or a
+volume of any size and batch, an engine that can run it, train or eval mode. Outputs are compared
+with the dense engine now and then. The first third of the time warms up: caches fill, the allocator
+finds its size. After that the resident memory may grow by what `ALLOWED` says, and no cache or
+other container of a module of econv may grow without end. The exit status is 1 if something does.
+What the allocator keeps of freed memory does not count: shapes that never come again leave gaps.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"stencils": "central"},
     {"stencils": "gaussian", "size": 7},
 )
+SPACE = ("C2", "D2", "T", "O")
+OPTIONS_IN_SPACE: tuple[dict[str, Any], ...] = ({}, {"stencils": "central"})
 # What fills up for long, and how far it may.
 BOUNDED = dict.fromkeys(
     ("econv.engines.choice._memory", "econv.engines.choice._decided"), choice._MOST_MEMORIES
@@ -87,24 +89,28 @@ def containers() -> dict[str, int]:
 
 def step(draw: random.Random, compare: bool) -> str:
     """One layer, forwards and, in train mode, backwards; which engine ran."""
-    options: dict[str, Any] = {**draw.choice(OPTIONS), "bias": draw.random() < 0.5}
+    volumes = draw.random() < 0.2
+    several = OPTIONS_IN_SPACE if volumes else OPTIONS
+    options: dict[str, Any] = {**draw.choice(several), "bias": draw.random() < 0.5}
     options |= {"stride": draw.choice((1, 1, 2)), "dilation": draw.choice((1, 1, 2))}
     dtype = draw.choice((torch.float32, torch.float32, torch.float64))
-    group = econv.Group(draw.choice(GROUPS))
+    group = econv.Group(draw.choice(SPACE if volumes else GROUPS))
     wanted = draw.choice(("auto", "dense", "spectral"))
     fields = draw.randint(1, 6), draw.randint(1, 6)
     layer: torch.nn.Module
+    lift: Any = econv.LiftConv3d if volumes else econv.LiftConv2d
+    between: Any = econv.GroupConv3d if volumes else econv.GroupConv2d
     if draw.random() < 0.3:
-        layer, channels = econv.LiftConv2d(*fields, group, **options), fields[0]
+        layer, channels = lift(*fields, group, **options), fields[0]
     else:
-        layer, channels = econv.GroupConv2d(*fields, group, **options), fields[0] * group.order
+        layer, channels = between(*fields, group, **options), fields[0] * group.order
     layer = layer.to(dtype)
-    sides = draw.randint(1, 48), draw.randint(1, 48)
+    sides = [draw.randint(1, most) for most in ((12,) * 3 if volumes else (48, 48))]
     extent = layer.extent  # "same" padding: any size will do
     shape = draw.choice((0, 1, 2, 3, 5)), channels, *(max(side, extent) for side in sides)
     x = torch.randn(shape, dtype=dtype)
     if draw.random() < 0.3:
-        x = x.to(memory_format=torch.channels_last)
+        x = x.to(memory_format=torch.channels_last_3d if volumes else torch.channels_last)
     training = draw.random() < 0.6
     layer.train(training)
     x.requires_grad_(training)
