@@ -125,6 +125,9 @@ def wrong_metadata(text: str) -> list[str]:
     package = (SOURCES / "econv" / "__init__.py").read_text(encoding="utf-8")
     version = re.findall(r'^__version__ = "(.+)"$', package, re.M)
     mistakes = []
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    if re.findall(r"^version: (.+)$", citation, re.M) != version:
+        mistakes.append(f"CITATION.cff has another version than econv.__version__, {version}")
     if version != [str(known.version)]:
         mistakes.append(f"metadata: version {known.version}, but econv.__version__ is {version}")
     if known.description_content_type != "text/markdown" or not known.description:

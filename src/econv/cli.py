@@ -45,8 +45,7 @@ _WHY = ("lie", "split", "advice", "sizes")  # what answers why, each of which ma
 _EXAMPLES = """\
 what people do:
   see what it is about    econv demo
-  check a network         econv check resnet18_p8
-  find out why            econv check model.py:build --weights best.pt --html why.html
+  check a network         econv check model.py:build --weights best.pt --html why.html
   train                   econv train mnist_rot_p8 --seeds 3
   compare with the paper  econv report --html report.html
   check our weights       econv verify digits_p8

@@ -136,7 +136,7 @@ def test_the_help_shows_what_people_do(capsys):
             cli.main([*arguments, "--help"])
         out = capsys.readouterr().out
         examples = out[out.index("what people do" if not arguments else "examples:") :]
-        assert len(re.findall(r"\beconv.(?:demo|check|train|report)", examples)) >= least
+        assert len(re.findall(r"\beconv.(?:demo|check|train|report|verify)", examples)) >= least
         assert max(map(len, out.splitlines())) <= 100
 
 

@@ -1,4 +1,7 @@
-"""Every page of the site in a real browser, wide and narrow: nothing sticks out, nothing is cut."""
+"""Every page of the site in a real browser, wide and narrow, light and dark.
+
+Nothing sticks out, nothing is cut, and all text stands out from what is behind it.
+"""
 
 import os
 import subprocess
@@ -40,6 +43,35 @@ return [...document.querySelectorAll(".md-content pre code, .md-content table")]
 }).map(e => e.innerText.slice(0, 200));
 """
 
+# Text with less contrast than WCAG 2 asks of large text.
+PALE = """
+document.head.insertAdjacentHTML("beforeend", "<style>* { transition: none !important }</style>");
+const numbers = color => (color.match(/[0-9.]+/g) || [0, 0, 0, 0]).map(Number);
+const light = color => {
+  const [r, g, b] = numbers(color).map(v => v / 255).map(
+    v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const behind = e => {
+  for (; e; e = e.parentElement) {
+    const color = getComputedStyle(e).backgroundColor, parts = numbers(color);
+    if (parts.length < 4 || parts[3] > 0.5) return color;
+  }
+  return "rgb(255, 255, 255)";
+};
+return [...document.querySelectorAll(
+  ".md-content p, .md-content li, .md-content td, .md-content th, .md-content h1, .md-content h2," +
+  " .md-content a, .md-content code, .md-content span"
+)].filter(e => e.innerText && e.getBoundingClientRect().width
+  && !e.closest(".md-button, .headerlink") && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())
+).filter(e => {
+  const [a, b] = [light(getComputedStyle(e).color), light(behind(e))];
+  return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 3;
+}).map(e => e.outerHTML.slice(0, 200));
+"""
+
+BACKGROUND = "return getComputedStyle(document.body).backgroundColor"
+
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
@@ -73,6 +105,32 @@ def test_nothing_sticks_out_of_any_page(browser, site):
             if beyond:
                 found[f"{page.relative_to(site)}, {width}"] = beyond
     assert found == {}
+
+
+def test_text_is_legible_on_every_page_light_and_dark(browser, site):
+    pages = [page for page in sorted(site.rglob("*.html")) if page.name != "404.html"]
+    found, shown = {}, set()
+    browsing.resize(browser, 1280)
+    for page in pages:
+        browser.get(page.as_uri())
+        for scheme in ("default", "slate"):  # what the button for light and dark sets
+            browser.execute_script(f"document.body.dataset.mdColorScheme = '{scheme}'")
+            if pale := browser.execute_script(PALE):
+                found[f"{page.relative_to(site)}, {scheme}"] = pale
+            shown.add(browser.execute_script(BACKGROUND))
+    assert len(shown) == 2  # the dark pages were dark
+    assert found == {}
+
+
+def test_pale_text_is_noticed(browser, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text(
+        "<!doctype html><body style='background:#111'><div class='md-content'><p>hidden</p>"
+        "<p style='color:#eee'>seen</p></div>"
+    )
+    browser.get(page.as_uri())
+    (pale,) = browser.execute_script(PALE)
+    assert "hidden" in pale
 
 
 def test_what_sticks_out_is_noticed(browser, tmp_path):

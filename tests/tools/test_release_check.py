@@ -96,6 +96,13 @@ def test_wrong_metadata_are_found(old, new, reason):
     assert reason in mistake
 
 
+def test_a_citation_of_another_version_is_found(tmp_path, monkeypatch):
+    (tmp_path / "CITATION.cff").write_text("cff-version: 1.2.0\nversion: 9.9\n")
+    monkeypatch.setattr(release_check, "ROOT", tmp_path)
+    (mistake,) = release_check.wrong_metadata(METADATA)
+    assert "CITATION.cff has another version" in mistake
+
+
 def test_the_oldest_versions_are_the_lower_ends():
     told = release_check.requirements
     assert told(METADATA, "oldest", (3, 10)) == ["numpy==2.0.*", "torch==2.10.*"]
