@@ -136,7 +136,7 @@ def accuracy_in_short(found: list[report.Row]) -> str:
     ]
     seeds = min((row.seeds for row in kept.values()), default=0)
     times = max((row.data for row in kept.values()), default=1)
-    made = f" {times} times" * (times > 1)
+    made = ", for most of its runs anew" * (times > 1)
     note = (
         f"Mean and deviation over {seeds} seeds, bold where lower by more than that; MNIST-rot is "
         f"re-created{made}, and the test split is read once: [all tables]"

@@ -63,7 +63,8 @@ return [...document.querySelectorAll(
   ".md-content p, .md-content li, .md-content td, .md-content th, .md-content h1, .md-content h2," +
   " .md-content a, .md-content code, .md-content span"
 )].filter(e => e.innerText && e.getBoundingClientRect().width
-  && !e.closest(".md-button, .headerlink") && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())
+  && !e.closest(".md-button, .headerlink")
+  && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())
 ).filter(e => {
   const [a, b] = [light(getComputedStyle(e).color), light(behind(e))];
   return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 3;
