@@ -533,11 +533,8 @@ def _note(found: Sequence[Row], others: Mapping[str, Sequence[Record]] | None = 
 def updated(text: str, found: Sequence[Row], name: str | Path = "the text") -> str:
     """A page's text with the tables between its markers; errors call it by the name.
 
-    Three kinds of markers begin a table: of all rows, as in docs/results.md, of recipes compared with
-    the paper's and of earlier runs. A page has one of them or more, each with its own end.
-
-    Raises:
-        ValueError: for a page without the two lines between which the table goes.
+    Three kinds of markers begin a table: of all rows, as in docs/results.md, of recipes compared
+    with the paper's and of earlier runs. A page has one of them or more, each with its own end.
     """
     parts = {
         BEGIN: lambda: as_markdown(found),
