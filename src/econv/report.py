@@ -535,6 +535,9 @@ def updated(text: str, found: Sequence[Row], name: str | Path = "the text") -> s
 
     Three kinds of markers begin a table: of all rows, as in docs/results.md, of recipes compared
     with the paper's and of earlier runs. A page has one of them or more, each with its own end.
+
+    Raises:
+        ValueError: for a page without the two lines between which the table goes.
     """
     parts = {
         BEGIN: lambda: as_markdown(found),
