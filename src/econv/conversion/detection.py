@@ -59,9 +59,17 @@ def convert_detector(
         ConversionError: for heads of masks or keypoints, and for anchors of which a quarter turn
             makes others.
 
-    >>> from torchvision.models.detection import fcos_resnet50_fpn  # doctest: +SKIP
-    >>> detector = convert_detector(  # doctest: +SKIP
-    ...     fcos_resnet50_fpn(), "p4", example_input=torch.randn(1, 3, 128, 128))
+    With torchvision, for images of any size::
+
+        model = torchvision.models.detection.fcos_resnet50_fpn()
+        detector = econv.convert_detector(model, example_input=torch.randn(1, 3, 128, 128))
+
+    What is no detector is refused:
+
+    >>> image = torch.randn(1, 3, 128, 128)
+    >>> convert_detector(nn.ReLU(), example_input=image)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    econv...ConversionError: ... it has no backbone: expected a detector of torchvision's kind
     """
     check_module(model)
     if not isinstance(getattr(model, "backbone", None), nn.Module):
