@@ -76,4 +76,4 @@ def test_the_run_tells_what_is_found_from_what_is_not(tmp_path):
         found = json.loads(told.read_text(encoding="utf-8"))
         assert (found["found"], found["listed"]) == (1, len(listed))
         assert [fault["file"] for fault in found["missed"]] == ["files.py"] * (len(listed) - 1)
-        assert {"revision", "finished"} <= set(found)
+        assert {"machine", "revision", "finished"} <= set(found)
