@@ -66,10 +66,11 @@ test-packages:
 	@ECONV_GATE=test-packages OMP_NUM_THREADS=1 $(VENV)-packages/bin/python -m pytest -q -n $(JOBS) \
 		tests/conversion tests/test_timm.py $(ARGS)
 
-# On a machine with an NVIDIA GPU; docs/compatibility.md has the record.
+# On a machine with an NVIDIA GPU, by hand before a release; docs/compatibility.md has the record.
 test-gpu: $(STAMP)
 	@mkdir -p outputs
-	@$(RUN) benchmarks/device_tests.py --processes $(JOBS) --json outputs/device_tests.json $(ARGS)
+	@ECONV_GATE=test-gpu $(RUN) benchmarks/device_tests.py --processes $(JOBS) --within 3600 \
+		--json outputs/device_tests.json $(ARGS)
 
 # Faults that are put into the code: does a test find each? Minutes to an hour, on one core.
 mutants: $(STAMP)

@@ -62,6 +62,21 @@ def test_every_entry_names_a_target_of_make():
         assert entry["runs"] in targets
 
 
+def test_every_target_but_that_for_a_gpu_runs_on_a_schedule():
+    flows, page = ROOT / ".github" / "workflows", ROOT / "CONTRIBUTING.md"
+    if not flows.exists() or not page.exists():
+        pytest.skip("no workflows beside the tests")
+    run = [path.read_text(encoding="utf-8") for path in flows.glob("*.yml")]
+    matrix = re.findall(r"target: \[(.*)\]", "".join(run))
+    scheduled = {name for names in matrix for name in names.split(", ")}
+    scheduled |= set(re.findall(r"run: make ([\w-]+)", "".join(run)))
+    text = page.read_text(encoding="utf-8")
+    told = set(re.findall(r"^    make ([\w-]+) .*#", text, re.M)) | {"fuzz-native"}
+    assert len(told) >= 11
+    assert told - scheduled == {"test-gpu"}
+    assert "`make test-gpu` runs by hand" in text
+
+
 def test_unaccounted_skips_are_named():
     assert wrong_skips({"no C++ compiler", "no CUDA device found"}, "test") == []
     assert wrong_skips({"because"}, "") == ["tests/skips.json has no such reason: because"]
