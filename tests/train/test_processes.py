@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ if kill_at and rank == 1:
     def step(self):
         done[0] += 1
         if done[0] == kill_at:
+            (folder / "lost").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         original(self)
     Trainer.step = step
@@ -141,6 +143,7 @@ def test_a_killed_worker_ends_the_run_with_a_clear_message_and_it_resumes(tmp_pa
     (first, error), (second, _) = pair(tmp_path / "two", "float32", kill_at=14)
     assert second == -signal.SIGKILL
     assert first == 3, error
+    assert time.time() - (tmp_path / "two" / "lost").stat().st_mtime < 60
     assert "WorkerLostError: process 0 of 2 lost another one" in error
     assert "The checkpoint after epoch 3 is kept in" in error
     assert not (tmp_path / "two" / "records").exists()
