@@ -38,6 +38,9 @@ def test_every_fault_applies_and_its_test_is_there():
 def test_faults_are_in_all_rooms_and_few_survive():
     listed = run.faults()
     rooms = Counter(fault.file.partition("/")[0].removesuffix(".py") for fault in listed)
+    source = run.ROOT / "src" / "econv"
+    folders = {str(path.parent.relative_to(source)) for path in source.rglob("*.py")}
+    assert folders == {str(Path(fault.file).parent) for fault in listed}
     assert len(rooms) >= 20
     assert len({fault.file for fault in listed}) >= 50
     assert {"plots", "page", "fourier", "stencils", "plan", "files", "models", "lab"} <= set(rooms)
