@@ -33,7 +33,7 @@ help:
 	@echo "make fuzz-native  100,000 sets of arguments for compiled code, under AddressSanitizer"
 	@echo "make test-packages  those with other packages' networks: torchvision, timm, monai and more"
 	@echo "make test-gpu  those that need an NVIDIA GPU"
-	@echo "make mutants   put faults into the code, one by one, and see that a test finds each"
+	@echo "make mutants   put faults into the code, one by one: tests must find 95 % of them"
 	@echo "make soak      random shapes through every engine for SECONDS=3600: memory stays flat"
 	@echo "make lint      style, types, the order of the modules, links and spelling"
 	@echo "make docs      the documentation, in site/"
@@ -66,12 +66,13 @@ test-packages:
 	@ECONV_GATE=test-packages OMP_NUM_THREADS=1 $(VENV)-packages/bin/python -m pytest -q -n $(JOBS) \
 		tests/conversion tests/test_timm.py $(ARGS)
 
-# On a machine with an NVIDIA GPU; docs/compatibility.md has the record.
+# On a machine with an NVIDIA GPU, by hand before a release; docs/compatibility.md has the record.
 test-gpu: $(STAMP)
 	@mkdir -p outputs
-	@$(RUN) benchmarks/device_tests.py --processes $(JOBS) --json outputs/device_tests.json $(ARGS)
+	@ECONV_GATE=test-gpu $(RUN) benchmarks/device_tests.py --processes $(JOBS) --within 3600 \
+		--json outputs/device_tests.json $(ARGS)
 
-# Faults that are put into the code: does a test find each? Minutes to an hour, on one core.
+# Faults that are put into the code: do tests find at least 95 %? Minutes to an hour, on one core.
 mutants: $(STAMP)
 	@mkdir -p outputs
 	@$(RUN) tests/mutants/run.py --json outputs/mutants.json $(ARGS)

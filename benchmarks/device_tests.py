@@ -25,7 +25,8 @@ from xml.etree import ElementTree
 import torch
 
 from econv.files import write_atomically
-from econv.records import revision, source_hash, versions
+from econv.records import versions
+from recording import stamp
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
@@ -132,9 +133,7 @@ def machine() -> dict[str, Any]:
     return {
         "device": device(),
         "versions": {**versions(), "triton": known},
-        "revision": revision(),
-        "source_sha256": source_hash(),
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **stamp(),
     }
 
 

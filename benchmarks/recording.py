@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from econv.files import write_atomically
+from econv.files import processor_model, write_atomically
 from econv.records import revision, source_hash
 
 
 def stamp() -> dict[str, str]:
-    """Which code found a result, and when: every result says so."""
+    """Which code found a result, on which processor, and when: every result says so."""
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"revision": revision(), "source_sha256": source_hash(), "finished": when}
+    return {**_code(), "finished": when}
 
 
 def origin(device: str) -> dict[str, Any]:
@@ -38,6 +38,13 @@ def origin(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton,
         "python": sys.version.split()[0],
+        **_code(),
+    }
+
+
+def _code() -> dict[str, str]:
+    return {
+        "machine": processor_model(),
         "revision": revision(),
         "source_sha256": source_hash(),
     }

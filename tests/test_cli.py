@@ -473,9 +473,10 @@ def test_a_nan_is_above_every_tolerance(capsys, model, tmp_path):
     namespace: dict = {}
     exec(MODEL, namespace)
     state = namespace["make"]().state_dict()
+    torch.save(state, tmp_path / "good.pt")
     state["3.weight"].fill_(torch.nan)
     torch.save(state, tmp_path / "nan.pt")
-    weights = ["--weights", str(tmp_path / "nan.pt")]
+    weights = ["--weights", str(tmp_path / "good.pt"), str(tmp_path / "nan.pt")]
     assert (
         main(["check", f"{model}:make", "--size", "17", "--tolerance", "9", *weights, *QUICK]) == 1
     )

@@ -18,6 +18,7 @@ from econv import demo
 from econv.cli import main
 from econv.data import Dataset, Split
 from econv.recipes import RECIPES, Recipe
+from full_disk import contents, full_disk
 from tiny_training import interrupt_at
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -281,3 +282,16 @@ def test_the_network_clearly_beats_its_twin_in_time(tmp_path):
     ours, twin = map(float, results)
     assert ours < 0.67 * twin
     assert ours < 5
+
+
+@pytest.mark.parametrize(
+    "name", ["report.html", pytest.param("equivariance.html", marks=pytest.mark.slow)]
+)
+def test_a_full_disk_is_named_and_the_old_report_stays(folder, monkeypatch, capsys, name):
+    with monkeypatch.context() as patch:
+        before = full_disk(patch, name, folder)
+        assert run_captured(folder)[0] == 1
+    assert contents(folder) == before
+    assert name in before
+    said = capsys.readouterr().err
+    assert f"No space left on device: '{folder / name}'" in said

@@ -24,10 +24,10 @@ def given_reasons(text: str) -> set[str]:
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func).rpartition(".")[2]
-        if name not in ("skip", "skipif", "importorskip"):
+        if name not in ("skip", "skipif", "importorskip", "AbsentError"):
             continue
         reasons = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
-        if name == "skip" and node.args and not reasons:
+        if name in ("skip", "AbsentError") and node.args and not reasons:
             reasons = node.args[:1]
         if name == "importorskip" and not reasons:
             package = node.args[0]
@@ -40,17 +40,34 @@ def given_reasons(text: str) -> set[str]:
     return found
 
 
+REASONS = {
+    (str(path.relative_to(ROOT)), reason)
+    # A test skips for what this one gives as its reason.
+    for path in [*TESTS.rglob("*.py"), *ROOT.glob("benchmarks/compatibility_checks.py")]
+    for reason in given_reasons(path.read_text(encoding="utf-8"))
+    # Of bars that skip what is done, of tests of tests, and of controls that are left out.
+    if reason not in ("50", "no such thing", "no GPU", "X")
+    and reason != "an ordinary network is not equivariant"
+}
+
+
+def without_a_skip(entries: list[dict[str, str]]) -> list[str]:
+    """The reasons of entries that no skip in the source gives."""
+    given = {reason for _, reason in REASONS}
+    return [e["reason"] for e in entries if not any(re.fullmatch(e["reason"], r) for r in given)]
+
+
 def test_every_reason_to_skip_a_test_is_in_the_list():
-    reasons = {
-        (str(path.relative_to(ROOT)), reason)
-        for path in TESTS.rglob("*.py")
-        for reason in given_reasons(path.read_text(encoding="utf-8"))
-        # Of bars that skip what is done, and of tests of tests.
-        if reason not in ("50", "no such thing", "no GPU", "X")
-    }
-    assert len(reasons) > 30
-    unknown = [r for r in reasons if not any(re.fullmatch(e["reason"], r[1]) for e in LIST)]
+    assert len(REASONS) > 30
+    unknown = [r for r in REASONS if not any(re.fullmatch(e["reason"], r[1]) for e in LIST)]
     assert unknown == []
+
+
+def test_every_entry_is_of_a_skip_that_there_is():
+    if not (ROOT / "benchmarks").exists():
+        pytest.skip("no benchmarks beside the tests")
+    assert without_a_skip(LIST) == []
+    assert without_a_skip([{"reason": "nobody skips for this"}]) == ["nobody skips for this"]
 
 
 def test_every_entry_names_a_target_of_make():
@@ -60,6 +77,21 @@ def test_every_entry_names_a_target_of_make():
     for entry in LIST:
         assert set(entry) <= {"reason", "runs", "needs"}
         assert entry["runs"] in targets
+
+
+def test_every_target_but_that_for_a_gpu_runs_on_a_schedule():
+    flows, page = ROOT / ".github" / "workflows", ROOT / "CONTRIBUTING.md"
+    if not flows.exists() or not page.exists():
+        pytest.skip("no workflows beside the tests")
+    run = [path.read_text(encoding="utf-8") for path in flows.glob("*.yml")]
+    matrix = re.findall(r"target: \[(.*)\]", "".join(run))
+    scheduled = {name for names in matrix for name in names.split(", ")}
+    scheduled |= set(re.findall(r"run: make ([\w-]+)", "".join(run)))
+    text = page.read_text(encoding="utf-8")
+    told = set(re.findall(r"^    make ([\w-]+) .*#", text, re.M)) | {"fuzz-native"}
+    assert len(told) >= 11
+    assert told - scheduled == {"test-gpu"}
+    assert "`make test-gpu` runs by hand" in text
 
 
 def test_unaccounted_skips_are_named():

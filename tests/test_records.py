@@ -3,14 +3,17 @@
 import dataclasses
 import json
 import os
+import random
 import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from econv import files, records
+from econv import files, records, report
+from econv.recipes import RECIPES
 from econv.records import Record, RecordError
 
 
@@ -130,6 +133,81 @@ LAST = {"phase": "select", "epoch": 2, "loss": 0.1, "validation_error": 1.5}
 def test_wrong_values_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(RecordError, match=f"expected .*{next(iter(changes))}"):
         record(**changes)
+
+
+PART = {
+    "after": 0,
+    "revision": "unknown",
+    "source_sha256": "2" * 64,
+    "step": "eager",
+    "processes": 1,
+    "device": "cpu, 2 threads",
+    "torch": "2",
+    "processor": "one",
+    "kernel": "none",
+}
+HOSTILE = ("<script>alert(1)</script>", "\x1b[2J", "a | b", "`rm`", "two\nlines", "\u202e")
+
+
+def places(told: Any, of: type | None = None) -> list[tuple[Any, Any]]:
+    """Every container in what JSON tells, and each of its keys, of values of one type or any."""
+    found = []
+    for key, value in told.items() if isinstance(told, dict) else enumerate(told):
+        found += [(told, key)] if of is None or isinstance(value, of) else []
+        found += places(value, of) if isinstance(value, dict | list) else []
+    return found
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_of_a_record_is_markup_or_steers_a_terminal(tmp_path: Path, text: str) -> None:
+    known = record(parts=[PART], weights_sha256="5" * 64)
+    path = records.save(known, tmp_path)
+    whole = json.loads(path.read_text())
+    texts = [n for n, (of, _) in enumerate(places(whole, str)) if of is not whole["settings"]]
+    assert len(texts) > 15
+    for number in texts:
+        told = json.loads(path.read_text())
+        of, key = places(told, str)[number]
+        of[key] = text
+        with pytest.raises(RecordError) as caught:
+            records.parse(json.dumps(told).encode(), path)
+        assert str(caught.value).isprintable()
+    for edit in ({"versions": {text: "2"}}, {"settings": {"retrain_on_all": text}}, {text: 1}):
+        with pytest.raises(RecordError) as caught:
+            records.parse(json.dumps(whole | edit).encode(), path)
+        assert str(caught.value).isprintable()
+
+
+def test_a_damaged_record_is_refused_or_can_be_reported(tmp_path: Path) -> None:
+    settings = RECIPES["mnist_rot_p8"].settings()
+    known = record(parts=[PART], settings=settings, retrained=settings["retrain_on_all"])
+    content = records.save(known, tmp_path).read_bytes()
+    path = records.path_of(tmp_path, "mnist_rot_p8", 3)
+    draw = random.Random(0)
+    values = (None, True, -1, 1e400, 10**30, "", [], {}, [[]], {"a": []}, [None], *HOSTILE)
+    refused = accepted = 0
+    for trial in range(600):
+        told = json.loads(content)
+        of, key = draw.choice(places(told))
+        if trial % 3 == 0:
+            del of[key]
+        else:
+            of[key] = draw.choice(values)
+        changed = bytearray(json.dumps(told).encode())
+        if trial % 5 == 0:
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+        try:
+            found = records.parse(bytes(changed), path)
+        except RecordError as error:
+            refused += str(error).isprintable()
+        else:
+            accepted += 1
+            rows = report.rows([found])
+            page = report.as_html(rows, report.variants([found])) + report.as_markdown(rows)
+            assert "<script>alert" not in page
+            assert "\x1b" not in page + report.as_text(rows)
+    assert refused + accepted == 600
+    assert min(refused, accepted) > 100
 
 
 @pytest.mark.parametrize(

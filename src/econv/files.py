@@ -52,6 +52,10 @@ def atomic(path: str | Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(temporary, wanted)
         _keep_name(wanted.parent)
+    except OSError as error:
+        if error.errno and error.filename in (None, str(temporary)):  # a full disk names none
+            error.filename = str(wanted)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -155,7 +155,7 @@ class Record:
                 raise RecordError(f"expected printable text without markup; got {text!r}")
         for key, value in self.versions.items():
             if not isinstance(value, str) or not _plain(key + value):
-                raise RecordError(f"expected versions as texts; got {key}: {value!r}")
+                raise RecordError(f"expected versions as texts; got {key!r}: {value!r}")
         for entry in self.epochs:
             check_epoch(entry)
         if self.angle_errors is not None:
@@ -166,7 +166,9 @@ class Record:
         """Errors at so many angles as the settings have, whose mean is the test error."""
         asked = self.settings.get("test_angles")
         if len(errors) != asked or not all(_is(e, "float") and 0 <= e <= 100 for e in errors):
-            raise RecordError(f"expected angle_errors of {asked} angles, in percent; got {errors}")
+            raise RecordError(
+                f"expected angle_errors of {asked!r} angles, in percent; got {errors}"
+            )
         mean = sum(errors) / len(errors)
         if not math.isclose(mean, self.test_error, abs_tol=1e-9):
             raise RecordError(f"expected test_error as the mean {mean}; got {self.test_error}")
@@ -188,7 +190,7 @@ class Record:
         asked = self.settings.get("retrain_on_all", self.retrained)
         if asked is not self.retrained:
             raise RecordError(
-                f"expected retrained as the settings have it, {asked}; got {self.retrained}"
+                f"expected retrained as the settings have it, {asked!r}; got {self.retrained}"
             )
 
 

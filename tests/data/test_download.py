@@ -11,6 +11,7 @@ import pytest
 
 from econv import data
 from econv.data import DataError
+from full_disk import full_disk
 from small_data import md5
 from terminals import use_terminal
 
@@ -109,6 +110,19 @@ def test_a_connection_that_keeps_breaking_is_given_up_and_kept(publish, serve, t
     (part,) = (tmp_path / "cache").glob("*.part")
     assert part.stat().st_size == 300
     assert not (tmp_path / "cache" / published.files[0].name).exists()
+
+
+def test_a_full_disk_is_named_and_what_came_is_kept(publish, serve, tmp_path, monkeypatch):
+    published = publish("cifar10")
+    published.at(serve(published.folder, handler(Resuming)))
+    name = published.files[0].name
+    with monkeypatch.context() as patch:
+        full_disk(patch, name, tmp_path)
+        with pytest.raises(DataError, match=f"/{name}: could not be .*No space left on device"):
+            data.load("cifar10")
+    assert (tmp_path / "cache" / f"{name}.part").stat().st_size > 0
+    assert not (tmp_path / "cache" / name).exists()
+    published.check(data.load("cifar10"))
 
 
 def test_a_server_that_cannot_resume_starts_anew(publish, serve, tmp_path):

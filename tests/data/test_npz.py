@@ -107,6 +107,7 @@ WRONG_ARRAYS = {
     "real classes": (lambda a: a.update(test_y=a["test_y"] / 1), "test_y as integers"),
     "high class": (lambda a: a["test_y"].__setitem__(3, 10), "11 classes from 0 to 10"),
     "negative": (lambda a: a["train_y"].__setitem__(3, -1), "from -1 to 9"),
+    "from one": (lambda a: a["train_y"].__iadd__(1), "10 classes from 1 to 10"),
     "few classes": (lambda a: a["train_y"].__imod__(9), "9 classes from 0 to 8"),
 }
 

@@ -218,7 +218,7 @@ def test_the_tests_that_pages_name_exist():
 
 
 def test_names_in_tables_break_at_their_marks_and_figures_nowhere():
-    pytest.importorskip("latex2mathml", reason="the site is not built here")
+    pytest.importorskip("latex2mathml", reason="what builds the site is not installed")
     found = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
     hooks = importlib.util.module_from_spec(found)
     found.loader.exec_module(hooks)

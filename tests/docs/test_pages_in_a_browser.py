@@ -82,7 +82,7 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     for package in ("material", "mkdocstrings"):
-        pytest.importorskip(package, reason="the site is not built here")
+        pytest.importorskip(package, reason="what builds the site is not installed")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)]
     known = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

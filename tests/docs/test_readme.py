@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from econv import records, report
+from econv import files, records, report
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -207,16 +207,60 @@ def test_the_comparison_with_the_papers_recipes_is_that_of_the_records():
     assert report.updated(text, report.rows([])) != text
 
 
-def test_every_result_says_by_which_code_and_when_it_was_found():
+# What was found before results said so; no new file comes here.
+BY_UNKNOWN_CODE = {"build_and_size", "equivariance", "export_speed", "quantisation"}
+AT_AN_UNKNOWN_TIME = BY_UNKNOWN_CODE | {
+    *("engines_cpu", "networks_cpu", "networks_cuda", "networks_cuda_before", "pretrained"),
+    *("training_cpu", "training_cuda", "volumes", "zoo"),
+}
+ON_AN_UNKNOWN_MACHINE = AT_AN_UNKNOWN_TIME | {
+    *("compatibility", "convert_and_rotate", "depth", "device_tests", "engines_cuda"),
+    *("every_angle", "learning_rates", "migrating", "mutants", "networks_cuda_flops"),
+    *("peer_layers", "tetris_3", "tetris_5", "volume_engines_cpu", "volume_engines_cuda"),
+    "zoo_volumes",
+}
+
+
+def wrong_origin(name: str, found: dict) -> list[str]:
+    """What a result does not say about where it comes from."""
+    columns = found.get("libraries", {}).values()
+    runs = [{**found, **run} for run in found.get("runs", [])]
+    wrong = set()
+    for part in columns or runs or [{**found.get("origin", {}), **found}]:
+        code, when = part.get("revision", ""), part.get("finished", "")
+        old = code == "unknown" and name in BY_UNKNOWN_CODE
+        if not old and not re.fullmatch(r"[0-9a-f]{40}(\+changes)?", code):
+            wrong.add(f"{name}: revision {code!r}")
+        if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", when):
+            # The day on which it was committed is known.
+            day = re.fullmatch(r"\d{4}-\d\d-\d\d", part.get("committed", ""))
+            if not day or name not in AT_AN_UNKNOWN_TIME:
+                wrong.add(f"{name}: finished {when!r}")
+        machine = part.get("machine", "")
+        if machine in ("", "unknown") and name not in ON_AN_UNKNOWN_MACHINE:
+            wrong.add(f"{name}: machine {machine!r}")
+    return sorted(wrong)
+
+
+def test_every_result_says_by_which_code_and_when_and_where_it_was_found():
     folder = ROOT / "benchmarks" / "results"
     if not folder.exists():
         pytest.skip("no benchmarks beside the tests")
-    for path in folder.glob("*.json"):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        columns = found.get("libraries", {}).values()
-        runs = [{**found, **run} for run in found.get("runs", [])]
-        for part in columns or runs or [{**found.get("origin", {}), **found}]:
-            assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?|unknown", part["revision"]), path
-            known = re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", part["finished"])
-            # What was found before results said so has the day on which it was committed.
-            assert known or re.fullmatch(r"\d{4}-\d\d-\d\d", part["committed"]), path
+    found = {p.stem: json.loads(p.read_text(encoding="utf-8")) for p in folder.glob("*.json")}
+    assert [line for name in found for line in wrong_origin(name, found[name])] == []
+    assert set(found) >= ON_AN_UNKNOWN_MACHINE
+
+
+def test_a_result_of_unknown_origin_is_found_out():
+    recording = pytest.importorskip("recording", reason="no benchmarks beside the tests")
+    said = recording.stamp() | {"revision": "a" * 40}
+    assert said["machine"] == recording.origin("cpu")["machine"] == files.processor_model() != ""
+    assert wrong_origin("new", said) == []
+    for key in ("revision", "finished", "machine"):
+        for part in ({**said, key: "unknown"}, {**said, key: ""}):
+            (line,) = wrong_origin("new", part)
+            assert line.startswith(f"new: {key} ")
+    old = {"revision": "unknown", "finished": "unknown", "committed": "2026-11-19"}
+    assert wrong_origin("quantisation", old) == []
+    assert len(wrong_origin("new", {"runs": [old]})) == 3
+    assert len(wrong_origin("compatibility", {"libraries": {"econv": old}})) == 2

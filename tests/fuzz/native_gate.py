@@ -8,6 +8,7 @@ torch give, or is refused with a sentence.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -64,23 +65,23 @@ def _fuzz(cases: int, rng: random.Random) -> tuple[int, int]:
             raise SystemExit(f"expected the kernel under AddressSanitizer; {reason}")
     groups, sets = ("p1", "p2", "p3", "p4", "p8", "p1m", "p4m"), ("order<=0", "order<=1", "paper")
     kinds = (("scalar", "regular"), ("regular", "regular"), ("regular", "vector"))
-    plans = [
-        spectral_plan(filter_basis(group, operators), *kind)
-        for group in groups
-        for operators in sets
-        for kind in kinds
-    ]
+    flat = [*itertools.product(groups, sets, kinds)]
+    space = [*itertools.product(("C2", "T", "O"), ("order<=0", "order<=1"), kinds)]
+    plans = [spectral_plan(filter_basis(group, some), *kind) for group, some, kind in flat + space]
     torch.manual_seed(rng.randrange(1 << 30))
-    ran = refused = 0
+    ran = refused = volumes = 0
     for number in range(cases):
         torch.set_num_threads(rng.choice((1, 2, 3, 8)))
         try:
-            _product(rng, rng.choice(plans))
+            plan = rng.choice(plans)
+            _product(rng, plan)
             ran += 1
+            volumes += plan.basis.group.dimension == 3
         except UnreadableError:
             refused += 1
         if (number + 1) % 10_000 == 0:
             print(f"{number + 1}: {ran} ran, {refused} were refused", flush=True)
+    assert volumes > cases // 20, "too few volumes to say anything"
     return ran, refused
 
 
@@ -94,14 +95,16 @@ def _product(rng, plan) -> None:
 
     small, odd = lambda most: rng.randint(1, most), rng.random() < 0.5
     dtype = rng.choice((torch.float32, torch.float64))
-    batch, height, width = rng.randint(0, 3), small(24), small(24)
+    flat = plan.basis.group.dimension == 2
+    batch = rng.randint(0, 3)
+    lengths = [small(24) for _ in "yx"] if flat else [small(8) for _ in "zyx"]
     size, dilation, down = plan.basis.size, small(3), small(3)
     before = rng.randint(0, dilation * (size - 1))
     reach = dilation * (size - 1) + 1
-    out = [max(0, (n + 2 * before - reach) // down + 1) for n in (height, width)]
+    out = [max(0, (n + 2 * before - reach) // down + 1) for n in lengths]
     geometry = Geometry(1, down, dilation, before, tuple(out))
     if rng.random() < 0.3:
-        geometry = geometry.transposed(size, [n + rng.randint(0, 2) for n in (height, width)])
+        geometry = geometry.transposed(size, [n + rng.randint(0, 2) for n in lengths])
     if odd and rng.random() < 0.3:
         word = rng.choice(geometry._fields)
         value = rng.choice((-1, 0, 1, 2, 5, 17, 64, 65, 10**6, -(10**6), 2**62))
@@ -109,7 +112,7 @@ def _product(rng, plan) -> None:
             value = rng.choice(((1,), (3, -1), (0, 4), (2, 2, 2), (17, 5)))
         geometry = geometry._replace(**{word: value})
     ins, outs = small(3), small(3)
-    shape = (batch, ins * plan.analysis.shape[1], height, width)
+    shape = (batch, ins * plan.analysis.shape[1], *lengths)
     result = (batch, outs * len(plan.synthesis), *(max(0, n) for n in geometry.sizes))
     x = _tensor(rng, shape, dtype, odd)
     weights = _tensor(rng, (outs, ins, plan.weights), dtype, odd and rng.random() < 0.3)
@@ -137,8 +140,9 @@ def _tensor(rng, shape, dtype, odd):
         return torch.cat([x, x], -1)[..., ::2]
     if way == 1:
         return torch.cat([x, x], 0)[::2]
-    if way == 2 and x.ndim == 4:
-        return x.contiguous(memory_format=torch.channels_last)
+    if way == 2 and x.ndim in (4, 5):
+        last = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+        return x.contiguous(memory_format=last)
     if way == 3:
         return torch._neg_view(x)
     if way == 4:

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -329,30 +330,43 @@ def test_limits_can_say_no():
 # Every engine on every problem
 
 
+PLANE = ["p1", "p2", "p3", "p4", "p6", "p8", "p1m", "p3m", "p4m"]
+SPACE = ["C2", "T", "O"]
+
+
 @st.composite
 def problems(draw):
-    """A layer and an image that fit one another."""
+    """A layer and an image or a volume, most of which fit one another."""
     kind = draw(st.sampled_from(["lift", "group", "group", "vector"]))
-    group = draw(st.sampled_from(["p1", "p2", "p3", "p4", "p6", "p8", "p1m", "p3m", "p4m"]))
-    small = {"operators": draw(st.sampled_from(["order<=1", "order<=2", "paper"]))}
+    group = draw(st.sampled_from(2 * PLANE + SPACE))
+    flat = group in PLANE
+    sets = ["order<=1", "order<=2", "paper"] if flat else ["order<=0", "order<=1"]
+    modes = ["zeros", "zeros", "replicate", "circular", "reflect"]
     options = {
-        **small,
+        "operators": draw(st.sampled_from(sets)) if kind != "vector" or flat else "order<=1",
         "stencils": draw(st.sampled_from(["isotropic", "isotropic", "central"])),
-        "stride": draw(st.integers(1, 4)),
-        "dilation": draw(st.integers(1, 3)),
-        "padding": draw(st.sampled_from(["same", "same", "valid", 0, 1, 2, 7])),
-        "padding_mode": draw(st.sampled_from(["zeros", "zeros", "replicate", "circular"])),
+        "stride": draw(st.integers(1, 4 if flat else 2)),
+        "dilation": draw(st.integers(1, 3 if flat else 2)),
+        "padding": draw(st.sampled_from(["same", "same", "valid", 0, 1, 2, 7 if flat else 3])),
+        "padding_mode": draw(st.sampled_from(modes)),
         "bias": draw(st.booleans()) and kind != "vector",
         "centred": draw(st.integers(0, 3)) == 0,
+        "groups": draw(st.sampled_from([1, 1, 1, 2])),
     }
-    fields = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    options["groups"] = 1
-    image = draw(st.integers(1, 3)), draw(st.integers(1, 24)), draw(st.integers(1, 24))
+    most = (3 if flat else 2) // options["groups"]
+    fields = [options["groups"] * draw(st.integers(1, most)) for _ in range(2)]
+    most = 24 if flat else 7  # small ones are rare: they are less than a stencil
+    sides = [most - draw(st.integers(0, most - 1)) for _ in range(2 if flat else 3)]
+    image = draw(st.integers(1, 3 if flat else 2)), *sides
     layout = draw(st.sampled_from(["plain", "last", "turned", "gaps", "expanded", "negative"]))
-    return kind, group, fields, options, image, layout
+    return kind, group, tuple(fields), options, image, layout
 
 
-KINDS = {"lift": econv.LiftConv2d, "group": econv.GroupConv2d, "vector": econv.VectorConv2d}
+KINDS = {
+    (kind, dimension): getattr(econv, f"{kind.capitalize()}Conv{dimension}d")
+    for kind in ("lift", "group", "vector")
+    for dimension in (2, 3)
+}
 
 
 def everything(layer, x, engine):
@@ -374,10 +388,11 @@ def agree(found, wanted):
 
 def posed(problem):
     """The layer and the image, if they fit one another."""
-    kind, group, fields, options, (batch, height, width), layout = problem
-    layer = KINDS[kind](*fields, group, dtype=DOUBLE, **options)
-    shape = batch, layer.in_channels, height, width
-    x = made(shape if layout != "turned" else (*shape[:2], width, height), DOUBLE, layout)
+    kind, group, fields, options, (batch, *sides), layout = problem
+    layer = KINDS[kind, len(sides)](*fields, group, dtype=DOUBLE, **options)
+    if layout == "turned":
+        sides[-2:] = sides[:-3:-1]
+    x = made((batch, layer.in_channels, *sides), DOUBLE, layout)
     try:
         layer.read(x)
     except ValueError:
@@ -385,16 +400,28 @@ def posed(problem):
     return layer, x
 
 
-@cases(0.3)
-@given(problem=problems())
-def test_engines_agree_with_gradients(problem):
-    found = posed(problem)
-    if found is None:
-        return
-    with limits():
-        each = [everything(*found, name) for name in ("dense", "spectral", "spectral/torch")]
-    agree(each[1], each[0])
-    agree(each[2], each[0])
+def test_engines_agree_with_gradients():
+    seen = Counter()
+
+    @cases(0.3)
+    @given(problem=problems())
+    def every_problem(problem):
+        seen["posed"] += 1
+        found = posed(problem)
+        if found is None:
+            return
+        with limits():
+            each = [everything(*found, name) for name in ("dense", "spectral", "spectral/torch")]
+        agree(each[1], each[0])
+        agree(each[2], each[0])
+        options = problem[3]
+        seen.update(["valid", "flat" if problem[1] in PLANE else "volumes"])
+        seen.update([options["padding_mode"]] + ["groups"] * (options["groups"] == 2))
+
+    every_problem()
+    assert seen["valid"] >= seen["posed"] // 2
+    for word in ("flat", "volumes", "zeros", "replicate", "circular", "reflect", "groups"):
+        assert seen[word] >= seen["posed"] // 100, seen
 
 
 FILTERS = {
@@ -408,7 +435,7 @@ FILTERS = {
 @given(problem=problems().filter(lambda problem: problem[1] in ("p1", "p2", "p3", "p4", "p1m")))
 def test_the_reference_agrees_with_gradients(problem):
     kind, group, _, options, _, _ = problem
-    problem = (kind, group, (1, 1), {**options, "centred": False}, *problem[4:])
+    problem = (kind, group, (1, 1), {**options, "centred": False, "groups": 1}, *problem[4:])
     found = posed(problem)
     if found is None:
         return

@@ -38,6 +38,9 @@ def test_every_fault_applies_and_its_test_is_there():
 def test_faults_are_in_all_rooms_and_few_survive():
     listed = run.faults()
     rooms = Counter(fault.file.partition("/")[0].removesuffix(".py") for fault in listed)
+    source = run.ROOT / "src" / "econv"
+    folders = {str(path.parent.relative_to(source)) for path in source.rglob("*.py")}
+    assert folders == {str(Path(fault.file).parent) for fault in listed}
     assert len(rooms) >= 20
     assert len({fault.file for fault in listed}) >= 50
     assert {"plots", "page", "fourier", "stencils", "plan", "files", "models", "lab"} <= set(rooms)
@@ -76,4 +79,4 @@ def test_the_run_tells_what_is_found_from_what_is_not(tmp_path):
         found = json.loads(told.read_text(encoding="utf-8"))
         assert (found["found"], found["listed"]) == (1, len(listed))
         assert [fault["file"] for fault in found["missed"]] == ["files.py"] * (len(listed) - 1)
-        assert {"revision", "finished"} <= set(found)
+        assert {"machine", "revision", "finished"} <= set(found)

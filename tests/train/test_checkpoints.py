@@ -20,6 +20,7 @@ from econv.recipes import Recipe
 from econv.train import checkpoints
 from econv.train.trainer import Trainer
 from fake_engines import installed
+from full_disk import contents, full_disk
 from tiny_training import ONE, TINY, changed, interrupt_at, outcome, start, stripes, weights
 
 
@@ -90,6 +91,57 @@ def test_a_failed_write_leaves_the_checkpoint_before(
     folder = tmp_path / "parts" / "out" / "tiny" / "0"
     assert json.loads((folder / "checkpoint.json").read_text())["told"]["epoch"] == 2
     assert outcome(start(tmp_path / "parts")) == outcome(whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "time"),
+    [
+        ("checkpoint-0-1.safetensors", 1),
+        ("checkpoint-0-3.safetensors", 1),
+        ("checkpoint.json", 1),
+        ("checkpoint.json", 4),
+        ("checkpoint-before.json", 1),
+        ("checkpoint-before.json", 2),
+        ("model.safetensors", 1),
+        ("0.json", 1),
+    ],
+)
+def test_a_full_disk_is_named_and_nothing_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, time: int
+) -> None:
+    with monkeypatch.context() as patch:
+        before = full_disk(patch, name, tmp_path, time)
+        with pytest.raises(OSError, match=rf"No space left on device: '.*/{name}'"):
+            start(tmp_path)
+    assert contents(tmp_path) == before
+    resumed = start(tmp_path)
+    assert outcome(resumed) == outcome(start(tmp_path / "whole"))
+    assert files_left(tmp_path) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("below", ["out/tiny/0", "records/tiny"])
+def test_a_folder_that_can_only_be_read_is_named_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 10, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path)
+    (tmp_path / below).mkdir(parents=True, exist_ok=True)
+    before = contents(tmp_path)
+    (tmp_path / below).chmod(0o500)
+    try:
+        if os.access(tmp_path / below, os.W_OK):
+            pytest.skip("root writes anywhere")
+        with pytest.raises(OSError, match=f"can be written to; got .*{below}: Permission denied"):
+            start(tmp_path, resume=False)
+    finally:
+        (tmp_path / below).chmod(0o700)
+    assert contents(tmp_path) == before
+
+
+def files_left(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "out" / "tiny" / "0").iterdir())
 
 
 def test_checkpoints_hold_everything_and_go_when_the_run_is_done(

@@ -11,8 +11,11 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.rendezvous import rendezvous
 
 from econv.train.errors import TrainingError, WorkerLostError
+
+_PATIENCE = timedelta(minutes=10)  # with a process that says nothing
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,17 @@ class Processes:
         place = _device(device)
         if world > 1 and not distributed.is_initialized():
             backend = "nccl" if place.type == "cuda" else "gloo"
-            distributed.init_process_group(backend, timeout=timedelta(minutes=10))
+            # torchrun may start a job again with the store of the one before, where that one's
+            # addresses still are: processes that believe them wait for ever.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store, rank, world = next(rendezvous("env://", timeout=_PATIENCE))
+            distributed.init_process_group(
+                backend,
+                store=distributed.PrefixStore(f"attempt {attempt}", store),  # type: ignore[attr-defined]
+                rank=rank,
+                world_size=world,
+                timeout=_PATIENCE,
+            )
         if not distributed.is_initialized():
             return cls(0, 1, place)
         return cls(distributed.get_rank(), distributed.get_world_size(), place)

@@ -3,11 +3,12 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from econv import filter_basis
 from econv.engines.spectral import tiling
-from econv.engines.spectral.triton.scheme import scheme
+from econv.engines.spectral.triton.scheme import folded, scheme
 from econv.plan import spectral_plan
 
 HOPPER = {"p2": False, "p4": False, "p8": True, "p16": True, "p8m": True, "p32": True, "p1": False}
@@ -54,3 +55,27 @@ def test_parts_are_powers_of_two_and_hold_all_fields():
 def test_the_rules_need_no_triton():
     code = "import sys; sys.modules['triton'] = None; import econv.engines.spectral.tiling"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("group", ["p4", "p8", "p8m"])
+def test_a_layout_has_every_slot_and_weight_where_it_says(group):
+    found = layout(group)
+    assert sorted(found.positions) == list(range(len(found.plan.analysis)))
+    entries, signs = found.entries
+    where, again = found.owners
+    for weight in range(found.plan.weights):
+        held = where[weight][where[weight] >= 0]
+        assert sorted(held) == np.flatnonzero(entries == weight).tolist() != []
+        assert np.array_equal(again[weight][: len(held)], signs[held])
+
+
+@pytest.mark.parametrize("group", ["p8", "O"])
+def test_stencils_on_sums_and_differences_are_the_stencils(group):
+    plan = spectral_plan(filter_basis(group), "regular", "regular")
+    size, reach = plan.basis.size, plan.basis.size // 2
+    taps = np.arange(size) - reach
+    sums = [(taps == 0).astype(float)] + [(abs(taps) == t).astype(float) for t in taps[reach + 1 :]]
+    matrix = np.stack(sums + [(abs(taps) == t) * np.sign(taps) for t in taps[reach + 1 :]])
+    spec = {2: "sab,ay,bx->syx", 3: "sabc,az,by,cx->szyx"}[plan.stencils.ndim - 1]
+    given = np.einsum(spec, folded(plan), *[matrix] * (plan.stencils.ndim - 1))
+    assert np.abs(given - plan.stencils).max() < 1e-12 * np.abs(plan.stencils).max()
