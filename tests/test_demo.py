@@ -284,9 +284,8 @@ def test_the_network_clearly_beats_its_twin_in_time(tmp_path):
     assert ours < 5
 
 
-@pytest.mark.parametrize(
-    "name", ["report.html", pytest.param("equivariance.html", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["report.html", "equivariance.html"])
 def test_a_full_disk_is_named_and_the_old_report_stays(folder, monkeypatch, capsys, name):
     with monkeypatch.context() as patch:
         before = full_disk(patch, name, folder)
