@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def run(files: tuple[str, ...], processes: int, within: float, root: Path = ROOT
         if processes > 1:
             command += ["-n", str(processes), "--dist", "worksteal"]
         start = time.perf_counter()
-        process = subprocess.Popen(command, cwd=root)
+        process = subprocess.Popen(command, cwd=root, preexec_fn=_heed if os.name == "posix" else None)
         try:
             process.wait(within)
             late = False
@@ -66,6 +67,11 @@ def run(files: tuple[str, ...], processes: int, within: float, root: Path = ROOT
     elif process.returncode != 0 and not found["failures"]:
         found["failures"].append(f"pytest ended with {process.returncode}")
     return found
+
+
+def _heed() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so would pytest."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:
