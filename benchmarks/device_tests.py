@@ -53,7 +53,9 @@ def run(files: tuple[str, ...], processes: int, within: float, root: Path = ROOT
         if processes > 1:
             command += ["-n", str(processes), "--dist", "worksteal"]
         start = time.perf_counter()
-        process = subprocess.Popen(command, cwd=root, preexec_fn=_heed if os.name == "posix" else None)
+        process = subprocess.Popen(
+            command, cwd=root, preexec_fn=_heed if os.name == "posix" else None
+        )
         try:
             process.wait(within)
             late = False
