@@ -1228,3 +1228,9 @@ def test_norms_say_whether_they_have_weights(affine):
 
 def test_the_slope_of_a_group_prelu_begins_as_torchs_own():
     assert torch.equal(GroupPReLU2d(3, "p4").weight, torch.full((3,), 0.25))
+
+
+def test_every_second_pixel_of_a_view_that_negates():
+    x = torch.randn(1, 8, 7, 7).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        assert torch.equal(picked(torch._neg_view(x), 2), picked(-x, 2))

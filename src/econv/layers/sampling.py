@@ -465,7 +465,10 @@ def _in_words(*images: Tensor) -> tuple[Tensor, ...]:
     last = tuple(x.movedim(1, -1) for x in images)
     several = 8 // images[0].element_size()
     whole = not torch.is_grad_enabled() and all(
-        x.is_contiguous() and x.shape[-1] % several == 0 and x.storage_offset() % several == 0
+        x.is_contiguous()
+        and not x.is_neg()  # whose numbers are negated when they are read
+        and x.shape[-1] % several == 0
+        and x.storage_offset() % several == 0
         for x in last
     )
     return tuple(x.view(torch.int64) for x in last) if whole else last
